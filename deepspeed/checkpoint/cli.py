@@ -66,21 +66,21 @@ def _verify_file(path: Path, name: str, manifest: Manifest) -> Iterator[str]:
         yield str(error)
 
 
-def differences(one: Source, other: Source) -> Iterator[str]:
+def differences(first: Source, other: Source) -> Iterator[str]:
     """What differs between two checkpoints: names, shapes, values and optimizer state, whatever cuts they have."""
-    ours, theirs = ({row.name: row for row in source.manifest.rows} for source in (one, other))
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield f"{name}: only in {one.path if name in ours else other.path}"
-    for name in sorted(ours.keys() & theirs.keys()):
-        if ours[name].shape != theirs[name].shape:
-            yield f"{name}: {ours[name].shape} and {theirs[name].shape}"
+    ours, other_rows = ({row.name: row for row in source.manifest.rows} for source in (first, other))
+    for name in sorted(ours.keys() ^ other_rows.keys()):
+        yield f"{name}: only in {first.path if name in ours else other.path}"
+    for name in sorted(ours.keys() & other_rows.keys()):
+        if ours[name].shape != other_rows[name].shape:
+            yield f"{name}: {ours[name].shape} and {other_rows[name].shape}"
             continue
-        states = [source.manifest.state_of(rows[name]) for source, rows in ((one, ours), (other, theirs))]
+        states = [source.manifest.state_of(rows[name]) for source, rows in ((first, ours), (other, other_rows))]
         keys = [set(state.sliced) if state is not None else set() for state in states]
         if keys[0] != keys[1]:
             yield f"{name}: optimizer state {sorted(keys[0])} and {sorted(keys[1])}"
         for field in ["value", *(state_field(key) for key in sorted(keys[0] & keys[1]))]:
-            a, b = one.whole(name, field), other.whole(name, field)
+            a, b = first.whole(name, field), other.whole(name, field)
             wrong = (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
             if count := int(wrong.sum()):
                 yield f"{name} {field}: {count} of {a.numel()} elements differ"
@@ -128,26 +128,26 @@ def _arguments() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 when all is well."""
-    given = _arguments().parse_args(arguments)
+    options = _arguments().parse_args(arguments)
     try:
-        return _run(given)
+        return _run(options)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.command == "ls":
-        lines = list(list_tags(given.folder))
-        print("\n".join(lines) or f"no checkpoints in {given.folder}")
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "ls":
+        lines = list(list_tags(options.folder))
+        print("\n".join(lines) or f"no checkpoints in {options.folder}")
         return 0
-    if given.command == "diff":
-        found = list(differences(open_source(given.one), open_source(given.other)))
-        print("\n".join(found) or "equal")
-        return 1 if found else 0
-    source = open_source(given.folder, given.tag)
-    if given.command == "export":
-        for path in export(source, given.output, given.to, _DTYPES[given.dtype], given.max_shard_size):
+    if options.command == "diff":
+        difference_lines = list(differences(open_source(options.one), open_source(options.other)))
+        print("\n".join(difference_lines) or "equal")
+        return 1 if difference_lines else 0
+    source = open_source(options.folder, options.tag)
+    if options.command == "export":
+        for path in export(source, options.output, options.to, _DTYPES[options.dtype], options.max_shard_size):
             print(path)
         return 0
     if not isinstance(source, NativeSource):

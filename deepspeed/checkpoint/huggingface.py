@@ -52,22 +52,22 @@ class FolderSource(Source):
         """Read elements into tensors, converting on the way."""
         with self._ranks.together(f"reading {self.path}"):
             by_file: dict[Path, list[ReadRequest]] = {}
-            for one in wanted:
-                by_file.setdefault(self._file_of[one.row.name], []).append(one)
+            for request in wanted:
+                by_file.setdefault(self._file_of[request.row.name], []).append(request)
             for path, some in by_file.items():
                 with TensorFile(path) as file:
-                    read_all({file: [range_ for one in some for range_ in _ranges(file, one)]})
+                    read_all({file: [range_ for request in some for range_ in _ranges(file, request)]})
 
     def most(self, count: int) -> int:
         """The largest count of any rank."""
         return max(self._ranks.gather(count))
 
 
-def _ranges(file: TensorFile, one: ReadRequest) -> Iterator[Range]:
-    stored = file.find(one.row.name)
-    clear_padding(one)
-    for copy in copies(one.row.everything, one.range):
-        for start, distance, place in runs(copy, one.into):
+def _ranges(file: TensorFile, request: ReadRequest) -> Iterator[Range]:
+    stored = file.find(request.row.name)
+    clear_padding(request)
+    for copy in copies(request.row.everything, request.range):
+        for start, distance, place in runs(copy, request.into):
             yield byte_range(stored, start, distance, place)
 
 
@@ -105,10 +105,10 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     groups: list[ShardGroup] = list({id(p._ds_member.group): p._ds_member.group for p in managed.values()}.values())
     axis = groups[0].axis if groups else None
     view, source = StateView(module, groups, axis, None, None), FolderSource(Path(path), Ranks(axis))
-    rows, found = load.compare(view, source, strict)
+    rows, loaded = load.compare(view, source, strict)
     load.load_values(view, source, rows)
-    log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
-    return found.elements
+    log_rank0(f"loaded {loaded.elements:,} of {loaded.total:,} elements from {path}")
+    return loaded.elements
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -117,23 +117,23 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def once(state: Mapping[str, Any]) -> dict[str, Any]:
     """Every tensor under its first name: safetensors files hold no aliases, and loaders tie them again."""
     seen: dict[int, str] = {}
-    for name, one in state.items():
-        seen.setdefault(id(one), name)
-    return {name: one for name, one in state.items() if seen[id(one)] == name}
+    for name, tensor in state.items():
+        seen.setdefault(id(tensor), name)
+    return {name: tensor for name, tensor in state.items() if seen[id(tensor)] == name}
 
 
 def bytes_of(size: str | int | None) -> float:
     """A size such as "5GB" as a number; None is no limit."""
     if size is None:
         return math.inf
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
-    if found is None or found.group(2).upper() not in _UNITS:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match.group(2).upper() not in _UNITS:
         raise ArgumentError(f"max_shard_size is {size!r}; write it as '5GB', '200MB' or a number of bytes")
-    return float(found.group(1)) * _UNITS[found.group(2).upper()]
+    return float(match.group(1)) * _UNITS[match.group(2).upper()]
 
 
-def _numel_bytes(one: Any) -> int:
-    return torch.Size(one.shape).numel() * one.dtype.itemsize
+def _numel_bytes(tensor: Any) -> int:
+    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
 
 
 def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | int | None, safe: bool) -> list[Path]:
@@ -153,9 +153,9 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
     listed = once(state) if safe else dict(state)
     shards: list[list[str]] = []
     filled, total, seen = math.inf, 0, set()
-    for name, one in listed.items():
-        size = 0 if id(one) in seen else _numel_bytes(one)
-        seen.add(id(one))
+    for name, tensor in listed.items():
+        size = 0 if id(tensor) in seen else _numel_bytes(tensor)
+        seen.add(id(tensor))
         if filled + size > limit:
             shards.append([])
             filled = 0
@@ -166,11 +166,11 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
     for number, names in enumerate(shards, 1):
         file = f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         real: dict[int, torch.Tensor] = {id(listed[name]): listed[name].contiguous() for name in names}
-        made = OrderedDict((name, real[id(listed[name])]) for name in names)
+        tensors = OrderedDict((name, real[id(listed[name])]) for name in names)
         if safe:
-            save_file(made, folder / file, {"format": "pt"})
+            save_file(tensors, folder / file, {"format": "pt"})
         else:
-            torch.save(made, folder / file)
+            torch.save(tensors, folder / file)
         written.append(folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:

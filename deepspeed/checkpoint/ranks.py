@@ -24,12 +24,12 @@ class Ranks:
         self.numbers = (0,) if axis is None else axis.ranks
         self.group = group if group is not None or axis is None else axis.group
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, local: Any) -> list[Any]:
         """Everybody's object, in rank order. All ranks call together."""
         if self.size == 1 or self.group is None:
-            return [mine] * self.size
+            return [local] * self.size
         every: list[Any] = [None] * self.size
-        comm.all_gather_object(every, mine, group=self.group)
+        comm.all_gather_object(every, local, group=self.group)
         return every
 
     @contextmanager
@@ -46,10 +46,10 @@ class Ranks:
             raise
         except Exception as problem:
             error = problem
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(errors):
             if text is not None:
                 raise CheckpointError(f"{what} failed on rank {rank}: {text}")
 

@@ -34,27 +34,29 @@ _SMALLEST = 10  # power of two, in bytes
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    made = argparse.ArgumentParser(prog="ds_bench", description=__doc__)
+    arguments = argparse.ArgumentParser(prog="ds_bench", description=__doc__)
     for operation in OPERATIONS:
-        made.add_argument(f"--{operation.replace('_', '-')}", action="store_true", help="measure it; none: all")
-    made.add_argument("--scan", action="store_true", help="all sizes up to --maxsize; else that size alone")
-    made.add_argument("--maxsize", type=int, default=24, help="largest message: 2^N bytes")
-    made.add_argument("--trials", type=int, default=50, help="calls that are measured")
-    made.add_argument("--warmups", type=int, default=5, help="calls before")
-    made.add_argument("--mem-factor", type=float, default=0.3, help="largest share of free memory for one message")
-    made.add_argument("--dtype", default="float32", help="of the elements, as torch names it")
-    made.add_argument("--bw-unit", choices=["Gbps", "GBps"], default="Gbps", help="gigabits or gigabytes per second")
-    made.add_argument("--backend", default=None, help="of the process group")
-    made.add_argument("--dist", choices=["deepspeed", "torch"], default="deepspeed", help="whose collectives")
-    made.add_argument("--device", default=None, help="accepted for old scripts; the accelerator decides")
-    made.add_argument("--async-op", action="store_true", help="start all calls, then wait for all")
-    made.add_argument("--raw", action="store_true", help="figures without units")
-    made.add_argument("--debug", action="store_true", help="check the results")
-    made.add_argument("--local_rank", type=int, default=0, help="accepted for launchers")
-    made.add_argument("--ranks", type=int, default=0, help="ranks to start; 0: every device, two on a CPU")
-    made.add_argument("--output", default="ds_bench.json", help="file for the curve; its picture lies beside it")
-    made.add_argument("--no-plot", action="store_true", help="no picture")
-    return made
+        arguments.add_argument(f"--{operation.replace('_', '-')}", action="store_true", help="measure it; none: all")
+    arguments.add_argument("--scan", action="store_true", help="all sizes up to --maxsize; else that size alone")
+    arguments.add_argument("--maxsize", type=int, default=24, help="largest message: 2^N bytes")
+    arguments.add_argument("--trials", type=int, default=50, help="calls that are measured")
+    arguments.add_argument("--warmups", type=int, default=5, help="calls before")
+    arguments.add_argument("--mem-factor", type=float, default=0.3, help="largest share of free memory for one message")
+    arguments.add_argument("--dtype", default="float32", help="of the elements, as torch names it")
+    arguments.add_argument(
+        "--bw-unit", choices=["Gbps", "GBps"], default="Gbps", help="gigabits or gigabytes per second"
+    )
+    arguments.add_argument("--backend", default=None, help="of the process group")
+    arguments.add_argument("--dist", choices=["deepspeed", "torch"], default="deepspeed", help="whose collectives")
+    arguments.add_argument("--device", default=None, help="accepted for old scripts; the accelerator decides")
+    arguments.add_argument("--async-op", action="store_true", help="start all calls, then wait for all")
+    arguments.add_argument("--raw", action="store_true", help="figures without units")
+    arguments.add_argument("--debug", action="store_true", help="check the results")
+    arguments.add_argument("--local_rank", type=int, default=0, help="accepted for launchers")
+    arguments.add_argument("--ranks", type=int, default=0, help="ranks to start; 0: every device, two on a CPU")
+    arguments.add_argument("--output", default="ds_bench.json", help="file for the curve; its picture lies beside it")
+    arguments.add_argument("--no-plot", action="store_true", help="no picture")
+    return arguments
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ def wind_up() -> None:
 def wind_up_with_the_groups() -> None:
     """Have `wind_up` called when the last process group of torch ends."""
     table: dict[object, list[object]] = dist.distributed_c10d._world.pg_coalesce_state  # type: ignore[assignment]
-    if not any(isinstance(one, _Notice) for one in table):
+    if not any(isinstance(entry, _Notice) for entry in table):
         notice = _Notice()
         weakref.finalize(notice, wind_up).atexit = False
         table[notice] = []

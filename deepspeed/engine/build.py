@@ -132,11 +132,11 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _flat(entries: Iterable[Any]) -> list[Parameter]:
-    found: list[Any] = []
+    tensors: list[Any] = []
     for entry in entries:
         inside = entry["params"] if isinstance(entry, dict) else entry
-        found += [inside] if isinstance(inside, torch.Tensor) else list(inside)
-    return found
+        tensors += [inside] if isinstance(inside, torch.Tensor) else list(inside)
+    return tensors
 
 
 def choose_optimizer(
@@ -152,11 +152,11 @@ def choose_optimizer(
     if client is not None:
         if not callable(client):
             raise OptimizerError(f"optimizer is a {type(client).__name__}; pass a torch.optim.Optimizer or a callable")
-        made = call_with("optimizer", client, params)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise OptimizerError(f"the optimizer callable returned a {type(made).__name__}, not an Optimizer")
-        check_supported(made)
-        return made
+        optimizer = call_with("optimizer", client, params)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(f"the optimizer callable returned a {type(optimizer).__name__}, not an Optimizer")
+        check_supported(optimizer)
+        return optimizer
     if config.optimizer is not None and config.optimizer.type:
         if not params:
             raise OptimizerError("the JSON names an optimizer, but the model has no parameter to train")
@@ -249,8 +249,8 @@ def build(
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
     relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
-    kept = config.data_types.keep_in_fp32_modules
-    stay = () if kept in (None, "auto") else kept
+    fp32_modules = config.data_types.keep_in_fp32_modules
+    stay = () if fp32_modules in (None, "auto") else fp32_modules
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
     if config.data_types.buffer_dtype is not None:
         cast_buffers(model, DTYPES[config.data_types.buffer_dtype], stay)

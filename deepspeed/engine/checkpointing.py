@@ -51,7 +51,7 @@ def capture_run(state: EngineState) -> dict[str, Any]:
         state: of the engine.
     """
     optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
-    made: dict[str, Any] = {
+    run_state: dict[str, Any] = {
         "counters": {name: getattr(state, name) for name in COUNTERS},
         "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
         "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
@@ -60,32 +60,36 @@ def capture_run(state: EngineState) -> dict[str, Any]:
     }
     if state.compression is not None or state.removals:
         more = {} if state.compression is None else state.compression.state_dict()
-        made["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
+        run_state["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
     if optimizer is not None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
-        made["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
-    return made
+        run_state["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
+    return run_state
 
 
 def capture_private(state: EngineState) -> dict[str, Any]:
     """The state that belongs to this rank alone."""
     optimizer, reducer = state.components.optimizer, state.components.reducer
-    made: dict[str, Any] = {"random": capture_random()}
+    private_state: dict[str, Any] = {"random": capture_random()}
     window = state.window
     if optimizer is not None and reducer is not None and window.seen + (not reducer.clean):
-        made["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
-    return made
+        private_state["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
+    return private_state
 
 
 def capture_random() -> dict[str, Any]:
     """The states of all random generators of this process, those that `get_cuda_rng_tracker` has by name included."""
     accelerator = get_accelerator()
-    made: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    made["named"] = tracker.get_states()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    state["named"] = tracker.get_states()
     if accelerator.device_name() != "cpu":
-        made["device"] = accelerator.get_rng_state()
-    return made
+        state["device"] = accelerator.get_rng_state()
+    return state
 
 
 def restore_random(saved: dict[str, Any]) -> None:
@@ -214,9 +218,11 @@ class CheckpointIO:
         Args:
             objects: each with `state_dict()` and `load_state_dict(state)`; the order counts.
         """
-        for one in objects:
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-                raise CheckpointError(f"a {type(one).__name__} has no state_dict and load_state_dict to checkpoint")
+        for stateful in objects:
+            if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
+                raise CheckpointError(
+                    f"a {type(stateful).__name__} has no state_dict and load_state_dict to checkpoint"
+                )
         self._extra_objects += objects
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -340,7 +346,7 @@ class CheckpointIO:
         state = {
             "engine": capture_run(self._state),
             "client_state": client_state,
-            "objects": [one.state_dict() for one in self._extra_objects],
+            "objects": [stateful.state_dict() for stateful in self._extra_objects],
             "module": self._extra_state(ranks),
         }
         about = {
@@ -364,19 +370,19 @@ class CheckpointIO:
         """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
         if not view.buffers and not self._state.sliced:
             return
-        mine = {name: (view.box(name), _fingerprint(buffer)) for name, buffer in view.buffers.items()}
+        fingerprints = {name: (view.box(name), _fingerprint(buffer)) for name, buffer in view.buffers.items()}
         first: dict[Any, int] = {}
-        for told in ranks.gather(mine):
-            for name, (box, print_) in told.items():
+        for rank_fingerprints in ranks.gather(fingerprints):
+            for name, (box, print_) in rank_fingerprints.items():
                 first.setdefault((name, box), print_)
-        own = [name for name, (box, print_) in mine.items() if print_ != first[name, box]]
+        own = [name for name, (box, print_) in fingerprints.items() if print_ != first[name, box]]
         captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
 
     def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
         """What modules give as extra state, by module name; of all stages."""
-        mine = _extra_state(self._state.module)
-        told = ranks.gather(mine) if self._state.sliced else [mine]
-        return {name: state for one in reversed(told) for name, state in one.items()}
+        local_state = _extra_state(self._state.module)
+        states = ranks.gather(local_state) if self._state.sliced else [local_state]
+        return {name: state for rank_state in reversed(states) for name, state in rank_state.items()}
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -426,8 +432,8 @@ class CheckpointIO:
             custom_load_fn,
         )
         if tag is not None:
-            found = finder.named(filesystem.checked_tag(tag))
-            return self._load(found, ranks, what)
+            source = finder.named(filesystem.checked_tag(tag))
+            return self._load(source, ranks, what)
         return self._load_latest(finder, ranks, what)
 
     def _load_latest(self, finder: Finder, ranks: Ranks, what: _What) -> tuple[str | None, dict[str, Any] | None]:
@@ -443,19 +449,19 @@ class CheckpointIO:
             except FileNotFoundError as error:
                 finder.skip(tag, str(error))
         while True:
-            found = finder.newest(set(finder.skipped))
-            if found is None:
+            source = finder.newest(set(finder.skipped))
+            if source is None:
                 if finder.skipped:
                     raise CheckpointCorruptError(f"no checkpoint in {finder.folder} can be loaded: {finder.skipped}")
                 warn_once(f"there is no checkpoint in {finder.folder}; nothing was loaded")
                 return None, None
             try:
-                return self._load(found, ranks, what)
+                return self._load(source, ranks, what)
             except CheckpointCorruptError as error:
-                finder.skip(found.path.name, str(error))
+                finder.skip(source.path.name, str(error))
 
-    def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
-        source = self._opened(found, ranks)
+    def _load(self, source_or_path: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+        source = self._opened(source_or_path, ranks)
         view = self._state.view()
         saved = source.state()
         run = saved.get("engine", {})
@@ -492,8 +498,8 @@ class CheckpointIO:
                 self._state.compression.load_state_dict(compressed)
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
-                for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
-                    one.load_state_dict(state)
+                for stateful, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
+                    stateful.load_state_dict(state)
         left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
         gone = f", missing {report.missing[:4]}" if report.missing else ""
         more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
@@ -507,14 +513,14 @@ class CheckpointIO:
             if name in modules or not self._state.sliced:  # else it belongs to another stage
                 modules[name].set_extra_state(state)
 
-    def _opened(self, found: Source | Path, ranks: Ranks) -> Source:
+    def _opened(self, source_or_path: Source | Path, ranks: Ranks) -> Source:
         """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
-        if not isinstance(found, Source):
+        if not isinstance(source_or_path, Source):
             with ranks.together("opening the checkpoint"):
-                return open_foreign(found, self._state.view().optimizer_names())
+                return open_foreign(source_or_path, self._state.view().optimizer_names())
         for hook in self._state.hooks.opened:
-            hook(found.state().get("engine", {}).get("compression", {}))
-        return found
+            hook(source_or_path.state().get("engine", {}).get("compression", {}))
+        return source_or_path
 
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool

@@ -102,15 +102,15 @@ class RunningStatistics:
             for buffer in child.buffers(recurse=False)
         ]
         if axis.size > 1:
-            self.buffers += [kept for child in modules_of(module) for kept in running_statistics(child)]
+            self.buffers += [statistic for child in modules_of(module) for statistic in running_statistics(child)]
         self._first = [buffer.detach().clone() for buffer in self.buffers]  # rank 0's
         self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
 
     def publish(self) -> None:
         """Send rank 0's statistics to all. All ranks call together."""
         source = self._own or self.buffers
-        for kept, now in zip(self._first, source, strict=True):
-            kept.copy_(now)
+        for initial, now in zip(self._first, source, strict=True):
+            initial.copy_(now)
         broadcast_tensors(self._axis, self._first, "running statistics of rank 0")
 
     def switch(self, training: bool) -> None:

@@ -111,18 +111,18 @@ class StructuredPruning:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def _gather_facts(self) -> None:
-        view, mine = self._view, {}
+        view, local_facts = self._view, {}
         numbers = view.group_numbers()
         for name, member in view.members.items():
             for fragment in view.fragments_of(member):
-                facts = mine.setdefault(name, _Facts(numbers.get(id(fragment.leaf), -1)))
+                facts = local_facts.setdefault(name, _Facts(numbers.get(id(fragment.leaf), -1)))
                 for key, value in view.state_of(fragment).items():
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
                         facts.sliced[key] = value.dtype
                     elif not isinstance(value, torch.Tensor) or not value.dim():
                         facts.rest[key] = value  # what has a shape of its own starts again
-        for told in Ranks(self.state.axes.shard).gather(mine):
-            for name, facts in told.items():
+        for rank_facts in Ranks(self.state.axes.shard).gather(local_facts):
+            for name, facts in rank_facts.items():
                 self._facts.setdefault(name, facts)
         self._order = view.optimizer_names()
 
@@ -160,8 +160,8 @@ class StructuredPruning:
         components = self._components
         for group in components.groups:
             if group.policy.gathers_before_use:
-                group.fetch, mine = None, group.fetch
-                self._withdraw(group, mine)
+                group.fetch, fetch = None, group.fetch
+                self._withdraw(group, fetch)
         if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:
@@ -185,8 +185,8 @@ class StructuredPruning:
         """The inner optimizer's groups hold parameters again, as at `initialize`."""
         params = {name: member.param for name, member in self._view.members.items()}
         for number, group in enumerate(optimizer.param_groups):
-            mine = (params[name] for name in self._order if self._facts[name].group == number)
-            group["params"] = [param for param in mine if id(param) in self._stay]
+            group_params = (params[name] for name in self._order if self._facts[name].group == number)
+            group["params"] = [param for param in group_params if id(param) in self._stay]
 
     def _cut(self, group: ShardGroup) -> None:
         """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
@@ -223,8 +223,8 @@ class StructuredPruning:
     def _rebuild(self) -> None:
         state, old = self.state, self._components.optimizer
         inner = None if old is None else old.optimizer
-        made = build(state.module, inner, state.ds_config, state.axes, state.device, old)
-        state.components = made
+        components = build(state.module, inner, state.ds_config, state.axes, state.device, old)
+        state.components = components
 
     # -- back again ---------------------------------------------------------------------------------------------------
 
@@ -350,9 +350,9 @@ class CompressionHooks:
         twin = copy.deepcopy(self._state.module)
         for module in twin.modules():
             plain_module(module)
-        made = self._make(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
-        distiller.set_teacher(made)
-        distiller.close = made.destroy
+        teacher = self._make(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
+        distiller.set_teacher(teacher)
+        distiller.close = teacher.destroy
 
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None
@@ -401,7 +401,7 @@ class CompressionHooks:
 
     def replay(self, saved: dict[str, Any]) -> None:
         """Take out what was out of the model when a checkpoint was saved."""
-        wanted = [Removal.from_json(one) for one in saved.get("removals", ())]
+        wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals
         if len(done) > len(wanted):
             raise CheckpointError(

@@ -58,11 +58,11 @@ class _FromHere(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if not self.start:
             return iter(self.whole)
-        one = DistributedSampler(
+        sampler = DistributedSampler(
             self.whole.dataset, 1, 0, shuffle=self.whole.shuffle, seed=self.whole.seed, drop_last=False
         )
-        one.set_epoch(self.whole.epoch)
-        order = list(one)
+        sampler.set_epoch(self.whole.epoch)
+        order = list(sampler)
         ahead = order[self.start :]
         short = self._total() - len(ahead)
         padded = ahead + order[:short] if short >= 0 else ahead[:short]
@@ -271,9 +271,9 @@ def tokens_in(inputs: Iterable[Any]) -> int:
     """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
     for value in inputs:
         if isinstance(value, dict):
-            found = tokens_in(value.values())
-            if found:
-                return found
+            tokens = tokens_in(value.values())
+            if tokens:
+                return tokens
         elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
             return value.numel() * (value.dtype != torch.bool)
     return 0

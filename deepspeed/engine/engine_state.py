@@ -108,15 +108,17 @@ class EngineState:
 
     def view(self) -> StateView:
         """The training state by name."""
-        parts, at = self.components, self.axes.mesh.coordinates
-        return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, at)
+        parts, coordinates = self.components, self.axes.mesh.coordinates
+        return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, coordinates)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
         """Names of the model that other ranks hold. All ranks call together."""
         if not self.sliced:
             return set()
-        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.dp_sp_group.rank == 0 else []
-        return {name for names in Ranks(self.everyone).gather(mine) for name in names}
+        local_names = (
+            [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.dp_sp_group.rank == 0 else []
+        )
+        return {name for names in Ranks(self.everyone).gather(local_names) for name in names}
 
     def forget_window(self) -> None:
         """Drop the gradients of the window and what is gathered: other values are about to come. All ranks call."""

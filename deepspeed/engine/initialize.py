@@ -80,13 +80,13 @@ def initialize(
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     if config is not None and config_params is not None and config is not config_params:
         raise DeepSpeedConfigError("both config and config_params were given; pass one of them")
-    given = config if config is not None else config_params
+    config_source = config if config is not None else config_params
     path = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    if given is not None and path is not None:
+    if config_source is not None and path is not None:
         raise DeepSpeedConfigError(f"both config and args.deepspeed_config ({path}) were given; pass one of them")
-    if given is None and path is None:
+    if config_source is None and path is None:
         raise DeepSpeedConfigError("no configuration: pass config=… (dict or path) or --deepspeed_config FILE")
-    return given if given is not None else path
+    return config_source if config_source is not None else path
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -60,16 +60,16 @@ class ProgressLog:
         if config.dump_state:
             log_rank0(as_text(config.explain()))
 
-    def look_at_batch(self, *given: Any) -> None:
+    def look_at_batch(self, *arguments: Any) -> None:
         """A line where a rank's first batch is as large as that of all should be: then all train on the same samples.
 
         Args:
-            given: what forward got; the first tensor's first dimension is taken for its samples.
+            arguments: what forward got; the first tensor's first dimension is taken for its samples.
         """
         if self._looked:
             return
         self._looked = True
-        first = next(iter(tensors_in(given)), None)
+        first = next(iter(tensors_in(arguments)), None)
         ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
         if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:
             log_rank0(

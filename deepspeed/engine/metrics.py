@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,10 +32,10 @@ from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.memory.report import MemoryReport, allocated
+from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, allocated
 from deepspeed.engine.memory.watchdog import MemoryWatchdog
 from deepspeed.engine.nan_detector import NonFiniteFinder
-from deepspeed.errors import MemoryExhaustedError, NotAvailableError
+from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.spans import Span, now, recorder
 from deepspeed.foundation.timer import HostWallClockTimer
@@ -46,7 +46,6 @@ from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
 from deepspeed.zero.gradients.accumulation import Purpose
 from deepspeed.zero.gradients.grad_norm import squares_by_name
 from deepspeed.zero.gradients.reducer import Reducer
-from deepspeed.zero.out_of_memory import is_exhaustion
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -115,12 +114,12 @@ class StepTimers:
         """A window is over, and its last micro-batch; gives `elapsed()` of it."""
         if not self.active:
             return {}
-        found = self.elapsed()
+        elapsed = self.elapsed()
         timers = [self._timers(name) for pair in _PAIRS.values() for name in pair]
         self.last = {timer.name_: timer.elapsed(reset=False) for timer in timers}
         self._show(0)
         self._show(1)
-        return found
+        return elapsed
 
     def _show(self, which: int) -> None:
         """A line of the micro-batch's (0) or the window's (1) timers, which begin anew."""
@@ -257,13 +256,15 @@ class Tracing:
         ahead = _ahead(axis.group) if axis.size > 1 else 0
         spans = [s._replace(begin=s.begin - ahead, end=s.end - ahead) for s in spans]
         marks = [mark - ahead for mark in self._marks]
-        mine = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
-        told: list[Any] | None = [mine]
+        local_record = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
+        rank_records: list[Any] | None = [local_record]
         if axis.size > 1:
-            told = [None] * axis.size if axis.rank == 0 else None
-            gather_object(mine, told, dst=axis.ranks[0], group=axis.group)
-        if told is not None:
-            records = [RankRecord(rank, [Span(*s) for s in kept], *rest) for rank, kept, *rest in told]
+            rank_records = [None] * axis.size if axis.rank == 0 else None
+            gather_object(local_record, rank_records, dst=axis.ranks[0], group=axis.group)
+        if rank_records is not None:
+            records = [
+                RankRecord(rank, [Span(*s) for s in rank_spans], *rest) for rank, rank_spans, *rest in rank_records
+            ]
             self.timeline = Timeline(records, self._state.global_steps - self._section.steps)
             self._write(self.timeline)
 
@@ -286,16 +287,16 @@ def _ahead(group: Any) -> int:
 
     Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
     """
-    told: list[Any] = [None] * group.size()
-    all_gather_object(told, boot(), group=group)
-    if len(set(told)) == 1:
+    clocks: list[Any] = [None] * group.size()
+    all_gather_object(clocks, boot(), group=group)
+    if len(set(clocks)) == 1:
         return 0
-    found = []
+    offsets = []
     for _ in range(_ROUNDS):
-        all_gather_object(told, None, group=group)
-        all_gather_object(told, now(), group=group)
-        found.append(told[group.rank()] - told[0])
-    return int(statistics.median(found))
+        all_gather_object(clocks, None, group=group)
+        all_gather_object(clocks, now(), group=group)
+        offsets.append(clocks[group.rank()] - clocks[0])
+    return int(statistics.median(offsets))
 
 
 class Trial:
@@ -340,11 +341,13 @@ class Trial:
     def _end(self, updates: int, samples: int) -> None:
         seconds = (time.perf_counter() - self._since) / updates
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        told = all_gather_objects(self._state.everyone, (seconds, peak))  # nobody ends while a neighbour still needs it
+        timings = all_gather_objects(
+            self._state.everyone, (seconds, peak)
+        )  # nobody ends while a neighbour still needs it
         if self._state.everyone.rank == 0:
-            slowest = max(one for one, _ in told)
-            found = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
-            _write(Path(str(self._section.metric_path)), {**found, "peak_resident": max(held for _, held in told)})
+            slowest = max(seconds_of_rank for seconds_of_rank, _ in timings)
+            metrics = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
+            _write(Path(str(self._section.metric_path)), {**metrics, "peak_resident": max(held for _, held in timings)})
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:
@@ -354,38 +357,17 @@ class Trial:
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Path, metrics: dict[str, Any]) -> None:
     """Whoever waits for the file sees it whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(found, indent=2) + "\n")
+    part.write_text(json.dumps(metrics, indent=2) + "\n")
     part.replace(path)
 
 
 _NOTHING = nullcontext()
 _NONE: Mapping[str, float] = MappingProxyType({})
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
-
-
-class _Guard:
-    """Wraps a part of a step: running out of memory inside raises an error with a report."""
-
-    __slots__ = ("_inner", "_measures", "_report")
-
-    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool = False) -> None:
-        self._report, self._inner, self._measures = report, inner, measures
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
-        if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
-            raise self._report.exhausted(error) from error
-        if self._measures and error is None:
-            self._report.note_forward()
 
 
 class Instruments:
@@ -407,7 +389,7 @@ class Instruments:
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
-        self.guard = partial(_Guard, self._memory, _NOTHING)  # running out of memory inside comes with a report
+        self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # running out of memory inside comes with a report
         self._pressure = MemoryWatchdog(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
@@ -465,7 +447,7 @@ class Instruments:
         """A context that the timer and the recorder call `name`."""
         watched = self.times.active or self._state.ds_config.memory_breakdown
         inner = self._watched(name) if watched else recorder.span(name) if recorder.on else _NOTHING
-        return _Guard(self._memory, inner, name == FORWARD and self._memory.left_by_forward < 0)
+        return MemoryGuard(self._memory, inner, name == FORWARD and self._memory.left_by_forward < 0)
 
     def _waiting(self) -> AbstractContextManager[None]:
         """The wait for gradients that are under way."""
@@ -543,8 +525,8 @@ class Instruments:
             if num_items is None and loss_is_divided(self._state.module):
                 share = 1.0 / window.steps  # a client has done that
             samples = 1.0 if window.samples is None else window.samples
-            found = loss.detach().double() * samples
-            self._loss = found if self._loss is None else self._loss + found
+            weighted_loss = loss.detach().double() * samples
+            self._loss = weighted_loss if self._loss is None else self._loss + weighted_loss
             self._weight += num_items if num_items is not None else samples * share
 
     def on_window(
@@ -663,14 +645,14 @@ class Instruments:
         if optimizer is None or reducer is None:
             raise without_optimizer("gradient_norms", self._state.components)
         agreed = reducer.finish(Purpose.REDUCE)
-        found, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
+        squares_of, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
         names = self._all_names(reducer)
         self._asked += 1
         tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.model_replica_group
-        row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
+        row = [squares_of.get(name, -1.0) for name in names]  # below 0: no gradient here
         row.append(reducer.squares.own(reducer.revision) or 0.0)
         table = scalars.current.table(axis, row, tag, "agreement on gradient norms by name", reducer.device)
-        reducer.squares.total = sum(told.pop() for told in table)
+        reducer.squares.total = sum(rank_row.pop() for rank_row in table)
         columns = dict(zip(names, zip(*table, strict=True), strict=True))
         touched = {name: [square for square in column if not square < 0] for name, column in columns.items()}
         return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
@@ -678,13 +660,13 @@ class Instruments:
     def _all_names(self, reducer: Reducer) -> list[str]:
         """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
         members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
-        mine = [member.name for member in members]
+        local_names = [member.name for member in members]
         axis = self._state.axes.model_replica_group
         if not self._state.sliced or axis.group is None:
-            return mine
-        if mine != self._names[0]:
-            told = all_gather_objects(axis, mine)
-            self._names = mine, list(dict.fromkeys(name for names in told for name in names))
+            return local_names
+        if local_names != self._names[0]:
+            names_by_rank = all_gather_objects(axis, local_names)
+            self._names = local_names, list(dict.fromkeys(name for names in names_by_rank for name in names))
         return self._names[1]
 
     def close(self) -> None:

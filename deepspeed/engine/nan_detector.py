@@ -91,8 +91,8 @@ class NonFiniteFinder:
         micro = self._window[-1]
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         micro.outputs = [weakref.ref(tensor) for tensor in outputs]
-        for at, tensor in enumerate(outputs) if self._keeps_gradients else ():
-            tensor.register_hook(lambda gradient, at=at: micro.gradients.__setitem__(at, gradient))
+        for index, tensor in enumerate(outputs) if self._keeps_gradients else ():
+            tensor.register_hook(lambda gradient, index=index: micro.gradients.__setitem__(index, gradient))
 
     def on_loss(self, loss: torch.Tensor, scale: float) -> None:
         """Backward begins.
@@ -103,7 +103,7 @@ class NonFiniteFinder:
         """
         if self._window:
             outputs = [reference() for reference in self._window[-1].outputs]
-            self._window[-1].loss = next((at for at, tensor in enumerate(outputs) if tensor is loss), None)
+            self._window[-1].loss = next((index for index, tensor in enumerate(outputs) if tensor is loss), None)
             self._window[-1].scale = scale
 
     def forget(self) -> None:
@@ -138,27 +138,27 @@ class NonFiniteFinder:
 
     def _report(self) -> None:
         state = self._state
-        at, finding = self._search()
-        told: list[Any] = [None] * state.everyone.size
-        summary = None if finding is None else (at, _ORDER.get(finding.direction, 3), *finding[:4])
+        micro_index, finding = self._search()
+        reports: list[Any] = [None] * state.everyone.size
+        summary = None if finding is None else (micro_index, _ORDER.get(finding.direction, 3), *finding[:4])
         outside = any(micro.loss is None and not micro.gradients for micro in self._window)
         if state.everyone.size > 1:
-            all_gather_object(told, (summary, outside), group=state.everyone.group)
+            all_gather_object(reports, (summary, outside), group=state.everyone.group)
         else:
-            told = [(summary, outside)]
+            reports = [(summary, outside)]
         step = state.global_steps
-        found = [(one, rank) for rank, (one, _) in enumerate(told) if one is not None]
-        if found:
-            first, rank = min(found, key=lambda pair: (*pair[0][:2], pair[1]))
+        findings = [(rank_summary, rank) for rank, (rank_summary, _) in enumerate(reports) if rank_summary is not None]
+        if findings:
+            first, rank = min(findings, key=lambda pair: (*pair[0][:2], pair[1]))
             micro, _, direction, module, operation, statistics = first
-            made = f" by {operation}" if operation else ""
+            producer = f" by {operation}" if operation else ""
             self.found = (
                 f"update {step}, rank {rank}, micro-batch {micro}: first not finite in {direction}, "
-                f"{module or 'the model'}{made}: {statistics}"
+                f"{module or 'the model'}{producer}: {statistics}"
             )
             if rank == state.everyone.rank and finding is not None:
                 self._dump(finding, self.found)
-        elif any(outside for _, outside in told):
+        elif any(outside for _, outside in reports):
             self._keeps_gradients = True
             self.found = (
                 f"update {step}: forward of the window is finite, and its loss was computed outside of the model; the "
@@ -186,10 +186,10 @@ class NonFiniteFinder:
         if reducer is not None:
             reducer.muted = True
         try:
-            for at, micro in enumerate(self._window):
+            for index, micro in enumerate(self._window):
                 finding = first_input(micro.inputs) or self._run_again(micro)
                 if first[1] is None:
-                    first = (at, finding)
+                    first = (index, finding)
         finally:
             self._replaying = False
             if reducer is not None:
@@ -224,12 +224,12 @@ class NonFiniteFinder:
             with self._engine._autocast():
                 output = self._state.module(*args, **kwargs)
             outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-            roots, given = self._roots(micro, outputs)
-            if roots and checker.found is None and any(any(kinds_in(gradient)) for gradient in given):
-                bad = next(gradient for gradient in given if any(kinds_in(gradient)))
+            roots, gradients = self._roots(micro, outputs)
+            if roots and checker.found is None and any(any(kinds_in(gradient)) for gradient in gradients):
+                bad = next(gradient for gradient in gradients if any(kinds_in(gradient)))
                 checker.found = Finding("backward", OF_LOSS, "", describe(bad), [bad])
             if roots:
-                torch.autograd.backward(roots, given)
+                torch.autograd.backward(roots, gradients)
         return checker.found
 
     def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -237,8 +237,8 @@ class NonFiniteFinder:
         if micro.loss is not None and micro.loss < len(outputs):
             loss = outputs[micro.loss]
             return [loss], [torch.full_like(loss, micro.scale)]
-        kept = {at: gradient for at, gradient in micro.gradients.items() if at < len(outputs)}
-        return [outputs[at] for at in kept], list(kept.values())
+        gradients = {index: gradient for index, gradient in micro.gradients.items() if index < len(outputs)}
+        return [outputs[index] for index in gradients], list(gradients.values())
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, Any]:

@@ -98,11 +98,11 @@ class Offload:
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:
-            found = rest_bytes(state, _PLACES[places.optimizer.name], _PLACES[places.parameters.name])
+            nbytes = rest_bytes(state, _PLACES[places.optimizer.name], _PLACES[places.parameters.name])
             for place in needs:
-                needs[place] += found.at(place)
-            on_disk[id(places.optimizer)] += found.optimizer.get(NVME, 0.0) + found.gradients.get(NVME, 0.0)
-            on_disk[id(places.parameters)] += found.params.get(NVME, 0.0)
+                needs[place] += nbytes.at(place)
+            on_disk[id(places.optimizer)] += nbytes.optimizer.get(NVME, 0.0) + nbytes.gradients.get(NVME, 0.0)
+            on_disk[id(places.parameters)] += nbytes.params.get(NVME, 0.0)
         if not self.active:
             return needs
         total = sum(state.numel for state, _ in groups) or 1

@@ -118,15 +118,15 @@ class OffloadStates:
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""
-        found: list[Any] = []
+        tensors: list[Any] = []
         for group in self._state.components.groups:
             if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:
-                found.append(group.master)
+                tensors.append(group.master)
             if OffloadStateTypeEnum.lp_params in kinds and group.policy.gathers_before_use:
-                found.append(group.values if group.tiers.parameters is RESIDENT else None)
+                tensors.append(group.values if group.tiers.parameters is RESIDENT else None)
         if OffloadStateTypeEnum.lp_grads in kinds and self._state.components.reducer is not None:
-            found += [b.sum for b in self._state.components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
-        return [stored for stored in found if isinstance(stored, Resident)]
+            tensors += [b.sum for b in self._state.components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
+        return [stored for stored in tensors if isinstance(stored, Resident)]
 
 
 def _known(include: Iterable[OffloadStateTypeEnum | str] | None) -> Iterable[OffloadStateTypeEnum | str]:

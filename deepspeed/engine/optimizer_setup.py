@@ -63,7 +63,7 @@ def _agreed(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
     methods: dict[str, MethodTraits] = {}
     for each in tried:
         for name, found in each.methods.items():
-            known = methods.get(name, found)
+            known = methods[name] if name in methods else found
             methods[name] = MethodTraits(
                 known.reads_gradients or found.reads_gradients, known.by_parameter and found.by_parameter
             )

@@ -90,9 +90,9 @@ def agree(
             batches = read()
     except Exception as error:  # raised once every rank knows
         problem = error
-    found = FAILED if problem is not None else len(batches)
+    available = FAILED if problem is not None else len(batches)
     does = REFUSED if refused is not None else TRAINS if trains else EVALUATES
-    rows = tell(Said(found, wanted, samples is not None, items, read is None, does))
+    rows = tell(Said(available, wanted, samples is not None, items, read is None, does))
     if problem is not None:
         raise problem
     _check_same_mode(rows)
@@ -158,8 +158,8 @@ def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: 
             f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
             f"{type(source).__name__}"
         )
-    found: Iterator[Any] = (through(batch) if through else batch for batch in source)
-    batches = [batch for _, batch in zip(range(count), found, strict=False)]
+    prepared: Iterator[Any] = (through(batch) if through else batch for batch in source)
+    batches = [batch for _, batch in zip(range(count), prepared, strict=False)]
     return [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches]
 
 
@@ -209,10 +209,10 @@ class WindowDriver:
         part, batch = self._parts[chunk], self.batches[micro]
         self.ran["forward"] += 1
         with by_rows(self._lookups if self.training else (), batch):
-            made = part.run(received, batch)
+            outputs = part.run(received, batch)
         if not (part.last and self.training):
-            return made
-        loss, weight = part.loss(made, batch), 1.0 if self.samples is None else self.samples[micro]
+            return outputs
+        loss, weight = part.loss(outputs, batch), 1.0 if self.samples is None else self.samples[micro]
         self.means.add(part.metrics, weight)
         return loss if self.samples is None else loss * weight
 
@@ -231,9 +231,9 @@ class WindowDriver:
                 if loss.requires_grad:
                     run([loss.float() * scale if scale != 1.0 else loss])
                 return
-            pairs = [(root, given) for root, given in zip(roots, gradients, strict=True) if given is not None]
+            pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
             if pairs:
-                run([root for root, _ in pairs], [given for _, given in pairs])
+                run([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
         """Run what a backward has put off; its gradients enter as those that did not wait."""

@@ -52,8 +52,8 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSched
 def _say_held(schedule: PipelineSchedule) -> None:
     """Where weights come later, stages hold more than their own place in the pipeline asks for."""
     if schedule.splits:
-        found = simulate(schedule)
-        together, later = (", ".join(map(str, numbers)) for numbers in (found.peaks, found.put_off))
+        cost = simulate(schedule)
+        together, later = (", ".join(map(str, numbers)) for numbers in (cost.peaks, cost.put_off))
         log_rank0(
             f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {_peaks_of_1f1b(schedule)}). Of "
             f"{later} of those backward is through, and what the gradients of weights need is held: inputs and "
@@ -246,40 +246,40 @@ class PipelineEngine(DeepSpeedEngine):
         batches = fed.batches
         self.eval()
         try:
-            made = self._run(batches, training=False)
+            stage_outputs = self._run(batches, training=False)
         finally:
             self.train(training)
-        outputs = made if self.is_last_stage() else None
+        outputs = stage_outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        found: Any = self._evaluated(made, batches, _of_last_stage(self.mesh, fed.samples), reduce_output)
+        loss: Any = self._evaluated(stage_outputs, batches, _of_last_stage(self.mesh, fed.samples), reduce_output)
         if not bcast_loss and not self.is_last_stage():
-            found = None
-        return (found, outputs) if return_logits else found
+            loss = None
+        return (loss, outputs) if return_logits else loss
 
     def _evaluated(
-        self, made: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
+        self, outputs: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
     ) -> Any:
         """Losses of what the last stage made, over all ranks. All ranks call together."""
-        last, weights, found = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
+        last, weights, batch_losses = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
-        for at, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             losses, problem = list[torch.Tensor](), None
             try:
-                if made:
+                if outputs:
                     with torch.no_grad():
-                        losses.append(last.loss(made[at], batch).detach() * weight)
+                        losses.append(last.loss(outputs[index], batch).detach() * weight)
                     self._driver.means.add(last.metrics, weight)
             except Exception as error:  # raised once every rank knows
                 problem = error
             counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0, problem)
-            share = sum(one.items for one in counts if one.losses) if samples else 1.0
-            found.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
+            share = sum(count.items for count in counts if count.losses) if samples else 1.0
+            batch_losses.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
             counted += share
         self._note_metrics(counts)
         if reduce_output is None:
-            return found
-        return torch.stack(found).sum() / (counted if reduce_output == "avg" else counted / len(batches))
+            return batch_losses
+        return torch.stack(batch_losses).sum() / (counted if reduce_output == "avg" else counted / len(batches))
 
     def _run(self, batches: list[Any], training: bool) -> list[Any]:
         self._driver.begin(batches, training)
@@ -299,14 +299,14 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> list[Count]:
         """What every rank says of what has just run. All ranks call together, and raise where one has a problem."""
         self._sums += 1
-        mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
+        mean = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
-        mine = Count(
+        local_count = Count(
             mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"],
             len(self._driver.means), float(problem is not None),
         )  # fmt: skip
         tag = tag_of(self._channel, SMALL, self._sums)
-        table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
+        table = scalars.current.table(self._axes.everyone, list(local_count), tag, label, self.device)
         if problem is not None:
             raise problem
         counts = [Count(*row) for row in table]
@@ -317,8 +317,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _note_metrics(self, counts: list[Count]) -> None:
         """What the last stage reports is known everywhere. All ranks call together, after `_told`."""
-        told = any(count.metrics for count in counts)
-        self.metrics = self._driver.means.over(self._axes.everyone) if told else {}
+        has_metrics = any(count.metrics for count in counts)
+        self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
         """The mean loss of a window that was computed once on each stage, on all ranks."""
@@ -338,8 +338,8 @@ class PipelineEngine(DeepSpeedEngine):
         """
 
         def outputs_of(inputs: dict[str, Any]) -> Any:
-            found = self.eval_batch(iter([inputs]), compute_loss=False, num_micro_batches=1)
-            return found[0] if found else None
+            outputs = self.eval_batch(iter([inputs]), compute_loss=False, num_micro_batches=1)
+            return outputs[0] if outputs else None
 
         training = self.training
         self.eval()
@@ -379,10 +379,10 @@ class PipelineEngine(DeepSpeedEngine):
         wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
 
         def read() -> list[Any]:
-            found = take(data_iter, wanted, self._batch_fn, self.device)
+            batches = take(data_iter, wanted, self._batch_fn, self.device)
             if items is not None:
-                items(found)
-            return found
+                items(batches)
+            return batches
 
         counts = items is not None
         fed = agree(data_iter, wanted, counts, read if reads else None, self._gather_window_reports, trains, refused)
@@ -391,11 +391,13 @@ class PipelineEngine(DeepSpeedEngine):
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
         return fed
 
-    def _gather_window_reports(self, mine: Said) -> list[Said]:
+    def _gather_window_reports(self, report: Said) -> list[Said]:
         """What all ranks say of a window before it starts. All ranks call together."""
         self._sums += 1
         tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
-        table = scalars.current.table(self._axes.everyone, [float(number) for number in mine], tag, label, self.device)
+        table = scalars.current.table(
+            self._axes.everyone, [float(number) for number in report], tag, label, self.device
+        )
         return [Said(*row) for row in table]
 
     # -- what scripts ask -----------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         lambda: (check_not_served(model), _check_supported(model, config, mesh, optimizer)),
         lambda rank, words: PipelineError(f"rank {rank} cannot be made a stage: {words}"),
     )
-    told = all_gather_objects(axis, is_without_values(model))
-    empty = dict(zip(axis.ranks, told, strict=True))
+    without_values = all_gather_objects(axis, is_without_values(model))
+    empty = dict(zip(axis.ranks, without_values, strict=True))
     if len(set(empty.values())) > 1:
         without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
         raise UsageError(
@@ -111,8 +111,11 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
     parts: list[ModelPart] = list(keep_stage(model, layout, stages, stage))
     _take_own(everything, model, config, mesh)
     _check_tied_copies(model, mesh)
-    names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
-    shares = [sum(layout.costs[at::stages]) / sum(layout.costs) for at in range(stages)]
+    names = [
+        ", ".join(layout.words(part) for part in range(stage_index, layout.parts, stages))
+        for stage_index in range(stages)
+    ]
+    shares = [sum(layout.costs[stage_index::stages]) / sum(layout.costs) for stage_index in range(stages)]
     unit = "time" if meter is not None else "operations"
     log_rank0(
         f"{stages} stages: {'; '.join(f'{n} ({share:.0%} of {unit})' for n, share in zip(names, shares, strict=True))}"
@@ -131,12 +134,12 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
         return find_layout(model, stages, inputs_of(model), method, section.chunks, meter)
 
     if not is_born(model):
-        told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
+        make_error = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
         axis = mesh.axis(*DIMS)
         if meter is None:
-            return raise_together(axis, lambda: find(section.partition), told)
+            return raise_together(axis, lambda: find(section.partition), make_error)
         raise_together(
-            axis, lambda: find("uniform"), told
+            axis, lambda: find("uniform"), make_error
         )  # it can be cut on all ranks, which meet to compare what they measure
     with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
         return find(section.partition, meter)
@@ -149,8 +152,11 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         tokens = min(_PROFILED_TOKENS, limit - 2 if isinstance(limit, int) and limit > 2 else _PROFILED_TOKENS)
         rows = config.train_micro_batch_size_per_gpu
-        found = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
-        return [statistics.median(column) for column in zip(*all_gather_objects(mesh.axis(*DIMS), found), strict=True)]
+        measured_seconds = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
+        return [
+            statistics.median(column)
+            for column in zip(*all_gather_objects(mesh.axis(*DIMS), measured_seconds), strict=True)
+        ]
 
     return measured
 
@@ -175,13 +181,13 @@ def _description(model: nn.Module) -> list[str]:
     ]
 
 
-def _check_same_model(mine: list[str], mesh: Mesh) -> None:
+def _check_same_model(names: list[str], mesh: Mesh) -> None:
     """All ranks of a pipeline hand over one model. All ranks call together."""
     axis = mesh.axis("pp")
-    found = first_difference(axis, mine)
-    if found is None:
+    difference = first_difference(axis, names)
+    if difference is None:
         return
-    stage, a, b = found
+    stage, a, b = difference
     raise PipelineError(
         f"rank {axis.ranks[0]} (stage 0) and rank {axis.ranks[stage]} (stage {stage}) were given different models: "
         f"{a or 'nothing'} there, {b or 'nothing'} here; every stage is cut from the same one"
@@ -192,11 +198,11 @@ def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
     if simulating():  # other stages would say something else, and are not there
         return
-    mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
-    everyone = all_gather_objects(mesh.axis("pp"), mine)
+    copies = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
+    everyone = all_gather_objects(mesh.axis("pp"), copies)
     first: dict[str, int] = {}
-    for stage, theirs in enumerate(everyone):
-        for name, copied in theirs.items():
+    for stage, stage_copies in enumerate(everyone):
+        for name, copied in stage_copies.items():
             other = first.setdefault(name, stage)
             if other != stage and not (copied and everyone[other][name]):
                 raise PipelineError(f"'{name}' is held by stages {other} and {stage}, and nothing ties it there")
@@ -235,13 +241,13 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
     left = set(model.parameters())
     if parameters is None:
         return None if any(param.requires_grad for param in left) else [{"params": []}]
-    found: list[Any] = []
+    tensors: list[Any] = []
     for entry in parameters:
         if isinstance(entry, dict):
-            found.append({**entry, "params": [param for param in entry["params"] if param in left]})
+            tensors.append({**entry, "params": [param for param in entry["params"] if param in left]})
         elif entry in left:
-            found.append(entry)
-    return found or [{"params": []}]
+            tensors.append(entry)
+    return tensors or [{"params": []}]
 
 
 def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
@@ -299,10 +305,10 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
             return own(**kwargs)
         inside = True
         try:
-            found = outputs_of(kwargs)
+            outputs = outputs_of(kwargs)
         finally:
             inside = False
-        return _sent_by_last(found, axis)
+        return _sent_by_last(outputs, axis)
 
     # The signature of forward is read by `generate` to see which arguments the model takes.
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
@@ -317,8 +323,8 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
 
 def _sent_by_last(outputs: Any, axis: Axis) -> Any:
     """What the last stage has, on every stage."""
-    mine = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
-    return all_gather_objects(axis, mine)[-1]
+    local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
+    return all_gather_objects(axis, local_outputs)[-1]
 
 
 @contextmanager

@@ -57,16 +57,16 @@ class Sequencing:
         # Who computes with these layers.
         self._everyone = mesh.axis(*(dim for dim in DIMS if dim != "pp")) if self.active else self._axis
         self._models = sequence_models(model) if self.active else []
-        for made in self._models:
-            made.recompute = recompute
+        for adapted in self._models:
+            adapted.recompute = recompute
         self._names = list(inspect.signature(model.forward).parameters) if self.active else []
         self._batches = self._losses = COMPARED if self.active else 0
         self._whole = False  # each rank is given the whole batch
 
     def close(self) -> None:
         """Make the models plain ones again."""
-        for made in self._models:
-            made.remove()
+        for model in self._models:
+            model.remove()
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -75,9 +75,9 @@ class Sequencing:
         Args:
             around: makes the context in which the engine computes.
         """
-        for made in self._models if self._verify else []:
+        for model in self._models if self._verify else []:
             with around():
-                prove(made, self._everyone)
+                prove(model, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
@@ -90,8 +90,8 @@ class Sequencing:
         if self._batches:
             self._batches -= 1
             self._whole = self._compare(inputs, kwargs)
-        for made in self._models:
-            made.takes_slices = True
+        for model in self._models:
+            model.takes_slices = True
         named = self._named(inputs, kwargs)
         if not self._whole or not self._models or length_of(named) is None:
             return inputs, kwargs
@@ -104,9 +104,9 @@ class Sequencing:
         """Whether the ranks were given one batch."""
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
-        mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
-        everyone = all_gather_objects(self._axis, mine)
-        if len({found for found, *_ in everyone}) == 1:
+        digests = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
+        everyone = all_gather_objects(self._axis, digests)
+        if len({input_digest for input_digest, *_ in everyone}) == 1:
             if not self._models:
                 warn_once(
                     f"ranks {', '.join(map(str, self._axis.ranks))} share sequences (sp) and got the whole batch, and "
@@ -128,10 +128,10 @@ class Sequencing:
             return
         self._losses -= 1
         everyone = all_gather_objects(self._axis, (digest(loss), float(loss.detach())))
-        for at, (bits, value) in enumerate(everyone):
+        for pos, (bits, value) in enumerate(everyone):
             if bits != everyone[0][0]:
                 raise UsageError(
-                    f"backward: ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} share a sequence (sp) and have "
+                    f"backward: ranks {self._axis.ranks[0]} and {self._axis.ranks[pos]} share a sequence (sp) and have "
                     f"the losses {everyone[0][1]:.9g} and {value:.9g}: a loss covers all tokens and has equal bits on "
                     f"all of them (gathered, with a sum in backward), or is this rank's sum over tokens with "
                     f"backward(loss_sum, num_items=its tokens)"

@@ -111,7 +111,7 @@ class WeightsIO:
     ) -> OrderedDict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
         first = self._state.axes.dp_sp_group.rank == 0
-        found: dict[str, torch.Tensor] = {}
+        state_dict: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
         if self._state.compression is not None:
@@ -124,19 +124,19 @@ class WeightsIO:
             wanted = [p for p in inside if p.requires_grad or not exclude_frozen_parameters]
             with GatheredParameters(wanted):
                 if first:
-                    found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
+                    state_dict |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
         if first:
-            found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
+            state_dict |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
         aliases = view.aliases
         if self._state.sliced:
-            found, aliases = join_slices(view, found, Ranks(self._state.everyone))
+            state_dict, aliases = join_slices(view, state_dict, Ranks(self._state.everyone))
         sharded = [group for group in view.groups if group.policy.gathers_before_use and not self._state.sliced]
         if self._state.everyone.rank:
             SaveWindow(self._state.module, None, sharded)
             return None
-        found |= {alias: found[name] for alias, name in aliases.items() if name in found}
-        order = [name for name in self._state.module.state_dict() if name in found]
-        state = OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
+        state_dict |= {alias: state_dict[name] for alias, name in aliases.items() if name in state_dict}
+        order = [name for name in self._state.module.state_dict() if name in state_dict]
+        state = OrderedDict((name, state_dict[name]) for name in dict.fromkeys([*order, *state_dict]))
         SaveWindow(self._state.module, state, sharded)
         return state
 
@@ -205,11 +205,11 @@ class WeightsIO:
             view.settle()
             return load.Loaded()
         source = from_state_dict(state, "the state dict")
-        rows, found = self._compare(view, source, strict)
+        rows, loaded = self._compare(view, source, strict)
         with self.replacing():
             load.load_values(view, source, rows)
-        log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
-        return found
+        log_rank0(f"loaded {loaded.elements:,} of {loaded.total:,} elements from the state dict")
+        return loaded
 
     def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, ManifestEntry], load.Loaded]:
         """`restore.compare`, with one outcome for all ranks."""
@@ -217,8 +217,8 @@ class WeightsIO:
             return load.compare(view, source, strict)
         elsewhere = self._state.names_elsewhere(view)
         with Ranks(self._state.everyone).together(f"comparing {source.path} with the engine"):
-            found = load.compare(view, source, strict, elsewhere)
-        return found
+            loaded = load.compare(view, source, strict, elsewhere)
+        return loaded
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
         """As of any module, and into sharded parameters too; names may begin with `module.`.
@@ -234,8 +234,8 @@ class WeightsIO:
         if assign:
             raise ArgumentError("load_state_dict(assign=True) would replace parameters that the engine holds")
         state = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        found = self.load_module_state_dict({"module": state}, strict)
-        return torch.nn.modules.module._IncompatibleKeys(found.missing, found.unexpected)
+        loaded = self.load_module_state_dict({"module": state}, strict)
+        return torch.nn.modules.module._IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
         """Stream Hugging Face safetensors into the engine; every rank reads what it holds and no more.
@@ -249,11 +249,11 @@ class WeightsIO:
         """
         self._state.forget_window()
         view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.everyone))
-        rows, found = self._compare(view, source, strict)
+        rows, loaded = self._compare(view, source, strict)
         with self.replacing():
             load.load_values(view, source, rows)
-        log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
-        return found.elements
+        log_rank0(f"loaded {loaded.elements:,} of {loaded.total:,} elements from {path}")
+        return loaded.elements
 
 
 def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -89,20 +89,20 @@ def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
 
 def _specs(section: PartitionConfig, config: Any) -> Specs:
     """The entries that are for this model."""
-    made = []
-    for at, spec in enumerate(section.layer_specs):
-        where = f"tensor_parallel.partition_config.layer_specs[{at}]"
+    specs = []
+    for index, spec in enumerate(section.layer_specs):
+        where = f"tensor_parallel.partition_config.layer_specs[{index}]"
         if not spec.patterns or not spec.partition_type:
             raise DeepSpeedConfigError(f'{where}: an entry needs "patterns" and "partition_type"')
         if spec.model_types is not None and getattr(config, "model_type", None) not in spec.model_types:
             continue
         try:
-            made.append(Spec(tuple(re.compile(pattern) for pattern in spec.patterns), spec.partition_type))
+            specs.append(Spec(tuple(re.compile(pattern) for pattern in spec.patterns), spec.partition_type))
         except re.error as error:
             raise DeepSpeedConfigError(
                 f"{where}.patterns: {error.pattern!r} is no regular expression: {error}"
             ) from None
-    return Specs(made, others=section.use_default_specs)
+    return Specs(specs, others=section.use_default_specs)
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:

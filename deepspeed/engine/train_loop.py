@@ -41,8 +41,8 @@ def count_samples(batch: Any) -> int:
     Returns:
         The number of samples; 1 when there is none of them or it has no dims.
     """
-    found = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
-    return int(found.shape[0]) if found is not None and len(found.shape) else 1
+    first = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
+    return int(first.shape[0]) if first is not None and len(first.shape) else 1
 
 
 class _BatchReader:

@@ -142,7 +142,7 @@ def simulate(
 
     def run(rank: int, beside: Beside) -> MemoryCount:
         kernels = device_kernels() if device else contextlib.nullcontext()
-        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, said=said)
+        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, stage_outputs=said)
         with _quiet(), kernels, world, Valueless() as valueless:
             return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 

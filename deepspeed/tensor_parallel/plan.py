@@ -333,8 +333,7 @@ def make_plan(
     modules = dict(model.named_modules())
     heads = sorted(set(heads_in(getattr(model, "config", None))))
     known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
-    inside_of = by_module(shapes)
-    units = []
+    inside_of, units = by_module(shapes), list[Unit]()
     for home, mine in of_units.items():
         own = {name: shapes[name] for name in inside_of.get(home, ())}
         fitted = []

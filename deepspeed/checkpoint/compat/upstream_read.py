@@ -51,7 +51,7 @@ def load_pt(path: Path) -> Any:
         CheckpointError: it names a class that is not admitted; nothing of the file has run.
         CheckpointCorruptError: it cannot be read.
     """
-    admitted: list[Any] = [(made, name) for name, made in _KNOWN.items()]
+    admitted: list[Any] = [(constructor, name) for name, constructor in _KNOWN.items()]
     try:
         with torch.serialization.safe_globals(admitted):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -127,11 +127,11 @@ class _Reading:
         return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
 
     def _model_files(self) -> list[Path]:
-        found = _numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
-        found = found or list(self.path.glob("mp_rank_00_model_states.pt"))
-        if not found:
+        files = _numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
+        files = files or list(self.path.glob("mp_rank_00_model_states.pt"))
+        if not files:
             raise CheckpointMissingError(f"{self.path} has no *_model_states.pt")
-        return found
+        return files
 
     # -- stage 0 --------------------------------------------------------------------------------------------------
 
@@ -161,14 +161,17 @@ class _Reading:
         """Masters in the order of the optimizer; none for fp32 training."""
         if "fp32_groups" in saved:
             return [tensor for group in saved["fp32_groups"] for tensor in group]
-        made, at = [], 0
+        masters, shape_index = [], 0
         for group, flat in zip(groups, saved.get("fp32_groups_flat", ()), strict=False):
-            mine, at = shapes[at : at + len(group["params"])], at + len(group["params"])
+            group_shapes, shape_index = (
+                shapes[shape_index : shape_index + len(group["params"])],
+                shape_index + len(group["params"]),
+            )
             offset = 0
-            for shape in mine:
-                made.append(flat[offset : offset + shape.numel()].view(shape))
+            for shape in group_shapes:
+                masters.append(flat[offset : offset + shape.numel()].view(shape))
                 offset += shape.numel()
-        return made
+        return masters
 
     # -- stages 1 to 3 --------------------------------------------------------------------------------------------
 
@@ -183,17 +186,19 @@ class _Reading:
         for group, named in enumerate(shapes):
             cut = self._by_parameter if self._stage == 3 else self._by_group
             for name, chunks in cut(ranks, group, {n: torch.Size(s) for n, s in named.items()}):
-                self._add(name, torch.Size(named[name]), [(at, values) for at, values, _ in chunks], (order, group))
-                self._add_state(name, [(at, values.numel(), state) for at, values, state in chunks])
+                self._add(
+                    name, torch.Size(named[name]), [(offset, values) for offset, values, _ in chunks], (order, group)
+                )
+                self._add_state(name, [(offset, values.numel(), state) for offset, values, state in chunks])
                 order += 1
         inner = first["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"]
         self._take_groups(inner["param_groups"], _scaler(first.get("loss_scaler")))
 
     def _optimizer_files(self) -> list[Path]:
         for pattern in ("bf16_zero_pp_rank_*_mp_rank_00_optim_states.pt", "zero_pp_rank_*_mp_rank_00_optim_states.pt"):
-            found = _numbered(self.path, pattern)
-            if found:
-                return found
+            files = _numbered(self.path, pattern)
+            if files:
+                return files
         raise CheckpointMissingError(f"{self.path} has no *_optim_states.pt")
 
     def _by_group(
@@ -204,13 +209,15 @@ class _Reading:
         states = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in ranks]
         offset = 0
         for name, shape in shapes.items():
-            chunks, at = [], 0
+            chunks, chunk_offset = [], 0
             for part, state in zip(parts, states, strict=True):
-                low, high = max(offset, at), min(offset + shape.numel(), at + part.numel())
+                low, high = max(offset, chunk_offset), min(offset + shape.numel(), chunk_offset + part.numel())
                 if low < high:
-                    cut = {k: v[low - at : high - at] if _cut(v, part) else v for k, v in state.items()}
-                    chunks.append((low - offset, part[low - at : high - at], cut))
-                at += part.numel()
+                    cut = {
+                        k: v[low - chunk_offset : high - chunk_offset] if _cut(v, part) else v for k, v in state.items()
+                    }
+                    chunks.append((low - offset, part[low - chunk_offset : high - chunk_offset], cut))
+                chunk_offset += part.numel()
             yield name, chunks
             offset += shape.numel()
 
@@ -219,17 +226,17 @@ class _Reading:
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
         """Stage 3: every parameter is cut into equal parts, the last one padded."""
         parts = [_joined(rank, group) for rank in ranks]
-        at = 0
+        offset = 0
         for name, shape in shapes.items():
             step, chunks = -(-shape.numel() // len(ranks)), []
             for rank, (part, state) in enumerate(parts):
                 start = rank * step
                 size = min(step, shape.numel() - start)
                 if size > 0:
-                    cut = {k: v[at : at + size] if _cut(v, part) else v for k, v in state.items()}
-                    chunks.append((start, part[at : at + size], cut))
+                    cut = {k: v[offset : offset + size] if _cut(v, part) else v for k, v in state.items()}
+                    chunks.append((start, part[offset : offset + size], cut))
             yield name, chunks
-            at += step
+            offset += step
 
     # -- universal ------------------------------------------------------------------------------------------------
 
@@ -289,13 +296,13 @@ class _Reading:
         model = models[0]
         frozen = model.get("frozen_param_shapes") or {}
         for name, shape in frozen.items():
-            at, chunks = 0, []
-            for one in models:
-                fragment = (one.get("frozen_param_fragments") or {}).get(name)
+            offset, chunks = 0, []
+            for model_state in models:
+                fragment = (model_state.get("frozen_param_fragments") or {}).get(name)
                 if fragment is not None:
-                    values = fragment.reshape(-1)[: torch.Size(shape).numel() - at]
-                    chunks.append((at, values))
-                    at += values.numel()
+                    values = fragment.reshape(-1)[: torch.Size(shape).numel() - offset]
+                    chunks.append((offset, values))
+                    offset += values.numel()
             kind = FROZEN if chunks else LEFT_OUT
             self.rows[name] = ManifestEntry(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
             self.chunks[entry_name(VALUE, name)] = chunks
@@ -336,8 +343,8 @@ def _scaler(saved: Any) -> dict[str, Any] | None:
     values = vars(saved) if hasattr(saved, "__dict__") else {}
     if "cur_scale" not in values:
         return None
-    made = {"scale": float(values["cur_scale"])}
+    scaler = {"scale": float(values["cur_scale"])}
     if "cur_iter" in values:
-        made["clean_steps"] = values["cur_iter"] - values.get("last_overflow_iter", -1) - 1
-        made["hysteresis_left"] = values.get("cur_hysteresis", 1)
-    return made
+        scaler["clean_steps"] = values["cur_iter"] - values.get("last_overflow_iter", -1) - 1
+        scaler["hysteresis_left"] = values.get("cur_hysteresis", 1)
+    return scaler

@@ -58,8 +58,8 @@ def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters
         "global_steps": counters["global_steps"],
         "global_samples": counters["global_samples"],
     }
-    kept = {key: value for key, value in client_state.items() if key not in shared}
-    model = {**shared, **plain(kept)}
+    remaining = {key: value for key, value in client_state.items() if key not in shared}
+    model = {**shared, **plain(remaining)}
     optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": 1}, "ds_version": __version__}
     first = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
     prefix = "bf16_" if about["precision"] == "bfloat16" else ""  # of upstream's optimizer files alone
@@ -77,15 +77,15 @@ def _saved(value: Any) -> bytes:
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     """The entries that `torch.load(weights_only=True)` accepts."""
-    made = {}
+    plain_values = {}
     for key, value in state.items():
         try:
             torch.load(io.BytesIO(_saved({key: value})), weights_only=True)
-            made[key] = value
+            plain_values[key] = value
         except Exception as error:  # whatever pickling or the restricted unpickler has against it
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             log_once(f"client_state[{key!r}] is not in the files under upstream's names: {reason[:120]}")
-    return made
+    return plain_values
 
 
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -164,17 +164,17 @@ class UpstreamWriter:
     def write(self) -> dict[str, Seal]:
         """Write this rank's files; gives the seals of all ranks' files."""
         rank = self.ranks.rank
-        made: dict[str, Seal] = {}
+        seals: dict[str, Seal] = {}
         model, optimizer = self._model(), self._optimizer() if self.stage else None
         prefix = "bf16_" if self.low == torch.bfloat16 else ""
         with self.ranks.together("writing upstream's files"):
             if self.stage == 3 or rank == 0:
                 name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-                made[f"{name}_model_states.pt"] = _save(model, self.source.path / f"{name}_model_states.pt")
+                seals[f"{name}_model_states.pt"] = _save(model, self.source.path / f"{name}_model_states.pt")
             if optimizer is not None:
                 name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                made[name] = _save(optimizer, self.source.path / name)
-        return {name: seal for one in self.ranks.gather(made) for name, seal in one.items()}
+                seals[name] = _save(optimizer, self.source.path / name)
+        return {name: seal for rank_seals in self.ranks.gather(seals) for name, seal in rank_seals.items()}
 
     def _read(self, wanted: list[tuple[str, ManifestEntry, int, int, torch.Tensor]]) -> None:
         self.source.read(
@@ -188,9 +188,9 @@ class UpstreamWriter:
         """Whole values, on the ranks that write a model file; masters in the compute dtype."""
         if self.ranks.rank and self.stage < 3:
             rows = []
-        made = {row.name: torch.empty(row.shape, dtype=dtype or row.dtype) for row in rows}
-        self._read([(VALUE, row, 0, row.numel, made[row.name].reshape(-1)) for row in rows])
-        return made
+        tensors = {row.name: torch.empty(row.shape, dtype=dtype or row.dtype) for row in rows}
+        self._read([(VALUE, row, 0, row.numel, tensors[row.name].reshape(-1)) for row in rows])
+        return tensors
 
     def _model(self) -> dict[str, Any]:
         trained = [row for group in self.groups for row in group]
@@ -220,13 +220,13 @@ class UpstreamWriter:
 
     def _fragments(self) -> dict[str, torch.Tensor]:
         """This rank's equal part of every frozen parameter, the last one padded."""
-        made, wanted = {}, []
+        fragments, wanted = {}, []
         for row in self.frozen:
             step = -(-row.numel // self.ranks.size)
-            made[row.name] = torch.zeros(step, dtype=row.dtype)
-            wanted += _run(VALUE, row, self.ranks.rank * step, step, made[row.name])
+            fragments[row.name] = torch.zeros(step, dtype=row.dtype)
+            wanted += _run(VALUE, row, self.ranks.rank * step, step, fragments[row.name])
         self._read(wanted)
-        return made
+        return fragments
 
     # -- optimizer ------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,10 @@ class UpstreamWriter:
                 own = copy.deepcopy(values)
                 state[number] = {**own, **{key: whole.get(row.name) for key, whole in tensors.items()}}
                 number += 1
-        groups = [{**one, "params": mine} for one, mine in zip(self.settings, numbers, strict=True)]
+        groups = [
+            {**group_settings, "params": group_numbers}
+            for group_settings, group_numbers in zip(self.settings, numbers, strict=True)
+        ]
         inner = {"state": state, "param_groups": groups}
         if self.low == torch.float32:
             return inner
@@ -266,9 +269,9 @@ class UpstreamWriter:
 
     def _field(self, group: list[ManifestEntry], key: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         rows = group if self.ranks.rank == 0 else []
-        made = {row.name: torch.empty(row.shape, dtype=dtype) for row in rows}
-        self._read([(state_field(key), row, 0, row.numel, made[row.name].reshape(-1)) for row in rows])
-        return made
+        tensors = {row.name: torch.empty(row.shape, dtype=dtype) for row in rows}
+        self._read([(state_field(key), row, 0, row.numel, tensors[row.name].reshape(-1)) for row in rows])
+        return tensors
 
     def _optimizer(self) -> dict[str, Any]:
         cut = self._by_parameter if self.stage == 3 else self._by_group
@@ -277,17 +280,17 @@ class UpstreamWriter:
             keys, values = self._keys(group)
             masters.append(cut(group, VALUE, torch.float32))
             states[number] = {**values, **{key: cut(group, state_field(key), dtype) for key, dtype in keys.items()}}
-        groups = [{**one, "params": [number]} for number, one in enumerate(self.settings)]
+        groups = [{**group_settings, "params": [number]} for number, group_settings in enumerate(self.settings)]
         inner = {"state": states, "param_groups": groups}
-        made: dict[str, Any] = {"zero_stage": self.stage, "ds_version": __version__, "overflow": False}
-        made |= {"loss_scaler": _LossScaler(self.scale), "dynamic_loss_scale": False}
+        state: dict[str, Any] = {"zero_stage": self.stage, "ds_version": __version__, "overflow": False}
+        state |= {"loss_scaler": _LossScaler(self.scale), "dynamic_loss_scale": False}
         if self.stage == 3:
-            made |= {"partition_count": self.ranks.size, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
+            state |= {"partition_count": self.ranks.size, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
         else:
-            made |= {"partition_count": [self.ranks.size] * len(self.groups), "base_optimizer_state": inner}
-            made |= {"single_partition_of_fp32_groups": masters, "clip_grad": 0.0}
-            made |= {"group_paddings": [self._padding(group) for group in self.groups]}
-        return {"optimizer_state_dict": made, "ds_version": __version__}
+            state |= {"partition_count": [self.ranks.size] * len(self.groups), "base_optimizer_state": inner}
+            state |= {"single_partition_of_fp32_groups": masters, "clip_grad": 0.0}
+            state |= {"group_paddings": [self._padding(group) for group in self.groups]}
+        return {"optimizer_state_dict": state, "ds_version": __version__}
 
     def _step(self, group: list[ManifestEntry]) -> int:
         """Elements of a group on a rank at stages 1 and 2: the total is aligned to twice the ranks."""
@@ -302,24 +305,24 @@ class UpstreamWriter:
         """Stages 1 and 2: an equal part of the concatenation; masters without the padding at its end."""
         step, total = self._step(group), sum(row.numel for row in group)
         low, high = min(self.ranks.rank * step, total), min((self.ranks.rank + 1) * step, total)
-        made, wanted, offset = torch.zeros(high - low if field == VALUE else step, dtype=dtype), [], 0
+        flat, wanted, offset = torch.zeros(high - low if field == VALUE else step, dtype=dtype), [], 0
         for row in group:
             start, stop = max(low, offset), min(high, offset + row.numel)
             if start < stop:
-                wanted.append((field, row, start - offset, stop - offset, made[start - low : stop - low]))
+                wanted.append((field, row, start - offset, stop - offset, flat[start - low : stop - low]))
             offset += row.numel
         self._read(wanted)
-        return made
+        return flat
 
     def _by_parameter(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
         """Stage 3: an equal part of each parameter, the last one padded."""
         steps = [-(-row.numel // self.ranks.size) for row in group]
-        made, wanted, at = torch.zeros(sum(steps), dtype=dtype), [], 0
+        flat, wanted, offset = torch.zeros(sum(steps), dtype=dtype), [], 0
         for row, step in zip(group, steps, strict=True):
-            wanted += _run(field, row, self.ranks.rank * step, step, made[at : at + step])
-            at += step
+            wanted += _run(field, row, self.ranks.rank * step, step, flat[offset : offset + step])
+            offset += step
         self._read(wanted)
-        return made
+        return flat
 
 
 def _run(

@@ -40,8 +40,8 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
     finder = Finder(path, Ranks())
     tag = tag or read_latest(path, filesystem.LATEST)
     if tag is not None:
-        found = finder.named(filesystem.checked_tag(tag))
-        return found if isinstance(found, Source) else open_foreign(found)
+        source = finder.named(filesystem.checked_tag(tag))
+        return source if isinstance(source, Source) else open_foreign(source)
     newest = finder.newest(set())
     if newest is None:
         raise CheckpointMissingError(
@@ -102,14 +102,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _state_dict(source: Source, dtype: torch.dtype, exclude_frozen: bool, lazy: bool) -> OrderedDict[str, Any]:
-    made: OrderedDict[str, Any] = OrderedDict()
+    state_dict: OrderedDict[str, Any] = OrderedDict()
     for row in rows_of(source, exclude_frozen):
-        one = GatheredTensor(source, row, dtype)
-        made[row.name] = one if lazy else one.contiguous()
+        tensor = GatheredTensor(source, row, dtype)
+        state_dict[row.name] = tensor if lazy else tensor.contiguous()
     for alias, name in source.manifest.aliases.items():
-        if name in made:
-            made[alias] = made[name]
-    return made
+        if name in state_dict:
+            state_dict[alias] = state_dict[name]
+    return state_dict
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -187,10 +187,10 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
     Raises:
         CheckpointMissingError: there is none.
     """
-    found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
-    if not found:
+    paths = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not paths:
         raise CheckpointMissingError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return sorted(found, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
+    return sorted(paths, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
@@ -213,17 +213,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: the latest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     parser.add_argument("-d", "--debug", action="store_true", help="list the tensors")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir,
-        given.output_dir,
-        given.max_shard_size,
-        given.safe_serialization,
-        given.tag,
-        given.exclude_frozen_parameters,
+        options.checkpoint_dir,
+        options.output_dir,
+        options.max_shard_size,
+        options.safe_serialization,
+        options.tag,
+        options.exclude_frozen_parameters,
     )
-    if given.debug:
-        for name, one in get_fp32_state_dict_from_zero_checkpoint(
-            given.checkpoint_dir, given.tag, given.exclude_frozen_parameters, lazy_mode=True
+    if options.debug:
+        for name, tensor in get_fp32_state_dict_from_zero_checkpoint(
+            options.checkpoint_dir, options.tag, options.exclude_frozen_parameters, lazy_mode=True
         ).items():
-            log_rank0(f"{name}: {tuple(one.shape)} {one.dtype}")
+            log_rank0(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")

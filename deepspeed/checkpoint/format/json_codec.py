@@ -202,10 +202,10 @@ class Decoder:
 
     def _as_dataclass(self, inside: Any) -> Any:
         cls = _class(inside[0], inside[1], object)
-        made = object.__new__(cls)
+        instance = object.__new__(cls)
         for name, item in inside[2].items():
-            object.__setattr__(made, name, self.decode(item))
-        return made
+            object.__setattr__(instance, name, self.decode(item))
+        return instance
 
     def _as_namedtuple(self, inside: Any) -> Any:
         return tuple.__new__(_class(inside[0], inside[1], tuple), self.decode(inside[2]))
@@ -228,25 +228,25 @@ def _is_found(kind: type) -> bool:
 
 
 def _look_up(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        target = getattr(target, part, None)
+    return target
 
 
 def _class(module: str, name: str, parent: type) -> Any:
-    found = _look_up(module, name)
-    fits = isinstance(found, type) and issubclass(found, parent)
-    if not fits or (parent is object and not dataclasses.is_dataclass(found)):
+    target = _look_up(module, name)
+    fits = isinstance(target, type) and issubclass(target, parent)
+    if not fits or (parent is object and not dataclasses.is_dataclass(target)):
         raise CheckpointError(f"the checkpoint holds a {module}.{name}; import it before loading")
-    return found
+    return target
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the checkpoint names the dtype {name!r}, which this torch does not have")
-    return found
+    return dtype
 
 
 _SIMPLE: dict[type, Callable[[Any], Any]] = {

@@ -106,10 +106,10 @@ class StateRule:
         return {"sliced": {k: NAMES[d] for k, d in self.sliced.items()}, "whole": whole, "values": self.values}
 
     @staticmethod
-    def from_json(made: dict[str, Any]) -> StateRule:
+    def from_json(fields: dict[str, Any]) -> StateRule:
         """From JSON."""
-        whole = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in made["whole"].items()}
-        return StateRule({k: DTYPES[d] for k, d in made["sliced"].items()}, whole, made["values"])
+        whole = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in fields["whole"].items()}
+        return StateRule({k: DTYPES[d] for k, d in fields["sliced"].items()}, whole, fields["values"])
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ class Manifest:
             row: the parameter.
             box: None: any.
         """
-        found = None if box is None else self._find(row, box)
-        number = row.state if found is None or not found[0].states else found[0].states[found[1]]
+        group = None if box is None else self._find(row, box)
+        number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
 
     def is_whole(self, field_: str, row: ManifestEntry) -> bool:
@@ -246,12 +246,12 @@ class Manifest:
 
     def home(self, row: ManifestEntry, box: Region) -> str:
         """The file that holds the first element of a box, and its state that is not cut."""
-        found = self._find(row, box)
-        if found is None:
+        group = self._find(row, box)
+        if group is None:
             raise CheckpointError(f"the checkpoint does not hold '{row.name}' cut as it is here")
-        for file, _ in found[0].pieces(found[1], 0, 1):
+        for file, _ in group[0].pieces(group[1], 0, 1):
             return file
-        return found[0].files[0]
+        return group[0].files[0]
 
     # -- on disk --------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Manifest:
         }
         text = json.dumps(body, indent=1)[:-2]
         for key, listed in lines.items():
-            text += f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(one) for one in listed) + "\n ]"
+            text += f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(entry) for entry in listed) + "\n ]"
         encoded = (text + "\n}").encode()
         return (_PREFIX % zlib.crc32(encoded)).encode() + encoded + b"}\n"
 
@@ -288,8 +288,12 @@ class Manifest:
         """
         size = len(_PREFIX % 0)
         try:
-            told = int(data[len('{"crc32": "') :][:8], 16)
-            if zlib.crc32(data[size:-2]) != told or data[:size] != (_PREFIX % told).encode() or data[-2:] != b"}\n":
+            stored_crc = int(data[len('{"crc32": "') :][:8], 16)
+            if (
+                zlib.crc32(data[size:-2]) != stored_crc
+                or data[:size] != (_PREFIX % stored_crc).encode()
+                or data[-2:] != b"}\n"
+            ):
                 raise CheckpointCorruptError(f"{where} differs from what was written (its checksum does not hold)")
             body = json.loads(data[size:-2])
             version = body.pop("version")
@@ -315,8 +319,8 @@ class _Numbers:
     def __init__(self, seen: dict[Any, int] | None = None) -> None:
         self.seen = seen or {}
 
-    def __call__(self, one: Any) -> int:
-        return self.seen.setdefault(one, len(self.seen))
+    def __call__(self, key: Any) -> int:
+        return self.seen.setdefault(key, len(self.seen))
 
 
 def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
@@ -336,17 +340,17 @@ def _groups_of_format_2(rows: list[ManifestEntry], body: dict[str, Any]) -> Iter
     for numbers, signed, rule, files, states in body.pop("groups"):
         stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
         positions = (number if number >= 0 else -1 - number for number in signed)
-        boxes = tuple(Region(rows[n].shape, cuts[at]) for n, at in zip(numbers, positions, strict=True))
+        boxes = tuple(Region(rows[n].shape, cuts[position]) for n, position in zip(numbers, positions, strict=True))
         yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
 
 
 def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
-    at = 0
+    offset = 0
     for count, rule, ranks in body.pop("groups"):
-        numbers = tuple(range(at, at + count))
-        boxes = tuple(Region(row.shape) for row in rows[at : at + count])
+        numbers = tuple(range(offset, offset + count))
+        boxes = tuple(Region(row.shape) for row in rows[offset : offset + count])
         yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
-        at += count
+        offset += count
 
 
 _READERS = {1: _groups_of_format_1, VERSION: _groups_of_format_2}

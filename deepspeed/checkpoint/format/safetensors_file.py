@@ -148,13 +148,13 @@ def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[s
 
 def _header(entries: list[TensorToWrite], blocks: int, metadata: dict[str, str]) -> bytes:
     described: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 4 * blocks
-    described[_TABLE] = {"dtype": "U32", "shape": [blocks], "data_offsets": [0, at]}
+    offset = 4 * blocks
+    described[_TABLE] = {"dtype": "U32", "shape": [blocks], "data_offsets": [0, offset]}
     for entry in entries:
-        end = at + entry.nbytes
+        end = offset + entry.nbytes
         name = name_of(entry.dtype, entry.name)
-        described[entry.name] = {"dtype": name, "shape": list(entry.shape), "data_offsets": [at, end]}
-        at = end
+        described[entry.name] = {"dtype": name, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -193,18 +193,18 @@ class _BodyWriter:
         return b"".join(crc.to_bytes(4, "little") for crc in self._crcs)
 
     def _add(self, data: torch.Tensor, stays: bool) -> None:
-        at = 0
-        while at < data.numel():
-            left = data.numel() - at
+        offset = 0
+        while offset < data.numel():
+            left = data.numel() - offset
             if stays and data.device.type == "cpu" and not self._filled and left >= _CHUNK:
-                self._submit(data[at : at + _CHUNK], None)
-                at += _CHUNK
+                self._submit(data[offset : offset + _CHUNK], None)
+                offset += _CHUNK
                 continue
             scratch = self._room()
             take = min(left, _CHUNK - self._filled)
-            scratch[self._filled : self._filled + take].copy_(data[at : at + take])
+            scratch[self._filled : self._filled + take].copy_(data[offset : offset + take])
             self._filled += take
-            at += take
+            offset += take
             if self._filled == _CHUNK:
                 self._flush()
 
@@ -232,11 +232,11 @@ class _BodyWriter:
         while len(self._pending) > most:
             self._pending.pop(0).result()
 
-    def _write(self, chunk: torch.Tensor, at: int, scratch: torch.Tensor | None) -> None:
+    def _write(self, chunk: torch.Tensor, offset: int, scratch: torch.Tensor | None) -> None:
         try:
             for start in range(0, chunk.numel(), BLOCK):
-                self._crcs[(at + start) // BLOCK] = crc32(chunk[start : start + BLOCK])
-            filesystem.current.write(self._fd, chunk.numpy().data, self._base + at)
+                self._crcs[(offset + start) // BLOCK] = crc32(chunk[start : start + BLOCK])
+            filesystem.current.write(self._fd, chunk.numpy().data, self._base + offset)
         finally:
             if scratch is not None:
                 self._free.put(scratch)
@@ -322,9 +322,9 @@ class TensorFile:
     def load(self, name: str) -> torch.Tensor:
         """A tensor, whole."""
         stored = self.find(name)
-        made = torch.empty(stored.shape, dtype=stored.dtype)
-        read_all({self: [Range(stored.begin, stored.end, stored.dtype, made.reshape(-1))]})
-        return made
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        read_all({self: [Range(stored.begin, stored.end, stored.dtype, tensor.reshape(-1))]})
+        return tensor
 
     def verify(self) -> None:
         """Read every byte and compare.
@@ -419,14 +419,14 @@ def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
     runs: list[tuple[TensorFile, list[_Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}
-        for one in ranges:
-            for block in file.blocks(one.begin, one.end):
-                first, last = one.rows_in(*block)
+        for range_ in ranges:
+            for block in file.blocks(range_.begin, range_.end):
+                first, last = range_.rows_in(*block)
                 if first < last:  # else the block lies between two rows
-                    blocks.setdefault(block, []).append(one)
+                    blocks.setdefault(block, []).append(range_)
         runs.append((file, [(begin, end, inside) for (begin, end), inside in sorted(blocks.items())]))
     most = max(_FEW, -(-sum(len(run) for _, run in runs) // _READERS))
-    tasks = [(file, run[at : at + most]) for file, run in runs for at in range(0, len(run), most)]
+    tasks = [(file, run[start : start + most]) for file, run in runs for start in range(0, len(run), most)]
     # Stacks and heaps of threads are addresses, and what C libraries keep of them stays when the threads are gone.
     if len(tasks) <= 1 or limits_addresses():
         for file, run in tasks:
@@ -462,38 +462,40 @@ def _read_blocks(file: TensorFile, fd: int, run: list[_Block]) -> None:
             continue
         block = scratch[: end - begin]
         file._fill(fd, block, begin)
-        for one in inside:
-            _take(one, block, begin, end)
+        for range_ in inside:
+            _take(range_, block, begin, end)
 
 
-def _in_place(one: Range, begin: int, end: int) -> torch.Tensor | None:
+def _in_place(range_: Range, begin: int, end: int) -> torch.Tensor | None:
     """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
-    first, last = one.rows_in(begin, end)
-    at, into = one.row_at(first)
-    if last - first != 1 or at > begin or at + one.row < end:
+    first, last = range_.rows_in(begin, end)
+    column, into = range_.row_at(first)
+    if last - first != 1 or column > begin or column + range_.row < end:
         return None
-    if into.dtype != one.dtype or into.device.type != "cpu" or not into.is_contiguous():
+    if into.dtype != range_.dtype or into.device.type != "cpu" or not into.is_contiguous():
         return None
-    return _bytes_of(into)[begin - at : end - at]
+    return _bytes_of(into)[begin - column : end - column]
 
 
-def _take(one: Range, block: torch.Tensor, begin: int, end: int) -> None:
+def _take(range_: Range, block: torch.Tensor, begin: int, end: int) -> None:
     """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
-    first, last = one.rows_in(begin, end)
-    whole_first = first + (one.row_at(first)[0] < begin)
-    whole_last = last - (one.row_at(last - 1)[0] + one.row > end)
+    first, last = range_.rows_in(begin, end)
+    whole_first = first + (range_.row_at(first)[0] < begin)
+    whole_last = last - (range_.row_at(last - 1)[0] + range_.row > end)
     for number in {first, last - 1}:
         if not whole_first <= number < whole_last:
-            at, into = one.row_at(number)
-            low, high, size = max(begin, at), min(end, at + one.row), one.dtype.itemsize
-            into[(low - at) // size : (high - at) // size].copy_(block[low - begin : high - begin].view(one.dtype))
+            column, into = range_.row_at(number)
+            low, high, size = max(begin, column), min(end, column + range_.row), range_.dtype.itemsize
+            into[(low - column) // size : (high - column) // size].copy_(
+                block[low - begin : high - begin].view(range_.dtype)
+            )
     if whole_first >= whole_last:
         return
-    at, into = one.row_at(whole_first)
-    if not one.stride:
-        into.copy_(block[at - begin : at - begin + one.row].view(one.dtype))
+    column, into = range_.row_at(whole_first)
+    if not range_.stride:
+        into.copy_(block[column - begin : column - begin + range_.row].view(range_.dtype))
         return
     rows = whole_last - whole_first
-    values = block[at - begin : at - begin + (rows - 1) * one.stride + one.row].view(one.dtype)
-    strided = values.as_strided((rows, one.into.shape[1]), (one.stride // one.dtype.itemsize, 1))
-    one.into[whole_first:whole_last].copy_(strided)
+    values = block[column - begin : column - begin + (rows - 1) * range_.stride + range_.row].view(range_.dtype)
+    strided = values.as_strided((rows, range_.into.shape[1]), (range_.stride // range_.dtype.itemsize, 1))
+    range_.into[whole_first:whole_last].copy_(strided)

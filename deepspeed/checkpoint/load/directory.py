@@ -78,9 +78,9 @@ def tags_of(folder: Path) -> list[str]:
     """The tags in a folder, those of an interrupted save included."""
     if not folder.is_dir():
         return []
-    found = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    tags = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     hidden = {filesystem.tag_under_way(entry.name) for entry in folder.iterdir() if entry.is_dir()}
-    return sorted(found | {tag for tag in hidden if tag})
+    return sorted(tags | {tag for tag in hidden if tag})
 
 
 def read_latest(folder: Path, name: str) -> str | None:
@@ -119,18 +119,26 @@ class Finder:
 
     def newest(self, without: set[str]) -> Source | None:
         """The newest complete native checkpoint, and a line for each that was skipped; None when there is none."""
-        mine = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
-        told = self.ranks.gather(mine)
-        tags = {tag for one in told for tag, seen in one.items() if seen.kind == "native" or seen.problem}
-        views = {tag: [one.get(tag, CheckpointStatus(problem="not there")) for one in told] for tag in tags}
+        local_statuses = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
+        statuses_by_rank = self.ranks.gather(local_statuses)
+        tags = {
+            tag
+            for statuses in statuses_by_rank
+            for tag, seen in statuses.items()
+            if seen.kind == "native" or seen.problem
+        }
+        views = {
+            tag: [statuses.get(tag, CheckpointStatus(problem="not there")) for statuses in statuses_by_rank]
+            for tag in tags
+        }
         for tag in sorted(tags, key=lambda t: -max(seen.saved_at for seen in views[t])):
             try:
-                found = self._open(tag, views[tag])
+                source = self._open(tag, views[tag])
             except CheckpointError as error:
                 self.skip(tag, str(error))
                 continue
-            if isinstance(found, Source):
-                return found
+            if isinstance(source, Source):
+                return source
         return None
 
     def skip(self, tag: str, why: str) -> None:
@@ -141,21 +149,21 @@ class Finder:
 
     def _open(self, tag: str, seen: list[CheckpointStatus]) -> Source | Path:
         path = place_of(self.folder, tag)
-        native = [one for one in seen if one.kind == "native"]
+        native = [status for status in seen if status.kind == "native"]
         if not native:
-            if all(one.kind == "foreign" for one in seen):
+            if all(status.kind == "foreign" for status in seen):
                 return path
-            problem = next(one.problem for one in seen if one.problem)
-            absent = all(one.problem.startswith("there is no folder") for one in seen)
+            problem = next(status.problem for status in seen if status.problem)
+            absent = all(status.problem.startswith("there is no folder") for status in seen)
             raise (CheckpointMissingError if absent else CheckpointCorruptError)(problem)
-        chosen = max(native, key=lambda one: (one.saved_at, one.crc32))
-        fits = [one.kind == "native" and one.crc32 == chosen.crc32 for one in seen]
+        chosen = max(native, key=lambda status: (status.saved_at, status.crc32))
+        fits = [status.kind == "native" and status.crc32 == chosen.crc32 for status in seen]
         data = (path / MANIFEST).read_bytes() if fits[self.ranks.rank] else b""
         if not all(fits):
             data = self.ranks.gather(data)[fits.index(True)]
         manifest = Manifest.from_bytes(data, path)
         every = set(manifest.files)
-        views = [every - one.absent if fit else set() for one, fit in zip(seen, fits, strict=True)]
+        views = [every - status.absent if fit else set() for status, fit in zip(seen, fits, strict=True)]
         absent = sorted(every - set().union(*views))
         if absent:
             raise missing(manifest, absent, path)
@@ -171,7 +179,7 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
         keep_last: how many are kept (`checkpoint.keep_last`).
         keep_every: those whose step is a multiple stay too (`checkpoint.keep_every`).
     """
-    found = []
+    checkpoints = []
     for entry in folder.iterdir():
         if entry.name == newest or entry.name.startswith(".") or not entry.is_dir() or entry.is_symlink():
             continue
@@ -180,8 +188,8 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
             check_files(entry, manifest)
         except CheckpointCorruptError:
             continue
-        found.append((manifest.about["saved_at"], manifest.about.get("global_steps", 0), entry))
-    for _, step, entry in sorted(found, reverse=True)[keep_last - 1 :]:
+        checkpoints.append((manifest.about["saved_at"], manifest.about.get("global_steps", 0), entry))
+    for _, step, entry in sorted(checkpoints, reverse=True)[keep_last - 1 :]:
         if keep_every is None or step % keep_every:
             # A half-removed checkpoint must not look like one.
             hidden = filesystem.replaced_of(folder, entry.name)

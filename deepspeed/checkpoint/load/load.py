@@ -56,7 +56,7 @@ def _read(source: Source, slots: Slots) -> None:
     """Read into slots that have values now. All ranks call together."""
     with torch.no_grad():
         wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
-        source.read([ReadRequest(*one) for one in wanted])
+        source.read([ReadRequest(*arguments) for arguments in wanted])
 
 
 def _read_all(
@@ -106,30 +106,30 @@ def compare(
         CheckpointError: names differ and `strict`, or a shape differs.
     """
     shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
-    rows, found = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
+    rows, loaded = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
     wrong = []
     for name, shape in shapes.items():
         others = (alias for alias, of in view.aliases.items() if of == name)
         row = next((row for row in map(source.manifest.row, (name, *others)) if row is not None), None)
         if row is None:
-            found.missing.append(name)
+            loaded.missing.append(name)
         elif row.kind == LEFT_OUT:
-            found.left_out.append(name)
+            loaded.left_out.append(name)
         elif row.shape != shape:
             wrong.append(f"{name}: {row.shape} in the checkpoint, {shape} in the model")
         else:
             rows[name] = row
-            found.elements += row.numel
-    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases) | set(elsewhere)
-    found.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
+            loaded.elements += row.numel
+    known = {row.name for row in rows.values()} | set(loaded.left_out) | set(view.aliases) | set(elsewhere)
+    loaded.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
     if wrong:
         raise CheckpointError(f"{source.path} does not fit the model: {'; '.join(wrong[:8])}")
-    if strict and (found.missing or found.unexpected):
+    if strict and (loaded.missing or loaded.unexpected):
         raise CheckpointError(
             f"{source.path} and the model do not have the same parameters: missing in the checkpoint "
-            f"{found.missing[:8]}, unknown to the model {found.unexpected[:8]}; without strict, what fits is loaded"
+            f"{loaded.missing[:8]}, unknown to the model {loaded.unexpected[:8]}; without strict, what fits is loaded"
         )
-    return rows, found
+    return rows, loaded
 
 
 def load_values(
@@ -319,9 +319,11 @@ def _same_groups(view: StateView, about: dict[str, Any], private: dict[str, Any]
 def _open_rounds(view: StateView, source: Source, rank: int, rounds: list[dict[str, Any]]) -> None:
     groups = {group.name: group for group in view.groups}
     wanted: dict[str, torch.Tensor] = {}
-    for one in rounds:
-        dtype = DTYPES[one["dtype"]]
-        places = view.open_round(groups[one["group"]], dtype, one["at_owner"], one["names"], one["fresh"])
+    for saved_round in rounds:
+        dtype = DTYPES[saved_round["dtype"]]
+        places = view.open_round(
+            groups[saved_round["group"]], dtype, saved_round["at_owner"], saved_round["names"], saved_round["fresh"]
+        )
         wanted |= {entry_name("round", name): place for name, place in places.items()}
     source.private_tensors(rank, wanted)
 
@@ -332,23 +334,23 @@ def _add_rounds(view: StateView, source: Source) -> list[str]:
     for rank in range(source.manifest.about["ranks"]):
         own = source.private(rank)
         touched |= set(own.get("touched", ()))
-        for one in own.get("rounds", ()):
-            added = {name: _saved_round(source, one, name) for name in one["names"]}
+        for saved_round in own.get("rounds", ()):
+            added = {name: _saved_round(source, saved_round, name) for name in saved_round["names"]}
             wanted = {entry_name("round", name): whole for name, (_, whole) in added.items()}
             source.private_tensors(rank, wanted)
             for name, (box, whole) in added.items():
-                if name in view.members and name in one.get("once", one["names"]):
-                    _add(view, view.members[name], RegionRange(box, 0, box.numel), whole, one["at_owner"])
+                if name in view.members and name in saved_round.get("once", saved_round["names"]):
+                    _add(view, view.members[name], RegionRange(box, 0, box.numel), whole, saved_round["at_owner"])
     return sorted(touched & set(view.members))
 
 
-def _saved_round(source: Source, one: dict[str, Any], name: str) -> tuple[Region, torch.Tensor]:
+def _saved_round(source: Source, saved_round: dict[str, Any], name: str) -> tuple[Region, torch.Tensor]:
     """What a rank of the save had of a tensor, and room for its gradient."""
     row = source.manifest.row(name)
     if row is None:
         raise CheckpointCorruptError(f"{source.path} holds a gradient of '{name}', which its manifest does not name")
-    box = Region(row.shape, tuple(Cut(*cut) for cut in one.get("cuts", {}).get(name, ())))
-    return box, torch.empty(box.numel, dtype=DTYPES[one["dtype"]])
+    box = Region(row.shape, tuple(Cut(*cut) for cut in saved_round.get("cuts", {}).get(name, ())))
+    return box, torch.empty(box.numel, dtype=DTYPES[saved_round["dtype"]])
 
 
 def _add(view: StateView, member: ParamRecord, saved: RegionRange, gradient: torch.Tensor, factor: float) -> None:

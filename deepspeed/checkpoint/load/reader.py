@@ -133,9 +133,9 @@ class Source:
         rule = self.manifest.state_of(row)
         key = field_.removeprefix("state/")
         dtype = rule.sliced[key] if rule is not None and key != field_ else row.dtype
-        made = torch.empty(row.shape, dtype=dtype)
-        self.read([ReadRequest(field_, row, row.everything, made.reshape(-1))])
-        return made
+        tensor = torch.empty(row.shape, dtype=dtype)
+        self.read([ReadRequest(field_, row, row.everything, tensor.reshape(-1))])
+        return tensor
 
 
 class NativeSource(Source):
@@ -155,7 +155,7 @@ class NativeSource(Source):
         super().__init__(path, manifest)
         self.ranks, self._seen, self._allow_pickle = ranks, seen, allow_pickle
         self._here = seen[ranks.rank]
-        self._everywhere = all(one == seen[0] for one in seen)
+        self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read elements into tensors; blocks are verified on the way. All ranks call together.
@@ -164,19 +164,19 @@ class NativeSource(Source):
             CheckpointCorruptError: bytes differ from what was written.
             CheckpointMissingError: a file is on no rank's disk.
         """
-        found: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
+        reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
-        for one in wanted:
-            name = entry_name(one.field, one.row.name)
-            if self.manifest.is_whole(one.field, one.row):
-                fetches.append(Fetch(self.manifest.home(one.row, one.range.box), name, 0, one.into))
+        for request in wanted:
+            name = entry_name(request.field, request.row.name)
+            if self.manifest.is_whole(request.field, request.row):
+                fetches.append(Fetch(self.manifest.home(request.row, request.range.box), name, 0, request.into))
                 continue
-            clear_padding(one)
-            key = (one.row.name, one.range)
-            if key not in found:
-                found[key] = list(self.manifest.reads(one.row, one.range))
-            for read in found[key]:
-                places = runs(read.copy, one.into)
+            clear_padding(request)
+            key = (request.row.name, request.range)
+            if key not in reads:
+                reads[key] = list(self.manifest.reads(request.row, request.range))
+            for read in reads[key]:
+                places = runs(read.copy, request.into)
                 fetches += [Fetch(read.file, name, start, place, distance) for start, distance, place in places]
         self._fetch(fetches)
 
@@ -205,8 +205,8 @@ class NativeSource(Source):
 
     def _read_through_peers(self, far: list[Fetch]) -> None:
         """Everybody's wishes are known to all, and served in one order by the first rank that sees the file."""
-        mine = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
-        wishes = self.ranks.gather(mine)
+        requests = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
+        wishes = self.ranks.gather(requests)
         for rank, listed in enumerate(wishes):
             for number, (file, entry, start, distance, shape, dtype) in enumerate(listed):
                 server = self.server(file)
@@ -279,9 +279,9 @@ class NativeSource(Source):
                 text, tensors = self._private_here(name)
         if not self._everywhere:
             wishes = self.ranks.gather(name)
-            mine = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
-            for told in self.ranks.gather(mine):
-                text, tensors = told.get(name, (text, tensors))
+            answers = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
+            for rank_answers in self.ranks.gather(answers):
+                text, tensors = rank_answers.get(name, (text, tensors))
         return Decoder(lambda number: tensors[f"rank/{number}"]).decode(json.loads(text))
 
     def _serves(self, file: str) -> bool:
@@ -341,15 +341,15 @@ class TensorSource(Source):
         Raises:
             CheckpointCorruptError: some are in no chunk.
         """
-        for one in wanted:
-            name, copied = entry_name(one.field, one.row.name), 0
-            own_shape = self.manifest.is_whole(one.field, one.row)
-            stored = Region((one.into.numel(),)) if own_shape else Region(one.row.shape)
-            range_ = RegionRange(stored, 0, one.into.numel()) if own_shape else one.range
-            clear_padding(one)
+        for request in wanted:
+            name, copied = entry_name(request.field, request.row.name), 0
+            own_shape = self.manifest.is_whole(request.field, request.row)
+            stored = Region((request.into.numel(),)) if own_shape else Region(request.row.shape)
+            range_ = RegionRange(stored, 0, request.into.numel()) if own_shape else request.range
+            clear_padding(request)
             for start, values in self._chunks.get(name, ()):
                 for copy in copies(RegionRange(stored, start, start + values.numel()), range_):
-                    copy(values, one.into)
+                    copy(values, request.into)
                     copied += copy.numel
             if copied != range_.real_numel:
                 raise CheckpointCorruptError(

@@ -69,10 +69,10 @@ class Background:
             )
         copies = []
         numbered = zip(entries, places, strict=True)
-        for hold, together in itertools.groupby(numbered, lambda one: one[0].hold):
+        for hold, together in itertools.groupby(numbered, lambda pair: pair[0].hold):
             with hold() if hold is not None else nullcontext():
-                for entry, at in together:
-                    copy = self._buffer[at : at + entry.nbytes].view(entry.dtype)
+                for entry, position in together:
+                    copy = self._buffer[position : position + entry.nbytes].view(entry.dtype)
                     copy.copy_(entry.values().detach().reshape(-1))
                     copies.append(replace(entry, values=lambda copy=copy: copy, hold=None))
         return copies

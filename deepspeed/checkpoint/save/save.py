@@ -108,10 +108,10 @@ class Saving:
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
-        mine = [offer for offer in captured.offers if offer.leader == me]
-        told = self.ranks.gather((mine, self.contents.about["aliases"] if mine else {}))
-        self.taken = take([offer for offers, _ in told for offer in offers], self.ranks.numbers)
-        self._aliases = {alias: name for _, aliases in reversed(told) for alias, name in aliases.items()}
+        led_offers = [offer for offer in captured.offers if offer.leader == me]
+        offers_by_rank = self.ranks.gather((led_offers, self.contents.about["aliases"] if led_offers else {}))
+        self.taken = take([offer for offers, _ in offers_by_rank for offer in offers], self.ranks.numbers)
+        self._aliases = {alias: name for _, aliases in reversed(offers_by_rank) for alias, name in aliases.items()}
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
@@ -122,8 +122,8 @@ class Saving:
         """
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
-        mine = (self.target.tag, self.target.leads, host, need, reports)
-        tags, leads, hosts, needs, self._reports = zip(*self.ranks.gather(mine), strict=True)
+        report = (self.target.tag, self.target.leads, host, need, reports)
+        tags, leads, hosts, needs, self._reports = zip(*self.ranks.gather(report), strict=True)
         self._check_tags(tags)
         shared = sum(leads) == 1  # one disk for all ranks
         if not shared:  # every node writes the same small files, those of rank 0
@@ -216,10 +216,10 @@ class Saving:
         log_rank0(f"checkpoint '{self.target.tag}' is complete in {folder}")
 
     def _small_files(self) -> dict[str, bytes]:
-        made = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.beside}
+        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.beside}
         if self._small["pickle"]:
-            made[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
-        return made
+            files[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
+        return files
 
 
 def recover(folder: Path, tag: str) -> None:

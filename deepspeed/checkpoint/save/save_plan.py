@@ -32,11 +32,11 @@ def join_slices(
     Returns:
         Whole tensors and all aliases on the first rank; nothing of use on the others.
     """
-    mine = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
-    told = ranks.gather((mine, view.aliases))
+    local_slices = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
+    tensors_by_rank = ranks.gather((local_slices, view.aliases))
     whole: dict[str, torch.Tensor] = {}
     seen: set[tuple[str, Region]] = set()
-    for rank, (listed, _) in enumerate(told):
+    for rank, (listed, _) in enumerate(tensors_by_rank):
         for name, (box, dtype) in listed.items():
             if (name, box.packed) in seen:
                 continue
@@ -51,7 +51,7 @@ def join_slices(
             into = whole.setdefault(name, torch.zeros(box.shape, dtype=dtype))
             for copy in copies(RegionRange(box, 0, box.numel), RegionRange(Region(box.shape), 0, into.numel())):
                 copy(values.reshape(-1), into.reshape(-1))
-    return whole, {alias: name for _, aliases in reversed(told) for alias, name in aliases.items()}
+    return whole, {alias: name for _, aliases in reversed(tensors_by_rank) for alias, name in aliases.items()}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class SavePlan:
         Args:
             reports: of all ranks.
         """
-        return _with_states(self, {key: report for one in reports for key, report in one.items()})
+        return _with_states(self, {key: report for rank_reports in reports for key, report in rank_reports.items()})
 
 
 def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
@@ -122,39 +122,39 @@ def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
     Raises:
         CheckpointError: offers of one name do not fit each other, or some elements are in none.
     """
-    position = {rank: at for at, rank in enumerate(numbers)}
-    made, row_of, taken = SavePlan(), {}, {}
+    position = {rank: position_in_order for position_in_order, rank in enumerate(numbers)}
+    plan, row_of, taken = SavePlan(), {}, {}
     for offer in offers:
         stored = []
         for row, box in zip(offer.rows, offer.boxes, strict=True):
             known = taken.setdefault(row.name, {})
-            _check(row, offer, next(iter(known.values()), None), made.rows[row_of[row.name]] if known else row)
+            _check(row, offer, next(iter(known.values()), None), plan.rows[row_of[row.name]] if known else row)
             stored.append(box.packed not in known)
             if row.name not in row_of:
-                row_of[row.name] = len(made.rows)
-                made.rows.append(row)
+                row_of[row.name] = len(plan.rows)
+                plan.rows.append(row)
             if stored[-1]:
                 known[box.packed] = offer
-                made.leaders.setdefault(row.name, set()).add(offer.leader)
+                plan.leaders.setdefault(row.name, set()).add(offer.leader)
         if not any(stored):
             continue
-        made.filled += [row.name for row, here in zip(offer.rows, stored, strict=True) if here and offer.filled]
+        plan.filled += [row.name for row, here in zip(offer.rows, stored, strict=True) if here and offer.filled]
         rows = tuple(row_of[row.name] for row in offer.rows)
         files = tuple(rank_file(position[rank]) for rank in offer.ranks)
-        made.groups.append(CutGroup(rows, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored)))
-        made._by_group.append(offer)
-    made.filled = list(dict.fromkeys(made.filled))
-    _check_covered(made, taken)
-    _in_order(made, {name: next(iter(known.values())).leader for name, known in taken.items()})
-    return made
+        plan.groups.append(CutGroup(rows, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored)))
+        plan._by_group.append(offer)
+    plan.filled = list(dict.fromkeys(plan.filled))
+    _check_covered(plan, taken)
+    _in_order(plan, {name: next(iter(known.values())).leader for name, known in taken.items()})
+    return plan
 
 
-def _in_order(made: SavePlan, ranks: Mapping[str, int]) -> None:
+def _in_order(plan: SavePlan, ranks: Mapping[str, int]) -> None:
     """Rows as users list them: each rank's, in the order of the rank's module."""
-    order = sorted(range(len(made.rows)), key=lambda at: (ranks[made.rows[at].name], made.rows[at].place))
-    place = {at: new for new, at in enumerate(order)}
-    made.rows = [made.rows[at] for at in order]
-    made.groups = [replace(group, rows=tuple(place[at] for at in group.rows)) for group in made.groups]
+    order = sorted(range(len(plan.rows)), key=lambda index: (ranks[plan.rows[index].name], plan.rows[index].place))
+    place = {index: new for new, index in enumerate(order)}
+    plan.rows = [plan.rows[index] for index in order]
+    plan.groups = [replace(group, rows=tuple(place[index] for index in group.rows)) for group in plan.groups]
 
 
 def _check(row: ManifestEntry, offer: LocalShards, other: LocalShards | None, first: ManifestEntry) -> None:
@@ -175,9 +175,9 @@ def _check(row: ManifestEntry, offer: LocalShards, other: LocalShards | None, fi
         )
 
 
-def _check_covered(made: SavePlan, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
+def _check_covered(plan: SavePlan, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
     known: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
-    for row in made.rows:
+    for row in plan.rows:
         boxes = tuple(taken[row.name])
         if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
             continue
@@ -191,29 +191,29 @@ def _check_covered(made: SavePlan, taken: Mapping[str, Mapping[Region, LocalShar
             )
 
 
-def _with_states(taken: SavePlan, told: Reports) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
+def _with_states(taken: SavePlan, reports: Reports) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
     numbers: dict[str, int] = {}
-    found: dict[int, tuple[int | None, int]] = {}
+    rules: dict[int, tuple[int | None, int]] = {}
     groups = []
     for group, offer in zip(taken.groups, taken._by_group, strict=True):
         states: list[int | None] = []
-        for index, at in enumerate(group.rows):
-            text, number = told.get((taken.rows[at].name, offer.leader), (None, -1))
+        for index, row in enumerate(group.rows):
+            text, number = reports.get((taken.rows[row].name, offer.leader), (None, -1))
             state = None if text is None else numbers.setdefault(text, len(numbers))
             if not group.stored or group.stored[index]:
-                found.setdefault(at, (state, number))
+                rules.setdefault(row, (state, number))
             states.append(state)
         groups.append((group, states))
     rows = [
-        ManifestEntry(r.name, r.shape, r.dtype, r.kind, found[at][0], r.order, found[at][1])
-        for at, r in enumerate(taken.rows)
+        ManifestEntry(r.name, r.shape, r.dtype, r.kind, rules[row][0], r.order, rules[row][1])
+        for row, r in enumerate(taken.rows)
     ]
-    made = [_with_own(group, states, rows) for group, states in groups]
-    return rows, made, [StateRule.from_json(json.loads(text)) for text in numbers]
+    groups_with_rules = [_with_own(group, states, rows) for group, states in groups]
+    return rows, groups_with_rules, [StateRule.from_json(json.loads(text)) for text in numbers]
 
 
 def _with_own(group: CutGroup, states: list[int | None], rows: list[ManifestEntry]) -> CutGroup:
     """The group with its own states, where its boxes' are not those of the rows."""
-    if all(state == rows[at].state for at, state in zip(group.rows, states, strict=True)):
+    if all(state == rows[row].state for row, state in zip(group.rows, states, strict=True)):
         return group
     return CutGroup(group.rows, group.boxes, group.rule, group.files, group.stored, tuple(states))

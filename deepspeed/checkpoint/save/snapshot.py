@@ -56,8 +56,8 @@ class Snapshot:
         Args:
             leaders: as in `SavePlan`.
         """
-        mine = {row.name: offer.leader for offer in self.offers for row in offer.rows}
-        return [entry for name, entry in self.entries if mine[name] in leaders.get(name, ())] + self.own
+        leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
+        return [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())] + self.own
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
@@ -70,35 +70,35 @@ def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
     Raises:
         CheckpointError: the optimizer keeps state that cannot be cut.
     """
-    made = Snapshot()
+    snapshot = Snapshot()
     order, numbers, places = view.optimizer_order(), view.group_numbers(), _places(view.module)
     for group in view.groups:
         rows = []
         for member in group.members:
             kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
-            at = order.get(member.uid, -1), -1, places.get(member.name, -1)
-            rows.append(ManifestEntry(member.name, view.box(member.name).shape, dtype, kind, None, *at))
+            place = order.get(member.uid, -1), -1, places.get(member.name, -1)
+            rows.append(ManifestEntry(member.name, view.box(member.name).shape, dtype, kind, None, *place))
         offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))
-        made.offers.append(offer)
+        snapshot.offers.append(offer)
         for member, start, stop in view.written_ranges(group):
             if _kind(member.param, leave_out_frozen) != LEFT_OUT:
-                _add(made, VALUE, view.value(member, start, stop))
+                _add(snapshot, VALUE, view.value(member, start, stop))
             if offer.filled:
-                _add(made, GRADIENT, view.gradient(member, start, stop))
-            _add_state(made, view, member, (start, stop), numbers)
-    _add_rest(made, view, leave_out_frozen, places)
-    _add_rounds(made, view)
-    return made
+                _add(snapshot, GRADIENT, view.gradient(member, start, stop))
+            _add_state(snapshot, view, member, (start, stop), numbers)
+    _add_rest(snapshot, view, leave_out_frozen, places)
+    _add_rounds(snapshot, view)
+    return snapshot
 
 
 def _places(module: nn.Module) -> dict[str, int]:
     """Names of parameters and buffers in the order of the module's `state_dict()`."""
     names = (
         f"{prefix}.{name}" if prefix else name
-        for prefix, one in module.named_modules()
-        for name in (*one._parameters, *one._buffers)
+        for prefix, submodule in module.named_modules()
+        for name in (*submodule._parameters, *submodule._buffers)
     )
-    return {name: at for at, name in enumerate(names)}
+    return {name: place for place, name in enumerate(names)}
 
 
 def _offer(
@@ -113,7 +113,7 @@ def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
     return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
-def _add(made: Snapshot, field_: str, slot: StateRange) -> None:
+def _add(snapshot: Snapshot, field_: str, slot: StateRange) -> None:
     """Add what files hold of a slot: its elements that are no padding."""
     name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
     box = slot.box.packed
@@ -122,18 +122,18 @@ def _add(made: Snapshot, field_: str, slot: StateRange) -> None:
         packed = RegionRange(box, slot.box.packed_index(slot.start), slot.box.packed_index(slot.stop))
         numel, values = padded.real_numel, lambda: _packed(padded, packed, slot.values())
     if numel:
-        made.entries.append((slot.name, TensorToWrite(name, slot.dtype, (numel,), values, slot.hold)))
+        snapshot.entries.append((slot.name, TensorToWrite(name, slot.dtype, (numel,), values, slot.hold)))
 
 
 def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
+    buffer = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
     for copy in copies(padded, packed):
-        copy(values.detach(), made)
-    return made
+        copy(values.detach(), buffer)
+    return buffer
 
 
 def _add_state(
-    made: Snapshot, view: StateView, member: ParamRecord, range_: tuple[int, int], numbers: dict[int, int]
+    snapshot: Snapshot, view: StateView, member: ParamRecord, range_: tuple[int, int], numbers: dict[int, int]
 ) -> None:
     start, stop = range_
     for fragment in view.fragments_of(member):
@@ -142,16 +142,16 @@ def _add_state(
         rule = _rule_of(view, fragment)
         if rule is not None:
             for key in rule.sliced:
-                _add(made, state_field(key), view.state(fragment, key, start, stop))
+                _add(snapshot, state_field(key), view.state(fragment, key, start, stop))
         if start == 0:
             for key in rule.whole if rule is not None else ():
                 slot = view.whole_state(fragment, key)
                 entry = TensorToWrite(
                     entry_name(state_field(key), slot.name), slot.dtype, (slot.stop,), slot.values, slot.hold
                 )
-                made.entries.append((slot.name, entry))
+                snapshot.entries.append((slot.name, entry))
             text = None if rule is None else json.dumps(rule.to_json())
-            made.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
+            snapshot.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
 
 
 def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
@@ -188,7 +188,7 @@ def fixed(name: str, tensor: torch.Tensor) -> TensorToWrite:
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
 
-def _add_rest(made: Snapshot, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
+def _add_rest(snapshot: Snapshot, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
     """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
     rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
 
@@ -200,17 +200,17 @@ def _add_rest(made: Snapshot, view: StateView, leave_out_frozen: bool, places: M
     for group_rows, together in ((rows, ranks), (buffers, ranks[:1])):
         if not group_rows:
             continue
-        made.offers.append(_offer(view, group_rows, "between", together))
+        snapshot.offers.append(_offer(view, group_rows, "between", together))
         layout = LAYOUT_RULES["between"]([view.box(row.name).numel for row in group_rows], len(together))
         for range_ in layout.ranges(rank) if rank < len(together) else ():
             row = group_rows[range_.index]
             if row.kind != LEFT_OUT:
-                _add(made, VALUE, view.plain_value(row.name))
+                _add(snapshot, VALUE, view.plain_value(row.name))
 
 
-def _add_rounds(made: Snapshot, view: StateView) -> None:
+def _add_rounds(snapshot: Snapshot, view: StateView) -> None:
     """Gradients of this rank that have not travelled yet."""
-    made.private["groups"] = view.topology()
+    snapshot.private["groups"] = view.topology()
     if not view.has_gradients:
         return
     rounds = []
@@ -221,5 +221,5 @@ def _add_rounds(made: Snapshot, view: StateView) -> None:
         cuts = {name: tuple(map(astuple, view.box(name).cuts)) for name in held}
         named = {"group": group.name, "at_owner": at_owner, "fresh": fresh, "names": list(held), "dtype": dtype}
         rounds.append({**named, "once": once, "cuts": {name: cut for name, cut in cuts.items() if cut}})
-        made.own += [fixed(entry_name("round", name), values) for name, values in held.items()]
-    made.private["rounds"], made.private["touched"] = rounds, view.touched()
+        snapshot.own += [fixed(entry_name("round", name), values) for name, values in held.items()]
+    snapshot.private["rounds"], snapshot.private["touched"] = rounds, view.touched()

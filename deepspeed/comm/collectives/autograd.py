@@ -79,20 +79,20 @@ def gathered(
     if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
-    longest, mine = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
-    if mine.shape[0] < longest:
-        mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
-    every = mine.new_empty(axis.size * longest, *mine.shape[1:])
+    longest, padded = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
+    if padded.shape[0] < longest:
+        padded = torch.cat([padded, padded.new_zeros(longest - padded.shape[0], *padded.shape[1:])])
+    every = padded.new_empty(axis.size * longest, *padded.shape[1:])
     if axis.group is not None:
         label = label or f"gather over {axis.name}"
         meet_before(axis, label)
-        all_gather_into_tensor(every, mine, group=axis.group, log_name=label)
+        all_gather_into_tensor(every, padded, group=axis.group, log_name=label)
     else:
         message("all_gather", every.nbytes, axis.ranks)
-        if not mine.is_floating_point():  # the other ranks would say the same
-            every.view(axis.size, *mine.shape).copy_(mine)
+        if not padded.is_floating_point():  # the other ranks would say the same
+            every.view(axis.size, *padded.shape).copy_(padded)
     if min(sizes) < longest:
-        every = torch.cat([every[at * longest : at * longest + size] for at, size in enumerate(sizes)])
+        every = torch.cat([every[index * longest : index * longest + size] for index, size in enumerate(sizes)])
     return every.movedim(0, dim).contiguous()
 
 

@@ -470,8 +470,8 @@ def swap(
     if shared is not None:
 
         def arrived() -> Handle:
-            theirs = shared.read(peer, tag, flat.dtype)
-            following = finish([flat, theirs] if axis.rank == 0 else [theirs, flat])
+            received = shared.read(peer, tag, flat.dtype)
+            following = finish([flat, received] if axis.rank == 0 else [received, flat])
             shared.acknowledge(tag, [peer])
             return Handle(axis, label, [shared.acknowledged(tag, [peer])], lambda: following)
 
@@ -562,12 +562,12 @@ def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, c
 
 def _batches(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
     """Neighbours, of at most `limit` elements together."""
-    found: list[list[torch.Tensor]] = []
+    batches: list[list[torch.Tensor]] = []
     filled = limit + 1
     for tensor in tensors:
         if filled + tensor.numel() > limit:
-            found.append([])
+            batches.append([])
             filled = 0
-        found[-1].append(tensor)
+        batches[-1].append(tensor)
         filled += tensor.numel()
-    return found
+    return batches

@@ -77,10 +77,10 @@ def _in_two_steps(
         torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
         alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]
         works = post(axis, label, lambda: [_all_to_all(received, sums, alike, alike, group=axis.group, async_op=True)])
-    kept = [sums]  # until it has been sent
+    pending = [sums]  # until it has been sent
 
     def arrived() -> Handle | None:
-        kept.clear()
+        pending.clear()
         return finish(list(received.split(share)))
 
     nbytes = flat.nbytes // within.size * (within.size - 1) + sums.nbytes // count * (count - 1)

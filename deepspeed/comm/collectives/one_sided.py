@@ -83,11 +83,11 @@ class FetchService:
         host = os.environ.get("DEEPSPEED_FETCH_HOST") or _own_address()
         self._listener = socket.create_server((host, 0), backlog=self.axis.size)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        mine = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
+        address = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
         rows: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(rows, mine, group=self.axis.group)
+        dist.all_gather_object(rows, address, group=self.axis.group)
         self._addresses = rows
-        self._token = bytes.fromhex(mine[2])
+        self._token = bytes.fromhex(address[2])
 
     def serve(self, channel: int, slice_: Served) -> None:
         """Let others pull `slice_` on `channel`."""
@@ -329,8 +329,10 @@ def _release(axis: Axis, service: FetchService | None) -> None:
     if (shared is not None and shared.serving) or (service is not None and service.serves):
         gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
     abandoned: list[Any] = [None] * axis.size
-    mine, group = list(axis.abandoned), axis.group
-    post(axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, mine, group=group) or [])
+    own_abandoned, group = list(axis.abandoned), axis.group
+    post(
+        axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, own_abandoned, group=group) or []
+    )
     for channel in sorted(set.intersection(*map(set, abandoned))):
         axis.abandoned.remove(channel)
         if shared is not None:

@@ -149,35 +149,35 @@ class Sender:
             tensors: in it.
             label: for reports.
         """
-        told = b"" if header == self._last else pickle.dumps(header)
+        header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
-        self.headers_sent += bool(told)
+        self.headers_sent += bool(header_bytes)
         self.bytes_sent += header.nbytes
         self._collect()
-        wire, start = self.wire, -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
+        wire, start = self.wire, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
         whole = self._buffer(start + header.nbytes) if wire is None else torch.empty(start, dtype=torch.uint8)
         buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
-        buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
-        if told:
-            buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        kept = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
-        payload = kept[: header.nbytes]
+        buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(header_bytes), header.nbytes]))
+        if header_bytes:
+            buffer[_NOTICE : _NOTICE + len(header_bytes)] = torch.frombuffer(bytearray(header_bytes), dtype=torch.uint8)
+        staging = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
+        payload = staging[: header.nbytes]
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
             place(payload, leaf).copy_(tensor.detach())
-        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
+        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(header_bytes), start)), whole))
         if wire is not None and header.nbytes:
             target = self.axis.ranks[self.peer]
             works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
-            self._underway.append((works, kept))
+            self._underway.append((works, staging))
 
-    def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
+    def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
         shared, group = self.axis.shared, self.axis.group
         if shared is not None:
             tag = tag_of(self.channel, EXCHANGE, self._sequence)
             shared.post(tag, buffer, [self.peer])
             return [shared.acknowledged(tag, [self.peer])]
-        pieces = {SMALL: buffer[:_NOTICE], READ: buffer[_NOTICE : _NOTICE + told], EXCHANGE: buffer[start:]}
+        pieces = {SMALL: buffer[:_NOTICE], READ: buffer[_NOTICE : _NOTICE + header_bytes], EXCHANGE: buffer[start:]}
         if group is None:
             raise RuntimeError("nothing can be sent without a process group")
         return [
@@ -192,9 +192,9 @@ class Sender:
         Shapes may change with every message: the smallest idle buffer that is large enough is taken, and where there is
         none a smaller one gives way, so that a run of many lengths keeps no more buffers than a run of one.
         """
-        large = [at for at, kept in enumerate(self._idle) if kept.numel() >= nbytes]
+        large = [index for index, idle in enumerate(self._idle) if idle.numel() >= nbytes]
         if large:
-            return self._idle.pop(min(large, key=lambda at: self._idle[at].numel()))
+            return self._idle.pop(min(large, key=lambda index: self._idle[index].numel()))
         if self._idle:
             self._idle.pop()
         return self.axis.empty(nbytes, torch.uint8, self._device)
@@ -271,18 +271,18 @@ class Receiver:
         buffer = torch.from_numpy(array)
         # Whoever holds a tensor of the message holds this array. It may go at any moment, in any thread.
         weakref.finalize(array, self._read.append, tag).atexit = False
-        told, nbytes = buffer[:_NOTICE].view(torch.int64).tolist()
-        if told:
-            self._learn(buffer[_NOTICE : _NOTICE + told])
-        start = -(-(_NOTICE + told) // _ALIGN) * _ALIGN
+        header_bytes, nbytes = buffer[:_NOTICE].view(torch.int64).tolist()
+        if header_bytes:
+            self._learn(buffer[_NOTICE : _NOTICE + header_bytes])
+        start = -(-(_NOTICE + header_bytes) // _ALIGN) * _ALIGN
         return buffer[start : start + nbytes]
 
     def _from_group(self, label: str) -> torch.Tensor:
         notice = torch.empty(2, dtype=torch.int64)
         self._take(notice, SMALL, label)
-        told, nbytes = notice.tolist()
-        if told:
-            header = torch.empty(told, dtype=torch.uint8)
+        header_bytes, nbytes = notice.tolist()
+        if header_bytes:
+            header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, READ, label)
             self._learn(header)
         wire = self.wire
@@ -302,8 +302,8 @@ class Receiver:
         works = post(self.axis, label, lambda: [group.recv([into.view(torch.uint8)], self.peer, tag)])
         wait_all(self.axis, label, works)
 
-    def _learn(self, told: torch.Tensor) -> None:
-        self._header = pickle.loads(told.numpy().tobytes())
+    def _learn(self, header_bytes: torch.Tensor) -> None:
+        self._header = pickle.loads(header_bytes.numpy().tobytes())
 
     def release(self) -> None:
         """Tell the sender what has been read to its end."""

@@ -45,18 +45,18 @@ class PartitionedTensor:
         """
         numbers = meta.tolist()
         dims = numbers[0]
-        made = object.__new__(cls)
-        made.group, made.orig_size = group, numbers[1 : 1 + dims]
-        made.orig_device = local_part.device if device is None else device
-        made.num_parts, made.rank = numbers[1 + dims], get_rank(group)
-        made.partition, made.local_data = numbers[3 + dims :], local_part
-        low, high = made.partition[made.rank : made.rank + 2]
-        if made.num_parts != get_world_size(group) or local_part.numel() != high - low:
+        part = object.__new__(cls)
+        part.group, part.orig_size = group, numbers[1 : 1 + dims]
+        part.orig_device = local_part.device if device is None else device
+        part.num_parts, part.rank = numbers[1 + dims], get_rank(group)
+        part.partition, part.local_data = numbers[3 + dims :], local_part
+        low, high = part.partition[part.rank : part.rank + 2]
+        if part.num_parts != get_world_size(group) or local_part.numel() != high - low:
             raise ArgumentError(
-                f"a part of {local_part.numel()} elements for rank {made.rank} of {get_world_size(group)}: the meta is "
-                f"of {made.num_parts} parts, that one of {high - low} elements"
+                f"a part of {local_part.numel()} elements for rank {part.rank} of {get_world_size(group)}: the meta is "
+                f"of {part.num_parts} parts, that one of {high - low} elements"
             )
-        return made
+        return part
 
     def to_meta(self) -> torch.Tensor:
         """What another rank needs besides the part: int64, [dims, *shape, parts, rank, *bounds of the parts]."""
@@ -77,9 +77,9 @@ class PartitionedTensor:
     def full(self, device: torch.device | None = None) -> torch.Tensor:
         """The whole tensor; all ranks of the group call together."""
         widest = max(high - low for low, high in pairwise(self.partition))
-        mine = self.local_data.new_zeros(widest)
-        mine[: self.local_data.numel()] = self.local_data
-        parts = mine.new_empty(self.num_parts, widest)
-        all_gather_into_tensor(parts.view(-1), mine, group=self.group)
+        part = self.local_data.new_zeros(widest)
+        part[: self.local_data.numel()] = self.local_data
+        parts = part.new_empty(self.num_parts, widest)
+        all_gather_into_tensor(parts.view(-1), part, group=self.group)
         runs = [parts[i, : high - low] for i, (low, high) in enumerate(pairwise(self.partition))]
         return torch.cat(runs).view(self.orig_size).to(self.orig_device if device is None else device)

@@ -95,9 +95,9 @@ class _Run:
         all_gather_into_tensor(every, here, group=axis.group, log_name=f"meeting before {label}")
         if bool((every.view(-1, 2) == torch.tensor([0, int(here[1])], device=device)).all()):
             return
-        said = all_gather_objects(axis, (error, label))
-        raised = any(text for text, _ in said)
-        self.texts = [text if raised else f"it has come to {place}" for text, place in said]
+        reports = all_gather_objects(axis, (error, label))
+        raised = any(text for text, _ in reports)
+        self.texts = [text if raised else f"it has come to {place}" for text, place in reports]
         raise _Apart
 
 
@@ -171,8 +171,10 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
         raise
     except Exception as why:
         error = why
-    mine = "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or describe_error(error, 300)
-    texts = all_gather_objects(axis, mine)
+    error_text = (
+        "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or describe_error(error, 300)
+    )
+    texts = all_gather_objects(axis, error_text)
     if error is not None:
         raise error
     other = next((pair for pair in zip(axis.ranks, texts, strict=True) if pair[1]), None)
@@ -249,13 +251,13 @@ def _difference(axis: Axis, rows: list[bytes]) -> str:
     by_words: dict[bytes, list[str]] = {}
     for rank, row in zip(axis.ranks, rows, strict=True):
         by_words.setdefault(row, []).append(str(rank))
-    told = "; ".join(
+    diffs = "; ".join(
         f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
         for row, ranks in by_words.items()
     )
     return (
         f"ranks are about to do different things where all must do the same, because the device's messages carry no "
-        f"names: {told}. Let every rank use the same modules in the same order (a module that a rank does not need "
+        f"names: {diffs}. Let every rank use the same modules in the same order (a module that a rank does not need "
         f"can run on zeros); on stages 0 to 2 ranks may differ"
     )
 
@@ -287,10 +289,10 @@ class BatchCheck:
         self.left -= 1
         everyone = all_gather_objects(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
         first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
-        for rank, theirs in zip(self._axis.ranks, everyone, strict=True):
-            for entry, found in theirs.items():
-                other, wanted = first.setdefault(entry, (rank, found))
-                if found == wanted:
+        for rank, digests in zip(self._axis.ranks, everyone, strict=True):
+            for entry, digest_of_entry in digests.items():
+                other, wanted = first.setdefault(entry, (rank, digest_of_entry))
+                if digest_of_entry == wanted:
                     continue
                 raise DataError(
                     f"ranks {other} and {rank} {self._share} and were given different batches"
@@ -314,8 +316,8 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None
     everyone = all_gather_objects(axis, lines)
-    at = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
-    return at, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[at]) if pair[0] != pair[1])
+    index = next(index for index, row in enumerate(everyone) if row != everyone[0])
+    return index, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[index]) if pair[0] != pair[1])
 
 
 def _digests(inputs: Any) -> dict[str, int]:
@@ -323,8 +325,8 @@ def _digests(inputs: Any) -> dict[str, int]:
     entries = (
         inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
     )
-    found = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
-    return found or ({} if inputs is None else {"": digest(inputs)})
+    digests = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
+    return digests or ({} if inputs is None else {"": digest(inputs)})
 
 
 def digest(value: Any) -> int:
@@ -339,7 +341,7 @@ def digest(value: Any) -> int:
     if isinstance(value, Mapping):
         return digest([[str(key), value[key]] for key in sorted(value, key=str)])
     if isinstance(value, (list, tuple)):
-        return zlib.crc32(repr([digest(one) for one in value]).encode())
+        return zlib.crc32(repr([digest(element) for element in value]).encode())
     if isinstance(value, (set, frozenset)):
         return zlib.crc32(repr(sorted(map(digest, value))).encode())
     inside = _describe_contents(value)
@@ -354,9 +356,9 @@ def _describe_contents(value: Any) -> dict[str, Any] | None:
     if isinstance(value, type):
         return None
     try:
-        found = value.to_dict()
+        contents = value.to_dict()
     except Exception:  # it has none, or one of another kind
-        found = None
-    if not isinstance(found, dict) and dataclasses.is_dataclass(value):
-        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
-    return found if isinstance(found, dict) else None
+        contents = None
+    if not isinstance(contents, dict) and dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return contents if isinstance(contents, dict) else None

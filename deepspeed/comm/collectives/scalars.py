@@ -34,7 +34,7 @@ class Scalars:
             device: where messages start on axes without a backend for the CPU.
         """
         rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
-        return [array("d", told).tolist() for told in rows]
+        return [array("d", row_bytes).tolist() for row_bytes in rows]
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
         """As `table`, of rows that are packed: what is equal everywhere need not be unpacked.
@@ -54,8 +54,8 @@ class Scalars:
         flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
         flat[axis.rank * n : (axis.rank + 1) * n] = torch.frombuffer(bytearray(row), dtype=torch.float64)
         spread(axis, flat, [r * n for r in range(axis.size + 1)], tag, label).wait()
-        told = flat.cpu().numpy().tobytes()
-        return [told[at : at + len(row)] for at in range(0, len(told), len(row))]
+        received = flat.cpu().numpy().tobytes()
+        return [received[start : start + len(row)] for start in range(0, len(received), len(row))]
 
 
 class FakeScalars(Scalars):

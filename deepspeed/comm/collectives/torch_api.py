@@ -171,11 +171,11 @@ gather_object = timed_op(dist.gather_object)
 scatter_object_list = timed_op(dist.scatter_object_list)
 
 
-def all_gather_objects(axis: Axis, mine: Any) -> list[Any]:
+def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
     """What each rank of an axis says, by position; they call together. Objects are pickled."""
-    everyone: list[Any] = [mine] * axis.size
+    everyone: list[Any] = [local] * axis.size
     if axis.size > 1 and not simulating():  # else the other ranks would say the same
-        all_gather_object(everyone, mine, group=axis.group)
+        all_gather_object(everyone, local, group=axis.group)
     return everyone
 
 
@@ -208,11 +208,11 @@ class _All:
         self._pending = pending
 
     def wait(self) -> None:
-        for one in self._pending:
-            one.wait()
+        for work in self._pending:
+            work.wait()
 
     def is_completed(self) -> bool:
-        return all(one.is_completed() for one in self._pending)
+        return all(work.is_completed() for work in self._pending)
 
 
 def all_reduce_coalesced(
@@ -236,7 +236,7 @@ def all_gather_coalesced(
     """`all_gather_into_tensor` for every pair of output and input."""
     start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([partial(start, output, mine) for output, mine in pairs], async_op)
+    return _together([partial(start, output, tensor) for output, tensor in pairs], async_op)
 
 
 def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | None:

@@ -48,8 +48,8 @@ class FakeMessage:
     @classmethod
     def of(cls, header: Header, tensors: list[torch.Tensor]) -> FakeMessage:
         """One that is sent."""
-        kept = [None if t.is_floating_point() or t.is_complex() else t.detach().numpy().copy() for t in tensors]
-        return cls(header, kept)
+        arrays = [None if t.is_floating_point() or t.is_complex() else t.detach().numpy().copy() for t in tensors]
+        return cls(header, arrays)
 
     def gradients(self) -> FakeMessage:
         """The answer: a gradient for each of its tensors that can have one."""
@@ -70,11 +70,11 @@ class FakeMessage:
             _arrived.add(array.ctypes.data)
             weakref.finalize(array, _arrived.discard, array.ctypes.data).atexit = False
             payload = torch.from_numpy(array)
-        found = [place(payload, leaf) for leaf in self.header.leaves]
-        for tensor, held in zip(found, self.integers, strict=True):
+        tensors = [place(payload, leaf) for leaf in self.header.leaves]
+        for tensor, held in zip(tensors, self.integers, strict=True):
             if held is not None:
                 tensor.numpy()[...] = held
-        return found
+        return tensors
 
 
 def is_of_an_absent_peer(storage: torch.UntypedStorage) -> bool:
@@ -118,7 +118,7 @@ class SimulatedSender(Sender):
         """The peer has read it."""
         self._reads.pop(message).over = True
 
-    def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
-        super()._start(buffer, told, start)
+    def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
+        super()._start(buffer, header_bytes, start)
         self._reads[self._name] = _ReadReceipt()
         return [self._reads[self._name]]

@@ -29,7 +29,7 @@ def simulated_world(
     late: bool = False,
     device: bool = False,
     per_host: int = 0,
-    said: dict[int, Any] | None = None,
+    stage_outputs: dict[int, Any] | None = None,
 ) -> Generator[None]:
     """Inside, this process simulates one rank.
 
@@ -39,7 +39,7 @@ def simulated_world(
         late: the others answer only when they are waited for; else at once.
         device: the CPU's tensors stand for those of a device.
         per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
-        said: what stages of a pipeline that were run before hand on; is added to.
+        stage_outputs: what stages of a pipeline that were run before hand on; is added to.
 
     Raises:
         UsageError: this process has a process group.
@@ -55,7 +55,7 @@ def simulated_world(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     scalars.current = _Supplied()
     try:
-        with simulation(late=late, device=device, per_host=per_host, said=said):
+        with simulation(late=late, device=device, per_host=per_host, said=stage_outputs):
             yield
     finally:
         scalars.current = before

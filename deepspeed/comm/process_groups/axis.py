@@ -233,11 +233,11 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
         for axis in lacking:
             rows = _by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
             own = [row for row in rows if axis.ranks[axis.rank] in row]
-            made = {
+            reductions = {
                 (on, ranks): make_group(list(ranks), watchdog.timeout(), backend)
                 for on, ranks in _sets(axis.ranks, own)
             }
-            axis._reductions = _reducing(axis, rows, made)
+            axis._reductions = _reducing(axis, rows, reductions)
         return
     if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
         return
@@ -246,8 +246,10 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     with _watched("all_gather_object of the axes that reduce"):
         dist.all_gather_object(asked, (_own_place(), [axis.ranks for axis in lacking]))
     hosts = _hosts([place for place, _ in asked])
-    wanted = {one for _, told in asked for ranks in told for one in _sets(ranks, _by_host(ranks, hosts))}
-    groups = {one: make_group(list(one[1]), watchdog.timeout(), backend) for one in sorted(wanted)}
+    wanted = {
+        members for _, rank_sets in asked for ranks in rank_sets for members in _sets(ranks, _by_host(ranks, hosts))
+    }
+    groups = {members: make_group(list(members[1]), watchdog.timeout(), backend) for members in sorted(wanted)}
     for axis in lacking:
         axis._reductions = _reducing(axis, _by_host(axis.ranks, hosts), groups)
 
@@ -309,8 +311,8 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
             dist.all_gather_object(rows, axis.ranks)
         backend, known = _device_backend(axis.group), []
         for ranks in sorted(set(rows)):
-            made = [make_group([ranks[one] for one in edge], watchdog.timeout(), backend) for edge in edges]
-            known = made if ranks == axis.ranks else known
+            groups = [make_group([ranks[position] for position in edge], watchdog.timeout(), backend) for edge in edges]
+            known = groups if ranks == axis.ranks else known
         axis._messages[tuple(edges)] = known
     return list(known)
 
@@ -322,13 +324,13 @@ def _device_backend(group: dist.ProcessGroup | None) -> str | None:
 
 
 def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
-    registry, found = _registry(), tuple(sorted(ranks))
-    if len(set(found)) < len(found) or not set(found) <= set(range(registry.size)) or registry.rank not in found:
+    registry, key = _registry(), tuple(sorted(ranks))
+    if len(set(key)) < len(key) or not set(key) <= set(range(registry.size)) or registry.rank not in key:
         raise ArgumentError(
             f"axis {name!r}: {list(ranks)} must be different ranks of the world of {registry.size}, "
             f"rank {registry.rank} among them"
         )
-    return found
+    return key
 
 
 class _Registry:
@@ -375,10 +377,10 @@ class _Registry:
         """The world's group, one that was made here, one that another device's axis has, or the client's."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
-        found = [one for one in own if one is not None and _alive(one)]
-        if not found:
+        alive = [candidate for candidate in own if candidate is not None and _alive(candidate)]
+        if not alive:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
-        return next((one for one in found if _moves(one, where)), found[0])
+        return next((candidate for candidate in alive if _moves(candidate, where)), alive[0])
 
 
 def _of_nobody(where: str) -> bool:

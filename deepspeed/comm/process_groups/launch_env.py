@@ -71,29 +71,29 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
             no address to meet at.
     """
     env = os.environ
-    found = Claim("arguments", {"RANK": str(rank), "WORLD_SIZE": str(size)}) if rank >= 0 and size > 0 else None
-    if found is None and (env.get("RANK") or env.get("WORLD_SIZE")):
-        found = Claim("RANK and WORLD_SIZE", {})
+    claim = Claim("arguments", {"RANK": str(rank), "WORLD_SIZE": str(size)}) if rank >= 0 and size > 0 else None
+    if claim is None and (env.get("RANK") or env.get("WORLD_SIZE")):
+        claim = Claim("RANK and WORLD_SIZE", {})
     others = claims(env, root) if look_further else []
-    if found is not None:
-        found = _with_environment(found, env)
+    if claim is not None:
+        claim = _with_environment(claim, env)
         others = [] if _nested(env) else others
     elif others:
-        found, others = others[0], others[1:]
-    if found is None:
+        claim, others = others[0], others[1:]
+    if claim is None:
         if look_further:
             _check_started_by_launcher(env)
         return World(port=port)
-    _compare(found, others)
+    _compare(claim, others)
     for other in others:  # what one does not say, another may
-        found = Claim(found.source, {**other.values, **found.values}, {**other.names, **found.names})
-    place = _check({**found.values, **_set(env)}, found.source, port)
+        claim = Claim(claim.source, {**other.values, **claim.values}, {**other.names, **claim.names})
+    place = _check({**claim.values, **_set(env)}, claim.source, port)
     if place.size != size > 0 or (place.rank != rank >= 0):
         raise ArgumentError(
             f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
-            f"({found.source}: rank {place.rank} of {place.size}). Leave the arguments out or unset the variables."
+            f"({claim.source}: rank {place.rank} of {place.size}). Leave the arguments out or unset the variables."
         )
-    env.update({key: value for key, value in found.values.items() if value and not env.get(key)})
+    env.update({key: value for key, value in claim.values.items() if value and not env.get(key)})
     return place
 
 
@@ -110,20 +110,20 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
         from_indexed_job,
         from_mpi4py,
     )
-    found: list[Claim] = []
+    valid: list[Claim] = []
     for probe in probes:
-        if probe is from_mpi4py and found:
+        if probe is from_mpi4py and valid:
             continue
         claim = probe(env)
         if claim is not None:
-            found.append(claim)
-    return found
+            valid.append(claim)
+    return valid
 
 
-def _with_environment(found: Claim, env: Environment) -> Claim:
+def _with_environment(claim: Claim, env: Environment) -> Claim:
     """RANK and WORLD_SIZE of the environment beside what the arguments say."""
     named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
-    return Claim(found.source, {**named, **found.values})
+    return Claim(claim.source, {**named, **claim.values})
 
 
 def _set(env: Environment) -> dict[str, str]:
@@ -135,17 +135,17 @@ def _nested(env: Environment) -> bool:
     return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID"))
 
 
-def _compare(found: Claim, others: list[Claim]) -> None:
+def _compare(claim: Claim, others: list[Claim]) -> None:
     """Two sources that both know of several ranks must say the same."""
-    own = found.place()
+    own = claim.place()
     others = [other for other in others if (other.place() or (0, 1))[1] > 1]  # one task of its own may hold any world
     for other in others:
-        theirs = other.place()
-        if own is None or theirs is None or theirs == own:
+        place = other.place()
+        if own is None or place is None or place == own:
             continue
-        name = "WORLD_SIZE" if theirs[1] != own[1] else "RANK"
+        name = "WORLD_SIZE" if place[1] != own[1] else "RANK"
         raise ArgumentError(
-            f"{found.said(name)} ({found.source}) contradicts {other.said(name)} ({other.source}): "
+            f"{claim.said(name)} ({claim.source}) contradicts {other.said(name)} ({other.source}): "
             "this process cannot be both. Unset the wrong one, or start the script by one launcher only."
         )
 
@@ -236,7 +236,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _ranks(env: Environment, source: str, **names: str) -> Claim:
-    values = {ours: env[theirs] for ours, theirs in names.items() if env.get(theirs)}
+    values = {ours: env[variable] for ours, variable in names.items() if env.get(variable)}
     return Claim(source, values, dict(names))
 
 
@@ -245,23 +245,23 @@ def from_open_mpi(env: Environment) -> Claim | None:
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"
-    found = _ranks(
+    claim = _ranks(
         env, "Open MPI", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK",
         LOCAL_WORLD_SIZE=f"{prefix}LOCAL_SIZE",
     )  # fmt: skip
-    local = found.values.get("LOCAL_WORLD_SIZE")
+    local = claim.values.get("LOCAL_WORLD_SIZE")
     master, single = env.get("AZ_BATCH_MASTER_NODE"), env.get("AZ_BATCHAI_MPI_MASTER_NODE")
     if master:
-        found.values["MASTER_ADDR"], _, port = master.partition(":")
-        found.values["MASTER_PORT"] = port or str(DEFAULT_PORT)
+        claim.values["MASTER_ADDR"], _, port = master.partition(":")
+        claim.values["MASTER_PORT"] = port or str(DEFAULT_PORT)
     elif single:
-        found.values["MASTER_ADDR"] = "127.0.0.1" if single == "localhost" else single
-    elif local == found.values.get("WORLD_SIZE") or local is None:
-        found.values["MASTER_ADDR"] = "127.0.0.1"
+        claim.values["MASTER_ADDR"] = "127.0.0.1" if single == "localhost" else single
+    elif local == claim.values.get("WORLD_SIZE") or local is None:
+        claim.values["MASTER_ADDR"] = "127.0.0.1"
     elif "MASTER_ADDR" not in env:
         asked = from_mpi4py(env)
-        found.values.update({} if asked is None else asked.values)
-    return found
+        claim.values.update({} if asked is None else asked.values)
+    return claim
 
 
 def from_mvapich(env: Environment) -> Claim | None:
@@ -270,7 +270,7 @@ def from_mvapich(env: Environment) -> Claim | None:
         return None
     prefix = "MV2_COMM_WORLD_"
     names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-    return _alone_here(_ranks(env, "MVAPICH2", **{ours: prefix + theirs for ours, theirs in names.items()}))
+    return _alone_here(_ranks(env, "MVAPICH2", **{ours: prefix + variable for ours, variable in names.items()}))
 
 
 def from_jsm(env: Environment) -> Claim | None:
@@ -278,13 +278,13 @@ def from_jsm(env: Environment) -> Claim | None:
     if "JSM_NAMESPACE_SIZE" not in env:
         return None
     prefix = "JSM_NAMESPACE_"
-    found = _ranks(env, "jsrun", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK")
+    claim = _ranks(env, "jsrun", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK")
     words = env.get("LSB_MCPU_HOSTS", "").split()
     hosts = list(zip(words[::2], words[1::2], strict=False))
     compute = [name for name, slots in hosts if slots != "1"] or [name for name, _ in hosts]
     if compute:
-        found.values["MASTER_ADDR"] = compute[0]
-    return found
+        claim.values["MASTER_ADDR"] = compute[0]
+    return claim
 
 
 def from_pmi(env: Environment) -> Claim | None:
@@ -300,11 +300,11 @@ def from_pmi(env: Environment) -> Claim | None:
     )
 
 
-def _alone_here(found: Claim) -> Claim:
+def _alone_here(claim: Claim) -> Claim:
     """All ranks on this machine meet here."""
-    if found.values.get("LOCAL_WORLD_SIZE") == found.values.get("WORLD_SIZE"):
-        found.values["MASTER_ADDR"] = "127.0.0.1"
-    return found
+    if claim.values.get("LOCAL_WORLD_SIZE") == claim.values.get("WORLD_SIZE"):
+        claim.values["MASTER_ADDR"] = "127.0.0.1"
+    return claim
 
 
 def from_slurm(env: Environment) -> Claim | None:
@@ -314,22 +314,22 @@ def from_slurm(env: Environment) -> Claim | None:
         return None
     if size == "SLURM_NTASKS" and env["SLURM_PROCID"] == "0" and not any(n.startswith("SLURM_STEP") for n in env):
         return None  # the batch script itself
-    found = _ranks(env, "SLURM", RANK="SLURM_PROCID", WORLD_SIZE=size, LOCAL_RANK="SLURM_LOCALID")
+    claim = _ranks(env, "SLURM", RANK="SLURM_PROCID", WORLD_SIZE=size, LOCAL_RANK="SLURM_LOCALID")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
     first = re.match(r"([^,\[]+)(?:\[(\d+))?(?:[^\]]*\]([^,\[]*))?", nodes)
     if first:
-        found.values["MASTER_ADDR"] = first[1] + (first[2] or "") + ((first[3] or "") if first[2] else "")
-    return found
+        claim.values["MASTER_ADDR"] = first[1] + (first[2] or "") + ((first[3] or "") if first[2] else "")
+    return claim
 
 
 def from_pods(env: Environment) -> Claim | None:
     """Kubeflow's PyTorchJob and Trainer, whose numbers count pods: one process in each."""
     if not (env.get("PET_NNODES", "").isdigit() and env.get("PET_NODE_RANK")):
         return None
-    found = _ranks(env, "PyTorchJob", RANK="PET_NODE_RANK", WORLD_SIZE="PET_NNODES", MASTER_ADDR="PET_MASTER_ADDR",
+    claim = _ranks(env, "PyTorchJob", RANK="PET_NODE_RANK", WORLD_SIZE="PET_NNODES", MASTER_ADDR="PET_MASTER_ADDR",
                    MASTER_PORT="PET_MASTER_PORT")  # fmt: skip
-    found.values["LOCAL_RANK"] = "0"
-    return found
+    claim.values["LOCAL_RANK"] = "0"
+    return claim
 
 
 def from_indexed_job(env: Environment) -> Claim | None:
@@ -345,12 +345,12 @@ def from_indexed_job(env: Environment) -> Claim | None:
             f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job, and WORLD_SIZE is not set: only the "
             "manifest knows how many there are. Set WORLD_SIZE there to `completions` (1 to run alone)."
         )
-    found = _ranks(env, "Kubernetes", RANK="JOB_COMPLETION_INDEX", WORLD_SIZE="WORLD_SIZE")
-    found.values["LOCAL_RANK"] = "0"
+    claim = _ranks(env, "Kubernetes", RANK="JOB_COMPLETION_INDEX", WORLD_SIZE="WORLD_SIZE")
+    claim.values["LOCAL_RANK"] = "0"
     name, dot, domain = socket.getfqdn().partition(".")
     if name.endswith(f"-{index}"):
-        found.values["MASTER_ADDR"] = name[: -len(index)] + "0" + dot + domain
-    return found
+        claim.values["MASTER_ADDR"] = name[: -len(index)] + "0" + dot + domain
+    return claim
 
 
 def from_mpi4py(env: Environment) -> Claim | None:

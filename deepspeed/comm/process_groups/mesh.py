@@ -63,10 +63,10 @@ class Mesh:
             self.axis(*dims)  # every rank makes every group, at one moment and in one order
 
     def _coordinates(self, index: int) -> dict[str, int]:
-        found = {}
+        coordinates = {}
         for dim in reversed(DIMS):
-            index, found[dim] = divmod(index, self.sizes[dim])
-        return found
+            index, coordinates[dim] = divmod(index, self.sizes[dim])
+        return coordinates
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -98,9 +98,9 @@ class Mesh:
         """All ranks, cut into the rows of ranks that differ in the named dims only; see `axis`."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
-            at = self._at[rank]
-            alone = stages is not None and at["pp"] not in stages
-            rows.setdefault(tuple(at[dim] for dim in DIMS if alone or dim not in dims), []).append(rank)
+            coordinates = self._at[rank]
+            alone = stages is not None and coordinates["pp"] not in stages
+            rows.setdefault(tuple(coordinates[dim] for dim in DIMS if alone or dim not in dims), []).append(rank)
         return [tuple(sorted(row)) for row in rows.values()]
 
     def experts(self, size: int) -> tuple[Axis, Axis]:
@@ -120,8 +120,8 @@ class Mesh:
         if size < 1 or length % size:
             fits = [n for n in range(1, length + 1) if length % n == 0]
             raise MeshError(f"ep {size} does not divide the {length} rank(s) of dp x sp; sizes that do: {fits}")
-        among = [row[at : at + size] for row in rows for at in range(0, length, size)]
-        alike = [row[at::size] for row in rows for at in range(size)]
+        among = [row[start : start + size] for row in rows for start in range(0, length, size)]
+        alike = [row[start::size] for row in rows for start in range(size)]
         return make_axes(among, f"ep_{size}", self.device), make_axes(alike, f"ep_{size}_copies", self.device)
 
     @property
@@ -268,38 +268,38 @@ def mesh_of_unit(mpu: Any, asked: Iterable[Asked] = (), device: torch.device | N
         MeshError: its groups are no mesh, or contradict what was asked for.
     """
     if isinstance(mpu, Mesh):
-        given = [
+        groups = [
             (dim, size, "mpu") for dim, size in mpu.sizes.items() if dim not in DATA or mpu.sizes["dp_replicate"] > 1
         ]
-        return mesh_for(resolve(mpu.world, [*given, *asked]), mpu.ranks, device)
+        return mesh_for(resolve(mpu.world, [*groups, *asked]), mpu.ranks, device)
     if not callable(getattr(mpu, "get_data_parallel_group", None)):
         raise MeshError(
             f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the gradients"
         )
-    mine = {dim: _ranks_of(mpu, calls) for dim, calls in _GROUPS.items()}
+    ranks_by_dim = {dim: _ranks_of(mpu, calls) for dim, calls in _GROUPS.items()}
     size = ranks_started()
     if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
-        named = [(dim, len(row), "mpu") for dim, row in mine.items() if dim != "dp"]
+        named = [(dim, len(row), "mpu") for dim, row in ranks_by_dim.items() if dim != "dp"]
         return mesh_for(resolve(size, [*named, *asked]), None, device)
-    everyone: list[Any] = [mine]
+    everyone: list[Any] = [ranks_by_dim]
     if size > 1:
         everyone = [None] * size
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, ranks_by_dim)
     places: dict[tuple[int, ...], int] = {}
     for rank, rows in enumerate(everyone):
-        at = tuple(row.index(rank) for row in rows.values())
-        if places.setdefault(at, rank) != rank or any(len(rows[dim]) != len(mine[dim]) for dim in rows):
+        place = tuple(row.index(rank) for row in rows.values())
+        if places.setdefault(place, rank) != rank or any(len(rows[dim]) != len(ranks_by_dim[dim]) for dim in rows):
             raise MeshError(
-                f"mpu ({type(mpu).__name__}) describes no mesh: ranks {places[at]} and {rank} both stand at "
-                f"{dict(zip(rows, at, strict=True))}, or their groups differ in size"
+                f"mpu ({type(mpu).__name__}) describes no mesh: ranks {places[place]} and {rank} both stand at "
+                f"{dict(zip(rows, place, strict=True))}, or their groups differ in size"
             )
-    sizes = resolve(size, [*((dim, len(row), "mpu") for dim, row in mine.items()), *asked])
-    order = sorted(places, key=lambda at: (at[1], at[3], at[2], at[0]))  # pp, dp, sp, tp
-    return mesh_for(sizes, [places[at] for at in order], device)
+    sizes = resolve(size, [*((dim, len(row), "mpu") for dim, row in ranks_by_dim.items()), *asked])
+    order = sorted(places, key=lambda place: (place[1], place[3], place[2], place[0]))  # pp, dp, sp, tp
+    return mesh_for(sizes, [places[place] for place in order], device)
 
 
 def _ranks_of(mpu: Any, calls: Sequence[str]) -> list[int]:
-    call: Any = next((found for name in calls if callable(found := getattr(mpu, name, None))), None)
+    call: Any = next((method for name in calls if callable(method := getattr(mpu, name, None))), None)
     group = call() if call is not None else None
     if group is not None:
         return list(dist.get_process_group_ranks(group))
@@ -334,20 +334,24 @@ def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
         _fold_shard(sizes, origins, data)
     shard = sizes.get("dp_shard", -1)
     if shard == -1 or replicate == -1:
-        given = replicate if shard == -1 else shard
-        given = given if given and given > 0 else 1
-        if data % given:
+        known_size = replicate if shard == -1 else shard
+        known_size = known_size if known_size and known_size > 0 else 1
+        if data % known_size:
             raise _impossible(
-                world, (sizes, origins), f"{data} data-parallel rank(s) do not divide into {given}", data, given
+                world,
+                (sizes, origins),
+                f"{data} data-parallel rank(s) do not divide into {known_size}",
+                data,
+                known_size,
             )
-        shard, replicate = (data // given, given) if shard == -1 else (given, data // given)
+        shard, replicate = (data // known_size, known_size) if shard == -1 else (known_size, data // known_size)
     replicate = data // shard if replicate is None and not data % shard else replicate
     if replicate is None or shard * replicate != data:
         raise _impossible(
             world, (sizes, origins), f"dp_shard {shard} does not divide {data} data-parallel rank(s)", data, shard
         )
-    found = {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
-    return {dim: found[dim] for dim in DIMS}
+    resolved = {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
+    return {dim: resolved[dim] for dim in DIMS}
 
 
 def _merged(asked: Iterable[Asked]) -> tuple[dict[str, int], dict[str, str]]:
@@ -382,14 +386,14 @@ def _data_size(world: int, sizes: dict[str, int], origins: dict[str, str]) -> in
         sizes[open_] = world // (known * data)
         return data
     if world % known:
-        given = max(model, key=lambda dim: sizes[dim])
+        largest = max(model, key=lambda dim: sizes[dim])
         raise _impossible(
             world,
             (sizes, origins),
             f"{' x '.join(f'{d} {sizes[d]}' for d in model if sizes[d] > 1)} does not divide {world} rank(s)",
             world,
-            sizes[given],
-            given,
+            sizes[largest],
+            largest,
         )
     if data not in (-1, world // known):
         raise MeshError(

@@ -166,11 +166,11 @@ def _export(probes: Sequence[Callable[..., launch_env.Claim | None]], port: int,
     claim = next((claim for claim in (probe(os.environ) for probe in probes) if claim), None)
     if claim is None:
         raise NotAvailableError("no variables of Open MPI or SageMaker are set: this process was not started by them.")
-    found = {name: claim.values[name] for name in claim.values.keys() - {"LOCAL_WORLD_SIZE"}}
+    variables = {name: claim.values[name] for name in claim.values.keys() - {"LOCAL_WORLD_SIZE"}}
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update({**{k: v for k, v in defaults.items() if k not in os.environ}, **found})
+    os.environ.update({**{k: v for k, v in defaults.items() if k not in os.environ}, **variables})
     if verbose:
-        log_rank0(f"environment set from {claim.source}: {found}")
+        log_rank0(f"environment set from {claim.source}: {variables}")
 
 
 def has_all_gather_into_tensor() -> bool:

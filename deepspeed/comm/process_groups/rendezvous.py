@@ -35,8 +35,8 @@ _JOB_NAMES = (
 
 def job_id() -> str:
     """What tells this job from others: its launcher's or scheduler's name for it."""
-    found = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
-    return found[0] if found else "unnamed"
+    names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
+    return names[0] if names else "unnamed"
 
 
 _stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there

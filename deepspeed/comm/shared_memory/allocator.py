@@ -80,16 +80,16 @@ class _Region:
         """Join what was returned with the gaps beside it."""
         while self._returned:
             offset, nbytes = self._returned.popleft()
-            at = bisect(self.free, (offset, 0))
-            before = self.free[at - 1] if at else (0, -1)
+            index = bisect(self.free, (offset, 0))
+            before = self.free[index - 1] if index else (0, -1)
             if sum(before) == offset:
-                at, offset, nbytes = at - 1, before[0], before[1] + nbytes
-                del self.free[at]
-            after = self.free[at] if at < len(self.free) else (-1, 0)
+                index, offset, nbytes = index - 1, before[0], before[1] + nbytes
+                del self.free[index]
+            after = self.free[index] if index < len(self.free) else (-1, 0)
             if offset + nbytes == after[0]:
                 nbytes += after[1]
-                del self.free[at]
-            self.free.insert(at, (offset, nbytes))
+                del self.free[index]
+            self.free.insert(index, (offset, nbytes))
 
 
 class SharedAllocator:

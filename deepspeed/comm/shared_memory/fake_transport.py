@@ -55,11 +55,11 @@ class SimulatedMemory(SharedMemory):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that posts without a copy."""
-        made = torch.empty(numel, dtype=dtype)
-        storage = made.untyped_storage()
+        tensor = torch.empty(numel, dtype=dtype)
+        storage = tensor.untyped_storage()
         self._lent.add(storage._cdata)
         weakref.finalize(storage, self._lent.discard, storage._cdata).atexit = False
-        return made
+        return tensor
 
     def _readable(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._lent

@@ -224,8 +224,10 @@ class SharedMemory:
         version = self._native.ds_shm_version
 
         def ready() -> bool:
-            mine = version(self._context, self.rank, channel)
-            return all(channel in self._served[p] and version(self._context, p, channel) >= mine for p in peers)
+            local_version = version(self._context, self.rank, channel)
+            return all(
+                channel in self._served[p] and version(self._context, p, channel) >= local_version for p in peers
+            )
 
         return Until(self, ready)
 
@@ -363,16 +365,16 @@ def _open(group: dist.ProcessGroup) -> SharedMemory | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowded = size > cores
     slot = _CROWDED_SLOT if crowded else _SLOT
-    descriptor, mine, token = -1, None, secrets.token_bytes(_TOKEN)
+    descriptor, memory, token = -1, None, secrets.token_bytes(_TOKEN)
     if native is not None and hasattr(os, "memfd_create"):
         _declare(native)
-        descriptor, mine = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
-        mine[-_TOKEN:] = token
-    bell = groups.bell() if mine is not None else (-1, None)
-    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(mine) if mine else 0, bell[0], token)
+        descriptor, memory = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
+        memory[-_TOKEN:] = token
+    bell = groups.bell() if memory is not None else (-1, None)
+    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(memory) if memory else 0, bell[0], token)
     offers: list[Any] = [None] * size
     dist.all_gather_object(offers, offer, group=group)
-    mapped = _map(offers, rank, mine, bell[1])
+    mapped = _map(offers, rank, memory, bell[1])
     votes: list[Any] = [None] * size
     dist.all_gather_object(votes, mapped is not None, group=group)
     if descriptor >= 0:
@@ -397,14 +399,16 @@ class _Offer(NamedTuple):
     token: bytes
 
 
-def _map(offers: list[_Offer], rank: int, mine: mmap | None, bell: mmap | None) -> tuple[list[mmap], list[mmap]] | None:
+def _map(
+    offers: list[_Offer], rank: int, memory: mmap | None, bell: mmap | None
+) -> tuple[list[mmap], list[mmap]] | None:
     """Everybody's segment and bell, or None when one cannot be had."""
-    if mine is None or bell is None or len({offer[:2] for offer in offers}) > 1:
+    if memory is None or bell is None or len({offer[:2] for offer in offers}) > 1:
         return None
     segments, bells = [], []
     for peer, offer in enumerate(offers):
         try:
-            segment = mine if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
+            segment = memory if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
             if segment[-_TOKEN:] != offer.token:
                 return None
             bells.append(bell if peer == rank else groups.bell_of(offer.process, offer.bell))

@@ -175,17 +175,17 @@ class CommsLogger:
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
         """What was timed: operation → bytes → [count, milliseconds, Gbit/s of the message, Gbit/s of the bus]."""
         self.settle()
-        made: dict[str, dict[int, list[Any]]] = {}
+        by_operation: dict[str, dict[int, list[Any]]] = {}
         for operation, sizes in self.times.items():
-            of_op = made.setdefault(operation, {})
+            of_op = by_operation.setdefault(operation, {})
             for (size, ranks), times in sizes.items():
                 row = of_op.setdefault(size, [0, [], [], []])
                 speeds = [calc_bw_log(self._kinds.get(operation, operation), size, ms, ranks) for ms in times]
                 row[0] += times.calls
                 row[1] += times
-                row[2] += [one for one, _ in speeds]
+                row[2] += [algorithm_speed for algorithm_speed, _ in speeds]
                 row[3] += [bus for _, bus in speeds]
-        return made
+        return by_operation
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """See `comms_dict`; a copy."""
@@ -239,12 +239,12 @@ class CommsLogger:
 
     def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
         """What of each call's time was waiting: its own less the shortest that any rank had."""
-        made: dict[str, dict[int, Any]] = {}
+        by_operation: dict[str, dict[int, Any]] = {}
         for operation, sizes in self.times.items():
             for (size, ranks), times in sizes.items():
                 shortest = list(fastest[operation, size, ranks])
-                lost = [mine - least for mine, least in zip(times, shortest, strict=False)]
-                made.setdefault(operation, {})[size] = {
+                lost = [local - least for local, least in zip(times, shortest, strict=False)]
+                by_operation.setdefault(operation, {})[size] = {
                     "count": times.calls,
                     "total_comm_lat_ms": sum(shortest),
                     "total_straggler_ms": sum(lost),
@@ -253,7 +253,7 @@ class CommsLogger:
                     "msg_size_bytes": size,
                     "msg_size_str": convert_size(size),
                 }
-        return made
+        return by_operation
 
     def summary(self, fastest: Mapping[tuple[str, int, int], Sequence[float]] | None = None) -> list[dict[str, Any]]:
         """One row per operation and size, in bytes per second and with the group's size.
@@ -301,14 +301,14 @@ def _world_size() -> int:
 
 def _fastest(times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]]) -> dict[tuple[str, int, int], list[float]]:
     """The shortest time any rank had for each call; all ranks call."""
-    mine = {(operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()}
-    everyone: list[Any] = [mine]
+    local_times = {(operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()}
+    everyone: list[Any] = [local_times]
     if _world_size() > 1:
         everyone *= _world_size()
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, local_times)
     return {
         key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
-        for key in mine
+        for key in local_times
     }
 
 
@@ -443,11 +443,11 @@ def configure(
         verbose: a log line for each.
         debug: name the caller in it.
     """
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    names = [*given, "curve"]
+    settings = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    names = [*settings, "curve"]
     parsed = not isinstance(deepspeed_config, Mapping)
     block = getattr(deepspeed_config, "comms_logger", None) if parsed else deepspeed_config.get("comms_logger")
     if block is not None:
         of_block = dict(block) if isinstance(block, Mapping) else {k: getattr(block, k, None) for k in names}
         comms_logger.configure(**{k: of_block.get(k) for k in names})
-    comms_logger.configure(**given)
+    comms_logger.configure(**settings)

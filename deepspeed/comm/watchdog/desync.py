@@ -103,12 +103,12 @@ class DesyncDetector:
 
     def leaders(self, rank: int) -> dict[int, list[str]]:
         """Streams by the rank that this one compares itself with: the lowest of the set, if that is another."""
-        found: dict[int, list[str]] = {}
+        by_rank: dict[int, list[str]] = {}
         with self._lock:
             for name, stream in self._streams.items():
                 if stream.ranks[0] != rank:
-                    found.setdefault(stream.ranks[0], []).append(name)
-        return found
+                    by_rank.setdefault(stream.ranks[0], []).append(name)
+        return by_rank
 
     def marks(self) -> bytes:
         """The marks of all streams, to be published."""
@@ -116,12 +116,12 @@ class DesyncDetector:
             held = {name: sorted({m for level in s.marks for m in level}) for name, s in self._streams.items()}
         return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
 
-    def differs(self, theirs: bytes, names: Sequence[str]) -> str:
+    def differs(self, remote_marks: bytes, names: Sequence[str]) -> str:
         """Where the marks of these streams are not those of another rank; empty where they agree."""
-        mine, others = json.loads(self.marks()), json.loads(theirs)
+        local, others = json.loads(self.marks()), json.loads(remote_marks)
         for name in names:
             known = dict(map(tuple, others.get(name, ())))
-            for number, mark in mine.get(name, ()):
+            for number, mark in local.get(name, ()):
                 if known.get(number, mark) != mark:
                     return f"the ranks took different paths, seen at collective {number} of {_set(self._of(name))}"
         return ""
@@ -137,17 +137,19 @@ class DesyncDetector:
             for stream in list(self._streams.values())[:_TOLD_SETS]:
                 lines.append(f"The last collectives of {_set(stream.ranks)} that this rank entered:")
                 last = list(stream.entries)[-count:]
-                lines += [f"  {label!r} at {_place(code, at) or 'no line of the script'}" for label, code, at in last]
+                lines += [
+                    f"  {label!r} at {_place(code, line) or 'no line of the script'}" for label, code, line in last
+                ]
         return lines
 
     def recent(self) -> bytes:
         """The last entries of all streams with host, file and line, for a report."""
-        told: dict[str, Any] = {}
+        recent: dict[str, Any] = {}
         with self._lock:
             for name, stream in self._streams.items():
                 entries = [(label, _place(code, line)) for label, code, line in stream.entries]
-                told[name] = {"ranks": stream.ranks, "count": stream.count, "entries": entries}
-        return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": told}).encode(), 1)
+                recent[name] = {"ranks": stream.ranks, "count": stream.count, "entries": entries}
+        return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": recent}).encode(), 1)
 
 
 trail = DesyncDetector()
@@ -168,47 +170,47 @@ def _place(code: CodeType | None, line: int) -> str:
     return "" if code is None else f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def parting(told: Mapping[int, bytes]) -> str:
+def parting(marks: Mapping[int, bytes]) -> str:
     """Where trails part, in lines; empty where they do not, as far as is known.
 
     Args:
-        told: what `DesyncDetector.recent` gave, by rank.
+        marks: what `DesyncDetector.recent` gave, by rank.
     """
-    read = {rank: json.loads(zlib.decompress(text)) for rank, text in told.items()}
-    hosts = {rank: one["host"] for rank, one in read.items()}
-    found: list[tuple[bool, str]] = []
-    for name in dict.fromkeys(name for one in read.values() for name in one["streams"]):
-        streams = {rank: one["streams"][name] for rank, one in read.items() if name in one["streams"]}
+    read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
+    hosts = {rank: record["host"] for rank, record in read.items()}
+    partings: list[tuple[bool, str]] = []
+    for name in dict.fromkeys(name for record in read.values() for name in record["streams"]):
+        streams = {rank: record["streams"][name] for rank, record in read.items() if name in record["streams"]}
         part = _first_difference(streams, hosts)
         if part is not None:
-            found.append(part)
+            partings.append(part)
     # ranks that did different things say more than ranks that are not there yet
-    return "\n".join(text for _, text in sorted(found, key=lambda part: not part[0])[:_TOLD_SETS])
+    return "\n".join(text for _, text in sorted(partings, key=lambda part: not part[0])[:_TOLD_SETS])
 
 
 def _first_difference(streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
     """(whether ranks did different things, lines about the first collective that not all ranks entered alike)."""
-    begins = {rank: one["count"] - len(one["entries"]) for rank, one in streams.items()}
-    ends = {rank: one["count"] for rank, one in streams.items()}
+    begins = {rank: stream["count"] - len(stream["entries"]) for rank, stream in streams.items()}
+    ends = {rank: stream["count"] for rank, stream in streams.items()}
     ranks = next(iter(streams.values()))["ranks"]
     for number in range(max(begins.values()), max(ends.values())):
-        at = {r: streams[r]["entries"][number - begins[r]] if number < ends[r] else None for r in streams}
-        labels = {entry[0] for entry in at.values() if entry is not None}
-        if len(labels) > 1 or None in at.values():
+        entries = {r: streams[r]["entries"][number - begins[r]] if number < ends[r] else None for r in streams}
+        labels = {entry[0] for entry in entries.values() if entry is not None}
+        if len(labels) > 1 or None in entries.values():
             head = f"The paths part at collective {number + 1} of {_set(ranks)}:"
-            return len(labels) > 1, "\n".join([head, *_odd_ones(at, hosts)])
+            return len(labels) > 1, "\n".join([head, *_odd_ones(entries, hosts)])
     return None
 
 
-def _odd_ones(at: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
+def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
     """A line for each rank, the rare ways first; a few of those that went the way of the most."""
     ways: dict[str | None, list[int]] = {}
-    for rank, entry in sorted(at.items()):
+    for rank, entry in sorted(entries.items()):
         ways.setdefault(entry and entry[0], []).append(rank)
     lines: list[str] = []
     for label, ranks in sorted(ways.items(), key=lambda way: len(way[1])):
         for rank in islice(ranks, _TOLD_RANKS):
-            entry = at[rank]
+            entry = entries[rank]
             did = "has not entered it" if entry is None else f"{label!r} at {entry[1] or 'no line of the script'}"
             lines.append(f"  rank {rank} on {hosts[rank]}: {did}")
         if len(ranks) > _TOLD_RANKS:

@@ -116,8 +116,8 @@ _LIBRARIES = tuple(
 
 def backend_settings() -> str:
     """The variables of this process's environment that change how NCCL or gloo work, in one line; "" without any."""
-    found = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
-    return ", ".join(f"{name}={os.environ[name]}" for name in found)
+    names = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
+    return ", ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def whereabouts() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -41,6 +43,7 @@ from deepspeed.foundation.malloc import limits_addresses, resident
 from deepspeed.zero.api.memory_estimate import HOST
 from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.optimizer.state_tensor import Away
+from deepspeed.zero.out_of_memory import is_exhaustion
 
 _ROOM = 0.8  # of what seems to fit
 _AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
@@ -79,15 +82,15 @@ class MemoryReport:
 
     def _known(self) -> dict[str, int]:
         parts = self._state.components
-        found = state_bytes(parts)
-        found[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.wire.buffers())
-        return found
+        sizes = state_bytes(parts)
+        sizes[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.wire.buffers())
+        return sizes
 
     def _resident(self) -> int:
         """Bytes of what is known that the system has provided."""
         parts = self._state.components
-        found = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
-        return resident([*found, *([] if parts.reducer is None else parts.reducer.wire.buffers())])
+        state_parts = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
+        return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.wire.buffers())])
 
     def by_category(self) -> dict[str, int]:
         """Bytes on this rank now: the kinds of `state_bytes`, transit buffers, and the rest since the engine was made.
@@ -95,12 +98,12 @@ class MemoryReport:
         The rest is called activations: between updates it is what the allocator keeps. On a CPU it is measured by what
         is resident, so it has what the C library keeps for later.
         """
-        found = self._known()
-        known = sum(found.values())
+        sizes = self._known()
+        known = sum(sizes.values())
         if self._unwritten > 0:  # until all has been written to, which is looked at no more then
             self._unwritten = max(0, known - self._resident())
-        found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
-        return found
+        sizes[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
+        return sizes
 
     def note_forward(self) -> None:
         """A forward is over."""
@@ -118,9 +121,11 @@ class MemoryReport:
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         rows, advice = self.by_category(), self._advice(category, frames, _asked_for(error))
-        told = MemoryExhaustedError(f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}")
-        told.category, told.suggestion = category, advice.settings
-        return told
+        exhausted_error = MemoryExhaustedError(
+            f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}"
+        )
+        exhausted_error.category, exhausted_error.suggestion = category, advice.settings
+        return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
         """What is said when the container's memory is nearly used up, which ends in a signal and no error.
@@ -144,17 +149,17 @@ class MemoryReport:
         # What the first updates will still make of state is not free.
         coming = self.holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
         later = max(0, free - int(max(0.0, coming)))
-        if category == TRANSIT and (found := self._smaller_buckets(held[TRANSIT] + free)):
-            return found
-        if category == POOLS and HOST not in near_places(self._state.device) and (found := self._fewer_buffers()):
-            return found
+        if category == TRANSIT and (suggestion := self._smaller_buckets(held[TRANSIT] + free)):
+            return suggestion
+        if category == POOLS and HOST not in near_places(self._state.device) and (suggestion := self._fewer_buffers()):
+            return suggestion
         room = self._state.components.room or sum(held.values()) + free
         # Where state alone does not fit, whatever asked last is not what has to go.
         fits = self.holding().needs(setting_of(self._state.ds_config)) <= room
         if category == ACTIVATIONS and fits:
-            found = self._less_activations(_progress(self._state.module, frames), later, asked)
-            if found:
-                return found
+            suggestion = self._less_activations(_progress(self._state.module, frames), later, asked)
+            if suggestion:
+                return suggestion
         # State has to leave room for the activations that come with it.
         beside = max(0, self.left_by_forward)
         if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
@@ -236,17 +241,40 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
 
 def _asked_for(error: BaseException) -> int:
     """Bytes that an allocator was asked for when it failed; 0 where its words do not say."""
-    found = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
-    if found is None:
+    match = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
+    if match is None:
         return 0
-    return int(found[1]) if found[1] else int(float(found[2]) * 1024 ** (" KMG".index(found[3])))
+    return int(match[1]) if match[1] else int(float(match[2]) * 1024 ** (" KMG".index(match[3])))
 
 
 def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
     """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
-    places = {block: at for at, block in enumerate(repeated_blocks(model))}
+    places = {block: index for index, block in enumerate(repeated_blocks(model))}
     for frame in frames:
-        at = places.get(frame.f_locals.get("self")) if isinstance(frame.f_locals.get("self"), torch.nn.Module) else None
-        if at is not None:
-            return max(at, 0.5) / len(places)
+        index = (
+            places.get(frame.f_locals.get("self")) if isinstance(frame.f_locals.get("self"), torch.nn.Module) else None
+        )
+        if index is not None:
+            return max(index, 0.5) / len(places)
     return 0.5
+
+
+class MemoryGuard:
+    """Wraps a part of a step: running out of memory inside raises an error with a report."""
+
+    __slots__ = ("_inner", "_measures", "_report")
+
+    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool = False) -> None:
+        self._report, self._inner, self._measures = report, inner, measures
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
+            raise self._report.exhausted(error) from error
+        if self._measures and error is None:
+            self._report.note_forward()

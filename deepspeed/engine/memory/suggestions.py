@@ -148,8 +148,8 @@ class Holding:
         state = GroupState(
             self.trained, own, policy.gathers_before_use, itemsize, master, accumulator, self.moments, whole
         )
-        found = rest_bytes(state, setting.optimizer, setting.parameters)
-        total = sum(found.at(place) for place in self.near)
+        nbytes = rest_bytes(state, setting.optimizer, setting.parameters)
+        total = sum(nbytes.at(place) for place in self.near)
         return total + self.frozen * itemsize / (self.ranks if policy.gathers_before_use else 1)
 
     def _of_backward(self, setting: Setting, policy: Policy, group: int) -> float:
@@ -279,8 +279,8 @@ def advise_on_state(
             split = f"stage {setting.stage} splits over {holding.ranks} ranks" if setting.stage > now.stage else ""
             moved = _AWAY if setting.optimizer != now.optimizer else ""
             fewer = "fewer buffers" if setting.buffers != now.buffers and not moved else ""
-            kept = "two modules are gathered at a time" if setting.live != now.live else ""
-            what = "; ".join(part for part in (split, moved, kept, fewer) if part)
+            remark = "two modules are gathered at a time" if setting.live != now.live else ""
+            what = "; ".join(part for part in (split, moved, remark, fewer) if part)
             takes = f"{asked} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
             return Advice({"zero_optimization": zero}, f"{what}: {takes}")
     if least is None:
@@ -298,22 +298,22 @@ def advise_on_state(
 
 def _as_json(now: Setting, then: Setting, folder: str, pair: int) -> dict[str, Any]:
     """The keys of `zero_optimization` that lead from one setting to another."""
-    names, found = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
+    names, settings = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
     if then.stage != now.stage:
-        found["stage"] = then.stage
+        settings["stage"] = then.stage
     if policy_for(then.stage).gathers_before_use and (then.stage, then.live) != (now.stage, now.live):
-        found |= {"stage3_max_live_parameters": pair, "stage3_max_reuse_distance": 0}
-        found |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+        settings |= {"stage3_max_live_parameters": pair, "stage3_max_reuse_distance": 0}
+        settings |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
     changed = then.buffers != now.buffers
     for key, was, place in (
         ("offload_optimizer", now.optimizer, then.optimizer), ("offload_param", now.parameters, then.parameters)
     ):  # fmt: skip
         if place != DEVICE and (place != was or changed):
-            found[key] = {"device": names[place]}
+            settings[key] = {"device": names[place]}
             if place == NVME:
-                found[key] |= {"nvme_path": folder, **({"buffer_count": then.buffers} if changed else {})}
-                found[key] |= {"max_in_cpu": 0} if key == "offload_param" else {}
-    return found
+                settings[key] |= {"nvme_path": folder, **({"buffer_count": then.buffers} if changed else {})}
+                settings[key] |= {"max_in_cpu": 0} if key == "offload_param" else {}
+    return settings
 
 
 @dataclass(frozen=True)
@@ -388,27 +388,27 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
         own = [p for p in model.parameters() if p.device == device and not (is_lazy(p) or is_managed(p))]
         limited = device.type == "cpu" and limits_addresses()
         stays = heap() if limited else range(0)  # what is freed there is no room for larger tensors
-        given = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
-        room = free_bytes(device) + given
+        model_bytes = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
+        room = free_bytes(device) + model_bytes
         trained = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         parts = [(0 if is_lazy(p) else _numel(p), p in trained) for p in model.parameters()]
         try:
-            made = build(model, optimizer, config, axes, device, *more)
-            made.room, made.given = room, given
-            return made
+            components = build(model, optimizer, config, axes, device, *more)
+            components.room, components.given = room, model_bytes
+            return components
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_exhaustion(error):
                 raise
-            shape = ModelShape(parts, units_in(model, _numel), given)
+            shape = ModelShape(parts, units_in(model, _numel), model_bytes)
             holding = holding_of(config, shape, axes.dp_sp_group.size, optimizer, device)
             category = innermost(list(frames_of(error)), PARAMETERS)
             category = category if category in (MASTERS, GRADIENTS, POOLS) else PARAMETERS
             advice = advise_on_state(config, holding, room, axes.mesh.size("pp") == 1, category)
-            said = str(error).strip().splitlines()[0]
-            found = MemoryExhaustedError(
-                f"memory ran out for {category} while the training state of an engine was made ({said}). {advice}"
+            first_line = str(error).strip().splitlines()[0]
+            exhausted = MemoryExhaustedError(
+                f"memory ran out for {category} while the training state of an engine was made ({first_line}). {advice}"
             )
-            found.category, found.suggestion = category, advice.settings
-            raise found from error
+            exhausted.category, exhausted.suggestion = category, advice.settings
+            raise exhausted from error
 
     return told

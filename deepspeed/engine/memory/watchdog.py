@@ -60,16 +60,16 @@ def _look(
     watch: weakref.ref[MemoryWatchdog], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
 ) -> None:
     """Look until the end, or until nobody holds the engine any more."""
-    said = False
+    warned = False
     while True:
         here, held = watch(), report()
         if here is None or held is None:
             return
         left, scarce = here.left, here.scarce
-        if left < scarce and not said:
-            said = True
+        if left < scarce and not warned:
+            warned = True
             logger.warning(held.running_out(list(_stack(sys._current_frames().get(trains))), left))
-        said = said and left < 2 * scarce
+        warned = warned and left < 2 * scarce
         del here, held
         if ended.wait(min(_LONGEST_S, max(_SHORTEST_S, (left - scarce) / _PACE))):
             return
@@ -77,8 +77,8 @@ def _look(
 
 def _stack(frame: Any) -> Iterator[Any]:
     """Frames of a thread, outermost first."""
-    found = []
+    lines = []
     while frame is not None:
-        found.append(frame)
+        lines.append(frame)
         frame = frame.f_back
-    return reversed(found)
+    return reversed(lines)

@@ -140,12 +140,12 @@ class Init:
             axis: the ranks, which make the same model.
             device: where its parameters are.
         """
-        made = cls(enabled=False)
-        made.enabled, made.axis, made.device, made.dtype, made.tiers = True, axis, device, None, Tiers()
-        made.wraps_apply = True
-        made._patches, made._pages, made._unshared = _Patches(), contextlib.ExitStack(), 0
-        made._born = weakref.WeakSet()
-        return made
+        context = cls(enabled=False)
+        context.enabled, context.axis, context.device, context.dtype, context.tiers = True, axis, device, None, Tiers()
+        context.wraps_apply = True
+        context._patches, context._pages, context._unshared = _Patches(), contextlib.ExitStack(), 0
+        context._born = weakref.WeakSet()
+        return context
 
     def __enter__(self) -> Init:
         if self.enabled:
@@ -358,8 +358,8 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
             if isinstance(target, ReadView):  # of a dense copy, whose elements lie as in the parameter
                 if target.dtype != whole.dtype or target.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
                     reject_write(name, member)
-                at = whole.storage_offset() + target.storage_offset()
-                func(whole.as_strided(target.shape, target.stride(), at), *args[1:], **kwargs)
+                offset = whole.storage_offset() + target.storage_offset()
+                func(whole.as_strided(target.shape, target.stride(), offset), *args[1:], **kwargs)
             else:
                 func(whole, *args[1:], **kwargs)
     return target

@@ -110,20 +110,20 @@ class _Birth:
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
         """Values for a module's own tensors; it may change those of modules in it, of which some have been given."""
         earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
-        given, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
+        names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
         shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]
-        self._count += len(given) + len(earlier) + sum(param in self._given for param in shared)
+        self._count += len(names) + len(earlier) + sum(param in self._given for param in shared)
         if self._count == before:
             return
-        versions = {**earlier, **{name: own[name]._version for name in given}}
+        versions = {**earlier, **{name: own[name]._version for name in names}}
         if versions:
             vars(module)[_UNWRITTEN] = versions
         with GatheredParameters(shared, modifier_rank=self._context.axis.ranks[0], enabled=bool(shared)):
-            given += [name for name, version in earlier.items() if name not in given and _is_blank(own[name], version)]
-            self._given.update(module._parameters[name] for name in given if name in module._parameters)  # type: ignore[misc]
-            with self._keeping(module, given):
-                self._initialize(module, rule, given, versions)
+            names += [name for name, version in earlier.items() if name not in names and _is_blank(own[name], version)]
+            self._given.update(module._parameters[name] for name in names if name in module._parameters)  # type: ignore[misc]
+            with self._keeping(module, names):
+                self._initialize(module, rule, names, versions)
             owed = {name: version for name, version in versions.items() if _is_blank(_own(module)[name], version)}
         vars(module).pop(_UNWRITTEN, None)
         if owed:
@@ -133,20 +133,20 @@ class _Birth:
         self._owed.update({f"{path}.{name}".lstrip("."): version for name, version in owed.items()})
 
     @contextlib.contextmanager
-    def _keeping(self, module: nn.Module, given: list[str]) -> Iterator[None]:
+    def _keeping(self, module: nn.Module, names: list[str]) -> Iterator[None]:
         """What had values before keeps them."""
-        kept = {
+        originals = {
             name: tensor.detach().clone()
             for name, tensor in _own(module).items()
-            if name not in given and tensor not in self._given and not tensor.is_meta
+            if name not in names and tensor not in self._given and not tensor.is_meta
         }
         yield
-        for name, value in kept.items():
+        for name, value in originals.items():
             _own(module)[name].detach().copy_(value)
 
-    def _initialize(self, module: nn.Module, rule: Rule | None, given: list[str], versions: dict[str, int]) -> None:
-        names = [name for name, tensor in _own(module).items() if name in given or tensor in self._given]
-        tied = [name for name in names if name not in given and _own(module)[name] not in self._ruled]
+    def _initialize(self, module: nn.Module, rule: Rule | None, provided: list[str], versions: dict[str, int]) -> None:
+        names = [name for name, tensor in _own(module).items() if name in provided or tensor in self._given]
+        tied = [name for name in names if name not in provided and _own(module)[name] not in self._ruled]
         if rule is not None:
             with self._during("rule"):
                 rule(module)
@@ -157,13 +157,13 @@ class _Birth:
         if not callable(reset) or not (blank or rule is None):
             return
         free = {*blank, *tied} if rule is None else {*blank}
-        kept = {name: _own(module)[name].detach().clone() for name in names if name not in free}
+        copies = {name: _own(module)[name].detach().clone() for name in names if name not in free}
         parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
         with self._during("reset"):
             reset()
         if rule is not None:
             self._rule_again(module, rule, blank)
-        for name, value in kept.items():
+        for name, value in copies.items():
             _own(module)[name].detach().copy_(value)
         for name, part in parts.items():
             if part is not None:
@@ -189,26 +189,26 @@ class _Birth:
             self._doing = ""
 
     def _new_parameters(self, module: nn.Module) -> list[str]:
-        found = []
+        names = []
         for name, param in list(module._parameters.items()):
             if param is None or is_managed(param) or param.device.type != "meta":
                 continue
-            made = nn.Parameter(_blank(param, self._device), param.requires_grad)
+            parameter = nn.Parameter(_blank(param, self._device), param.requires_grad)
             marks = dict(vars(param))  # of the client's, such as its row of the table of placements
             try:
-                swap_tensors(param, made)
+                swap_tensors(param, parameter)
             except RuntimeError:  # somebody has a weak reference, as recurrent layers have: they hear of a new one
-                setattr(module, name, made)
-                param = made
+                setattr(module, name, parameter)
+                param = parameter
             vars(param).update(marks)
-            found.append(name)
-        return found
+            names.append(name)
+        return names
 
     def _new_buffers(self, module: nn.Module) -> list[str]:
-        found = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        for name in found:
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in names:
             module._buffers[name] = _blank(module._buffers[name], self._device)  # type: ignore[arg-type]
-        return found
+        return names
 
     def check(self) -> None:
         """See that what a module has not initialized itself was initialized by one around it. All ranks call together.
@@ -232,8 +232,10 @@ class _Birth:
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
         """What some rank says, in one order: a rule may write on one rank only."""
-        told = {where for theirs in all_gather_objects(self._context.axis, list(places)) for where in theirs}
-        return [where for where in self._places if where in told]
+        everywhere = {
+            where for rank_places in all_gather_objects(self._context.axis, list(places)) for where in rank_places
+        }
+        return [where for where in self._places if where in everywhere]
 
     def _is_lost(self, where: str) -> bool:
         module, name = self._places[where]
@@ -262,9 +264,9 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
     if _has_nan(like):
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    _bytes(made).fill_(_NOBODYS)
-    return made
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+    _bytes(tensor).fill_(_NOBODYS)
+    return tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

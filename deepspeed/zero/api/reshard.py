@@ -45,15 +45,15 @@ def check_not_served(model: nn.Module) -> None:
             )
 
 
-def resettle(params: Mapping[str, Parameter], kept: Iterable[Parameter], axis: Axis | None) -> None:
+def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
     """Lay born parameters over other ranks. All ranks over which they were born call together.
 
     Args:
         params: by name, in an order that is the same on all of them; plain ones are left as they are.
-        kept: those that this rank goes on with; of the others nothing remains but an empty tensor.
+        unchanged: those that this rank goes on with; of the others nothing remains but an empty tensor.
         axis: ranks that keep the same ones, over which they are sharded from now on; None: each has them whole.
     """
-    stay = set(kept)
+    stay = set(unchanged)
     for name, param in params.items():
         if not is_managed(param):
             continue

@@ -147,8 +147,8 @@ class WindowView:
             if current is not None:
                 held = {m.name: current.buffer[m.offset : m.offset + m.numel] for m in bucket.group.members}
                 names = {m.name for m in bucket.group.members if m.index in current.arrived}
-                kept = {name: values for name, values in held.items() if name in names}
-                yield bucket.group, current.post_reduce_scale, sorted(current.fresh), kept
+                selected = {name: values for name, values in held.items() if name in names}
+                yield bucket.group, current.post_reduce_scale, sorted(current.fresh), selected
 
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
@@ -330,8 +330,8 @@ class StateView(WindowView, PlacedView):
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
         """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
-        group, at = member.group, member.offset - member.group.low
-        span = slice(at + start, at + stop)
+        group, shard_offset = member.group, member.offset - member.group.low
+        span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
 
     def _slot(
@@ -369,8 +369,8 @@ class StateView(WindowView, PlacedView):
     def gradient(self, member: ParamRecord, start: int, stop: int) -> StateRange:
         """The reduced part of the window's gradient."""
         bucket = self.bucket(member.group)
-        at = member.offset - bucket.low
-        span = slice(at + start, at + stop)
+        bucket_offset = member.offset - bucket.low
+        span = slice(bucket_offset + start, bucket_offset + stop)
         return self._slot(member, (start, stop), bucket.dtype, lambda: _peek(bucket.total)[span])
 
     # -- before a save and after a load -------------------------------------------------------------------------------
@@ -398,17 +398,17 @@ class StateView(WindowView, PlacedView):
             there = old.get(key)
             return there if isinstance(there, torch.Tensor) and there.shape == shape else None
 
-        made: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key, dtype in sliced.items():
             there = live(key, fragment.leaf.shape)
-            made[key] = (
+            state[key] = (
                 torch.zeros(fragment.leaf.shape, dtype=dtype, device=fragment.leaf.device) if there is None else there
             )
         for key, value in rest.items():
             there = live(key, value.shape) if isinstance(value, torch.Tensor) else None
             # What the optimizer holds of a state that rests elsewhere is a placeholder.
-            made[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
-        return made
+            state[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
+        return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
         """Make `state` the optimizer state of a part; an empty one takes it away."""
@@ -455,9 +455,9 @@ def layout_rule(layout: ShardLayout) -> str:
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers

@@ -208,11 +208,11 @@ def _local(param: torch.nn.Parameter, pick: Callable[[Fragment], torch.Tensor | 
     if member is None or not _fragments(member):
         return None
     with _at_hand(member):
-        found = pick(_fragments(member)[0])
-        if found is None:
+        tensor = pick(_fragments(member)[0])
+        if tensor is None:
             return None
         lent = member.group.tiers.optimizer.moves
-        return found.reshape(-1).clone() if lent else found.reshape(-1)
+        return tensor.reshape(-1).clone() if lent else tensor.reshape(-1)
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -223,8 +223,8 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
-        found = masters[_fragments(member)[0].span]
-        return found if member.group.updated.memory is not None else found.clone()
+        master = masters[_fragments(member)[0].span]
+        return master if member.group.updated.memory is not None else master.clone()
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:

@@ -169,15 +169,15 @@ class AccumulationWindow:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, for a backward of the user's own; the factor holds for that pass alone."""
-        made = loss.float() * self.loss_scale
+        scaled_loss = loss.float() * self.loss_scale
 
         def opened(_grad: torch.Tensor) -> None:
             self._pass = _BackwardPass(Way.MEAN, True, True, torch._C._current_graph_task_id())
             self.refresh()
             Variable._execution_engine.queue_callback(self._close)
 
-        made.register_hook(opened)
-        return made
+        scaled_loss.register_hook(opened)
+        return scaled_loss
 
     def _close(self) -> None:
         self._pass = _BARE
@@ -299,9 +299,9 @@ class AccumulationWindow:
             rates: say hyperparameters too; stages of a model may have others.
             known: see `Agreed`; ranks need not be equal in it.
         """
-        told = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
+        rates_row = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
-        return [*map(float, own), float(hash(told) % (1 << 52)), float(self.leaf_writes), float(known)]
+        return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
         """Factor on the window's gradients in the update."""
@@ -340,8 +340,8 @@ def disagreement(table: Sequence[Sequence[float]]) -> str | None:
     ways = agreed(table).ways
     mixed = _mixes(ways)
     if mixed:
-        told = ", ".join(f"rank {r}: {_describe_ways(Way(int(row[1])))}" for r, row in enumerate(table))
-        return f"the window mixes {mixed} ({told})"
+        ways_by_rank = ", ".join(f"rank {r}: {_describe_ways(Way(int(row[1])))}" for r, row in enumerate(table))
+        return f"the window mixes {mixed} ({ways_by_rank})"
     if rows[0][0] == Purpose.FLUSH and ways & Way.MEAN and ways & Way.SUM:
         return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
     return None

@@ -238,17 +238,17 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 
 @contextmanager
-def by_rows(found: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
+def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
     """Inside, tables that are large beside a batch give their gradient by rows.
 
     One whose gradient a hook of the user's is to see gives it whole.
 
     Args:
-        found: see `tables`.
+        embeddings: see `tables`.
         batch: its tensors of whole numbers say how many rows are looked up at most.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
-    large = [table for table in found if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
+    large = [table for table in embeddings if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
     for table in large:
         table.sparse = True
     try:

@@ -36,8 +36,8 @@ def global_norm(
     """
     adding = counted(buckets)
     known = reducer.squares.own(reducer.revision) if adding else None
-    mine = _squares(adding, exact) if known is None else known
-    table = scalars.current.table(reducer.axes.model_replica_group, [mine, *along], tag, _LABEL, reducer.device)
+    squares = _squares(adding, exact) if known is None else known
+    table = scalars.current.table(reducer.axes.model_replica_group, [squares, *along], tag, _LABEL, reducer.device)
     return _root(sum(row[0] for row in table)), [row[1:] for row in table]
 
 
@@ -70,7 +70,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
     Returns:
         By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
     """
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in counted(reducer.buckets):
         first = bucket.group.layout.cuts[bucket.group.axis.rank]
@@ -83,18 +83,18 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
                 if mark and low < high:
                     parts[member.name] = own[low:high]
                 elif mark:
-                    found[member.name] = 0.0
+                    by_name[member.name] = 0.0
             squares = native_sums_of_squares(list(parts.values()))
             if squares is None and parts:
                 squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
         reducer.squares.note(bucket, math.fsum(squares or []))
-        found.update(zip(parts, squares or [], strict=True))
-    return found
+        by_name.update(zip(parts, squares or [], strict=True))
+    return by_name
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
     """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
-    found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
+    by_device: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
     quick = _all_at_rest(buckets)
     if quick is not None:
         return math.fsum(quick)
@@ -102,8 +102,8 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
         if coming is not None:
             coming.total.prefetch()
         with bucket.total.borrowed() as total:
-            found[total.device].append(_square(bucket.own(total), exact))
-    return sum(scalars.current.value(_sum(squares)) for squares in found.values())
+            by_device[total.device].append(_square(bucket.own(total), exact))
+    return sum(scalars.current.value(_sum(squares)) for squares in by_device.values())
 
 
 def _all_at_rest(buckets: list[Bucket]) -> list[float] | None:
@@ -142,8 +142,10 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
     broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
-    mine = float(next(broken, len(ordered)))
-    first = int(min(row[0] for row in scalars.current.table(reducer.axes.dp_sp_group, [mine], tags[0], _LABEL, device)))
+    first_broken = float(next(broken, len(ordered)))
+    first = int(
+        min(row[0] for row in scalars.current.table(reducer.axes.dp_sp_group, [first_broken], tags[0], _LABEL, device))
+    )
     if first == len(ordered):
         of_slice = "" if _has_all(reducer) else " of this model slice"
         return f"the gradient norm overflows although every gradient{of_slice} is finite"

@@ -88,18 +88,18 @@ class GradViewTracker:
                 self._out.move_to_end(key)
             else:
                 self._drop(oldest)
-        given = _Gradient(member, tensor, source, own)
+        gradient = _Gradient(member, tensor, source, own)
         self.used = True
-        self._out[id(given)] = given
-        self._of.setdefault(id(member), []).append(given)
+        self._out[id(gradient)] = gradient
+        self._of.setdefault(id(member), []).append(gradient)
         return tensor
 
-    def _drop(self, given: _Gradient) -> None:
-        del self._out[id(given)]
-        of = self._of[id(given.member)]
-        of.remove(given)
+    def _drop(self, gradient: _Gradient) -> None:
+        del self._out[id(gradient)]
+        of = self._of[id(gradient.member)]
+        of.remove(gradient)
         if not of:
-            del self._of[id(given.member)]
+            del self._of[id(gradient.member)]
 
     def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
         """What has been changed since it was given away, or since the last call: member, values, whether its own part.
@@ -107,15 +107,15 @@ class GradViewTracker:
         Args:
             of: look at the gradients of this member only.
         """
-        found = self._out.values() if of is None else self._of.get(id(of), ())
-        edited = [given for given in found if given.edited]
-        for given in edited:
-            reads = self._of[id(given.member)]
+        candidates = self._out.values() if of is None else self._of.get(id(of), ())
+        edited = [gradient for gradient in candidates if gradient.edited]
+        for gradient in edited:
+            reads = self._of[id(gradient.member)]
             for read in reads if len(reads) > 1 else ():
                 read.part()
-            given.taken_over()
-            self.edits += not given.own
-        return [(given.member, given.tensor, given.own) for given in edited]
+            gradient.taken_over()
+            self.edits += not gradient.own
+        return [(gradient.member, gradient.tensor, gradient.own) for gradient in edited]
 
     def close(self, own: bool = False) -> None:
         """More gradients are added: a change of what was given away comes too late from now on.
@@ -123,25 +123,25 @@ class GradViewTracker:
         Args:
             own: only this rank's parts, which are sent.
         """
-        for given in [given for given in self._out.values() if given.own or not own]:
-            if given.held:
-                values = given.values if given.source is None else given.values.clone()
-                self._late.append((given.member.name, weakref.ref(given.tensor), given.version, values))
-            self._drop(given)
+        for gradient in [gradient for gradient in self._out.values() if gradient.own or not own]:
+            if gradient.held:
+                values = gradient.values if gradient.source is None else gradient.values.clone()
+                self._late.append((gradient.member.name, weakref.ref(gradient.tensor), gradient.version, values))
+            self._drop(gradient)
 
     def late(self) -> list[str]:
         """Parameters whose handed-out gradient was changed too late."""
         names = []
-        for name, kept, version, values in self._late:
-            tensor = kept()
+        for name, late_tensor, version, values in self._late:
+            tensor = late_tensor()
             if tensor is not None and (tensor._version != version or not same_bits(tensor, values)):
                 names.append(name)
         return names
 
     def forget(self, member: ParamRecord) -> None:
         """The gradient of `member` is replaced: what was given away is nobody's gradient any more."""
-        for given in self._of.pop(id(member), ()):
-            del self._out[id(given)]
+        for gradient in self._of.pop(id(member), ()):
+            del self._out[id(gradient)]
 
     def clear(self) -> None:
         """The window is over."""

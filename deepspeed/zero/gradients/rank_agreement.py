@@ -79,11 +79,11 @@ class Rows(NamedTuple):
 
     def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
         """What every rank says of each bucket."""
-        at = 0
+        offset = 0
         for bucket in buckets:
             size = bucket.row_bytes
-            yield [BucketRow.unpack(tail[at : at + size], len(bucket.touched)) for tail in self.tails]
-            at += size
+            yield [BucketRow.unpack(tail[offset : offset + size], len(bucket.touched)) for tail in self.tails]
+            offset += size
 
 
 class GradAgreement:
@@ -145,9 +145,9 @@ class GradAgreement:
         place = of.place if of is not None else 0
         head = array("d", self._window.row(purpose, place, edits, known=known)).tobytes()
         label, tag = "agreement on gradients", meeting.tag()
-        found = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
+        rows = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
         cut = len(head)
-        return Rows([array("d", row[:cut]).tolist() for row in found], [row[cut:] for row in found])
+        return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
         """Slices and stages of a model go on together, or stop together.
@@ -165,8 +165,8 @@ class GradAgreement:
         row = [*self._window.row(purpose, 0, 0, rates=False), float(trouble is not None)]
         table = scalars.current.table(meeting.axis, row, meeting.tag(), "agreement of all slices", self._device)
         others = [str(meeting.axis.ranks[rank]) for rank, numbers in enumerate(table) if numbers[-1]]
-        told = f"rank {', '.join(others)} says why" if others else None
-        return trouble or disagreement([numbers[:-1] for numbers in table]) or told
+        reference = f"rank {', '.join(others)} says why" if others else None
+        return trouble or disagreement([numbers[:-1] for numbers in table]) or reference
 
 
 def uneven(buckets: Sequence[Bucket], rows: Rows) -> str | None:

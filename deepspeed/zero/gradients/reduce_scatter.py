@@ -48,7 +48,7 @@ class GradReduceScatter:
 
     def buffers(self) -> list[torch.Tensor]:
         """Every transit buffer: idle, being filled apart, or under way."""
-        idle = [buffer for kept in (*self._pool.values(), *self._received.values()) for buffer in kept]
+        idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
     def busy(self, bucket: Bucket) -> bool:
@@ -71,7 +71,9 @@ class GradReduceScatter:
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
             # A round of several stages waits for theirs, which come elsewhere in their schedule.
-            first = next((one for one in self._in_flight.values() if not one[1].group.holders.across_stages), None)
+            first = next(
+                (flight for flight in self._in_flight.values() if not flight[1].group.holders.across_stages), None
+            )
             if first is None:
                 break
             if not first[0].ready(_PATIENCE_S):
@@ -144,7 +146,7 @@ class GradReduceScatter:
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             flying = [entry[1] for entry in self._in_flight.values()]
-            here = [one for one in flying if not one.group.holders.across_stages]
+            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.holders.across_stages]
             # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
             self.settle(None if len(here) == len(flying) else here)
         elif bucket.group.axis.shared is not None:

@@ -262,7 +262,7 @@ class Reducer:
         self._launch_open()
         late = self._handed_out.late() if of is None and self._handed_out.used else []
         edits = self._handed_out.edits + len(late)
-        trouble, found, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
+        trouble, agreement, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
         known = updates and self.squares.total is not None and self.squares.hold(self.revision)
         for meeting in self._agreement.meetings(of):
             rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
@@ -271,8 +271,8 @@ class Reducer:
                 trouble = trouble or uneven(meeting.buckets, rows)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
-            if found is None or meeting.axis is self.axes.dp_sp_group:
-                found = agreed(rows.heads)
+            if agreement is None or meeting.axis is self.axes.dp_sp_group:
+                agreement = agreed(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
@@ -286,9 +286,9 @@ class Reducer:
             )
         with self.timing():
             self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
-        if found is None:
+        if agreement is None:
             raise RuntimeError("a bucket without a meeting")
-        return found
+        return agreement
 
     def _reject_window(self, trouble: str) -> None:
         """All ranks drop the window and raise the same error."""
@@ -445,8 +445,8 @@ class Reducer:
                 total.zero_()
             range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
             if range_ is not None:
-                at = range_.at - bucket.low
-                place = total[at : at + range_.numel]
+                start = range_.at - bucket.low
+                place = total[start : start + range_.numel]
                 if flat is None:
                     place.zero_()
                 else:

@@ -28,11 +28,11 @@ def join_boxes(local: torch.Tensor | None, box: Region, axis: Axis, label: str) 
         return None
     if local is None:
         local = torch.zeros(box.local_shape, dtype=known[0], device=known[1])
-    sizes = [one.numel for one, _ in everyone]
+    sizes = [region.numel for region, _ in everyone]
     parts = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
     whole = local.new_zeros(box.shape)
-    for (one, _), part in zip(everyone, parts, strict=True):
-        _copy(part, one, whole, Region(box.shape))
+    for (region, _), part in zip(everyone, parts, strict=True):
+        _copy(part, region, whole, Region(box.shape))
     return whole
 
 

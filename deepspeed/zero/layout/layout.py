@@ -77,8 +77,8 @@ class ShardLayout:
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
         """What of each parameter lies in [low, high) of the group."""
         first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
-        found = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
-        return [range_ for range_ in found if range_ is not None]
+        ranges = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
+        return [range_ for range_ in ranges if range_ is not None]
 
     def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
         """What of one parameter lies in [low, high) of the group; None when nothing does."""
@@ -117,8 +117,8 @@ def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
     total, cuts = edges[-1], [0]
     for r in range(1, ranks):
         ideal = total * r / ranks
-        at = bisect_left(edges, ideal)
-        nearest = min(edges[max(at - 1, 0) : at + 1], key=lambda edge: abs(edge - ideal))
+        edge_index = bisect_left(edges, ideal)
+        nearest = min(edges[max(edge_index - 1, 0) : edge_index + 1], key=lambda edge: abs(edge - ideal))
         cuts.append(max(nearest, cuts[-1]))
     return ShardLayout(tuple(numels), (*cuts, total))
 

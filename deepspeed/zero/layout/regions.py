@@ -40,7 +40,7 @@ class Region:
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
         """Of every dim."""
-        cut = {one.dim: one.segments for one in self.cuts}
+        cut = {axis_cut.dim: axis_cut.segments for axis_cut in self.cuts}
         return tuple(cut.get(dim, ((0, size),)) for dim, size in enumerate(self.shape))
 
     @cached_property
@@ -66,16 +66,16 @@ class Region:
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
         return Region(self.shape, tuple(_plain_cuts(real)))
 
-    def packed_index(self, at: int) -> int:
-        """How many elements before flat index `at` are no padding: its index in the packed box."""
+    def packed_index(self, index: int) -> int:
+        """How many elements before flat index `index` are no padding: its index in the packed box."""
         if self.packed is self:
-            return at
+            return index
         local, real = self.local_shape, [_real(segments, None) for segments in self.segments]
         count, coordinates = 0, []
         for size in reversed(local):
-            at, coordinate = divmod(at, size) if size else (0, 0)
+            index, coordinate = divmod(index, size) if size else (0, 0)
             coordinates.append(coordinate)
-        if at:
+        if index:
             return math.prod(real)
         for dim, coordinate in enumerate(reversed(coordinates)):
             inside = math.prod(real[dim + 1 :])
@@ -87,16 +87,16 @@ class Region:
 
 def _real(segments: Segments, end: int | None) -> int:
     """Elements among the first `end` of a dim that are no padding; None: among all."""
-    count = at = 0
+    count = position = 0
     for start, length in segments:
-        inside = length if end is None else min(max(end - at, 0), length)
-        count, at = count + (inside if start >= 0 else 0), at + length
+        inside = length if end is None else min(max(end - position, 0), length)
+        count, position = count + (inside if start >= 0 else 0), position + length
     return count
 
 
 def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
     """Cuts in one order and form: neighbouring segments joined, whole dims left out."""
-    for cut in sorted(cuts, key=lambda one: one.dim):
+    for cut in sorted(cuts, key=lambda part: part.dim):
         joined: list[tuple[int, int]] = []
         for start, length in cut.segments:
             last, had = joined[-1] if joined else (-2, 0)
@@ -148,20 +148,20 @@ class Copy:
 
     def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """As runs of contiguous elements at one distance: (first source index, distance, (rows, run) destination)."""
-        sizes, ours, theirs = self.sizes, self.source_strides, self.into_strides
+        sizes, ours, into_strides = self.sizes, self.source_strides, self.into_strides
         if ours[-1] != 1:  # single elements at a distance
-            sizes, ours, theirs = (*sizes, 1), (*ours, 1), (*theirs, 1)
+            sizes, ours, into_strides = (*sizes, 1), (*ours, 1), (*into_strides, 1)
         if len(sizes) == 1:
-            sizes, ours, theirs = (1, *sizes), (0, *ours), (0, *theirs)
-        for at in itertools.product(*map(range, sizes[:-2])):
-            first = self.source + sum(i * stride for i, stride in zip(at, ours, strict=False))
-            place = self.into + sum(i * stride for i, stride in zip(at, theirs, strict=False))
-            yield first, ours[-2], _strided(into, sizes[-2:], theirs[-2:], place)
+            sizes, ours, into_strides = (1, *sizes), (0, *ours), (0, *into_strides)
+        for indices in itertools.product(*map(range, sizes[:-2])):
+            first = self.source + sum(i * stride for i, stride in zip(indices, ours, strict=False))
+            place = self.into + sum(i * stride for i, stride in zip(indices, into_strides, strict=False))
+            yield first, ours[-2], _strided(into, sizes[-2:], into_strides[-2:], place)
 
 
-def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], at: int) -> torch.Tensor:
+def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
     step = tensor.stride(0)
-    return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * at)
+    return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * offset)
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,9 @@ def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
         return
     rects = [_rects(shapes[0], source.start, source.stop), _rects(shapes[1], into.start, into.stop)]
     for cell, (a, b) in itertools.product(cells, list(itertools.product(*rects))):
-        found = _meet(cell, a, b)
-        if found is not None:
-            (here, there), counts = found
+        overlap = _meet(cell, a, b)
+        if overlap is not None:
+            (here, there), counts = overlap
             first = sum(i * stride for i, stride in zip(here, strides[0], strict=True)) - source.start
             place = sum(i * stride for i, stride in zip(there, strides[1], strict=True)) - into.start
             yield _collapsed(counts, first, strides[0], place, strides[1])
@@ -228,21 +228,21 @@ def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], lis
     """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
     dims = _joined_dims(a, b)
     segments = [[_scaled(box.segments, *dim) for dim in dims] for box in (a, b)]
-    shapes = [[sum(length for _, length in of_dim) for of_dim in one] for one in segments]
-    common = [list(_overlaps(ours, theirs)) for ours, theirs in zip(*segments, strict=True)]
+    shapes = [[sum(length for _, length in of_dim) for of_dim in by_dim] for by_dim in segments]
+    common = [list(_overlaps(ours, other_segments)) for ours, other_segments in zip(*segments, strict=True)]
     return shapes, [_row_major(shape) for shape in shapes], list(itertools.product(*common))
 
 
 def _joined_dims(a: Region, b: Region) -> list[tuple[int, int]]:
     """Dims as (dim, elements of each step): dims that both boxes have whole belong to the one before them."""
-    cut = {one.dim for one in (*a.cuts, *b.cuts)}
-    found: list[tuple[int, int]] = []
+    cut = {axis_cut.dim for axis_cut in (*a.cuts, *b.cuts)}
+    joined: list[tuple[int, int]] = []
     for dim, size in enumerate(a.shape):
-        if dim in cut or not found:
-            found.append((dim, 1))
+        if dim in cut or not joined:
+            joined.append((dim, 1))
         else:
-            found[-1] = (found[-1][0], found[-1][1] * size)
-    return found or [(-1, 1)]
+            joined[-1] = (joined[-1][0], joined[-1][1] * size)
+    return joined or [(-1, 1)]
 
 
 def _scaled(segments: tuple[Segments, ...], dim: int, unit: int) -> Segments:
@@ -251,12 +251,12 @@ def _scaled(segments: tuple[Segments, ...], dim: int, unit: int) -> Segments:
     return tuple((start * unit if start >= 0 else -1, length * unit) for start, length in segments[dim])
 
 
-def _overlaps(ours: Segments, theirs: Segments) -> Iterator[tuple[int, int, int]]:
+def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, int, int]]:
     """What two cuts of a dim have in common: (first element here, there, length)."""
     here = 0
     for a, length in ours:
         there = 0
-        for b, other in theirs:
+        for b, other in other_segments:
             low, high = max(a, b), min(a + length, b + other)
             if a >= 0 and b >= 0 and low < high:
                 yield here + low - a, there + low - b, high - low
@@ -281,35 +281,35 @@ def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
     first, last = start // inner, (stop - 1) // inner
     if first == last:
         return [[(first, first + 1), *rest] for rest in _rects(shape[1:], start - first * inner, stop - first * inner)]
-    found: list[_Rect] = []
+    rects: list[_Rect] = []
     if start % inner:
-        found += _rects(shape, start, (first + 1) * inner)
+        rects += _rects(shape, start, (first + 1) * inner)
         first += 1
     whole = stop // inner
     if first < whole:
-        found.append([(first, whole), *((0, size) for size in shape[1:])])
+        rects.append([(first, whole), *((0, size) for size in shape[1:])])
     if stop % inner:
-        found += _rects(shape, whole * inner, stop)
-    return found
+        rects += _rects(shape, whole * inner, stop)
+    return rects
 
 
 def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]], list[int]] | None:
     """What a common cell, a block of the source and one of the destination share: first elements, and sizes."""
     here, there, counts = [], [], []
-    for (ours, theirs, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
-        low, high = max(0, a_low - ours, b_low - theirs), min(length, a_high - ours, b_high - theirs)
+    for (ours, other_start, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
+        low, high = max(0, a_low - ours, b_low - other_start), min(length, a_high - ours, b_high - other_start)
         if low >= high:
             return None
         here.append(ours + low)
-        there.append(theirs + low)
+        there.append(other_start + low)
         counts.append(high - low)
     return (here, there), counts
 
 
-def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, theirs: list[int]) -> Copy:
+def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
     """A copy with as few dims as it needs."""
     dims: list[list[int]] = []
-    for size, a, b in zip(sizes, ours, theirs, strict=True):
+    for size, a, b in zip(sizes, ours, into_strides, strict=True):
         if size == 1:
             continue
         if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:

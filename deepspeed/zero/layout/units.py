@@ -18,21 +18,21 @@ STANDS_FOR = "_stands_for"  # in what stands for a module of another stage: that
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Outermost children of containers that hold several modules of one class: the blocks of a deep model."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(parent: nn.Module) -> None:
         contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         siblings = Counter(map(_kind, parent.children())) if contains else {}
         for child in children_of(parent):
             if getattr(child, LEAF_MARK, False):
-                found.append(child)
+                blocks.append(child)
             elif siblings.get(_kind(child), 0) > 1 and any(True for _ in child.children()):
-                found.append(child)
+                blocks.append(child)
             else:
                 visit(child)
 
     visit(module)
-    return found
+    return blocks
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -78,12 +78,12 @@ def set_z3_leaf_modules(
         ArgumentError: nothing matches.
     """
     wanted = list(classes_or_names)
-    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
-    if not found and raise_if_not_found:
+    leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not leaves and raise_if_not_found:
         raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}; give classes or qualified names")
-    for module in found:
+    for module in leaves:
         setattr(module, LEAF_MARK, True)
-    return found
+    return leaves
 
 
 def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
@@ -117,12 +117,12 @@ def unset_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Take the mark off; arguments as `set_z3_leaf_modules`."""
     wanted = list(classes_or_names)
-    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
-    if not found and raise_if_not_found:
+    leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not leaves and raise_if_not_found:
         raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}")
-    for module in found:
+    for module in leaves:
         setattr(module, LEAF_MARK, False)
-    return found
+    return leaves
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:

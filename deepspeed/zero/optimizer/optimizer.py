@@ -124,9 +124,9 @@ class OptimizerSurface:
         return self.engine
 
     def _rank_state(self, **state: Any) -> RankState:
-        made = RankState(state)
-        made.of = weakref.ref(self)
-        return made
+        rank_state = RankState(state)
+        rank_state.of = weakref.ref(self)
+        return rank_state
 
 
 class RankState(dict[str, Any]):

@@ -53,20 +53,20 @@ class Fragment:
     @property
     def span(self) -> slice:
         """Where the fragment lies in this rank's master and in the accumulator."""
-        at = self.range.at - self.bucket.low
-        return slice(at, at + self.range.numel)
+        start = self.range.at - self.bucket.low
+        return slice(start, start + self.range.numel)
 
 
 def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
     """The part of an optimizer state, made for the whole parameter, that belongs to a fragment."""
-    made = {}
+    fragments = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == fragment.member.shape and value.dim():
             flat = value.detach().reshape(-1)[fragment.range.start : fragment.range.stop]
-            made[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
+            fragments[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
         else:
-            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return made
+            fragments[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return fragments
 
 
 def count_update(members: Sequence[ParamRecord]) -> None:
@@ -135,19 +135,19 @@ class _Moments:
 
     def take_away(self, fragments: list[Fragment], changed: bool) -> None:
         """Bring what is in the optimizer's state to the tier, and leave placeholders."""
-        wanted, found = [], []
+        wanted, states = [], []
         end = 0
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
                     wanted.append(_StateTensor(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
-                    found.append(value)
+                    states.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
         if old is None or [e.place for e in wanted] != [e.place for e in self._entries]:
             self._entries, self._stored, changed = wanted, self._new(end), True
             self._buffer = self._stored.acquire(read=False) if self._stored is not None else None
-        for entry, value in zip(wanted, found, strict=True):
+        for entry, value in zip(wanted, states, strict=True):
             place = entry.view(self._buffer) if self._buffer is not None else value
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
@@ -221,10 +221,10 @@ class OptimizerShard:
         leaf = Parameter(values, requires_grad=values.is_floating_point())
         # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
         vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
-        made = [Fragment(member, range_, leaf, self.bucket)]
-        self.fragments += made
-        self.point(made)
-        return made
+        fragments = [Fragment(member, range_, leaf, self.bucket)]
+        self.fragments += fragments
+        self.point(fragments)
+        return fragments
 
     def _rest(self, shape: torch.Size) -> torch.Tensor:
         group, dtype = self.group, self.group.updated.dtype

@@ -169,8 +169,8 @@ def waves_of(
         marks = reducer.marks(bucket) if bucket.filled else None
         if marks is None or not any(marks):
             continue
-        found = resting if shard.group.tiers.optimizer is RESIDENT else waves
-        found.append(UpdateStep([shard], *shard.touched(marks)))
+        target = resting if shard.group.tiers.optimizer is RESIDENT else waves
+        target.append(UpdateStep([shard], *shard.touched(marks)))
     if late:
         resting.reverse()
     if at_once:
@@ -211,15 +211,15 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
 def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
     """The same groups in at most so many waves, of about as many elements each."""
     sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
-    total, before, made = sum(sizes), 0, dict[int, UpdateStep]()
+    total, before, steps = sum(sizes), 0, dict[int, UpdateStep]()
     for wave, size in zip(waves, sizes, strict=True):
         place = (2 * before + size) * pieces // (2 * total or 1)
-        into = made.setdefault(min(place, pieces - 1), UpdateStep([], [], []))
+        into = steps.setdefault(min(place, pieces - 1), UpdateStep([], [], []))
         before += size
         into.shards += wave.shards
         into.members += wave.members
         into.touched += wave.touched
-    return list(made.values())
+    return list(steps.values())
 
 
 def update(

@@ -90,7 +90,9 @@ class PartitionedParameterProfiler:
         self.timers.log(self.event_counters, reset=False)
         log_dist(
             "gathers (count / elements) | "
-            + " | ".join(f"{one.name}: {one.count} / {one.num_elem:,}" for one in self.event_counters.values()),
+            + " | ".join(
+                f"{counter.name}: {counter.count} / {counter.num_elem:,}" for counter in self.event_counters.values()
+            ),
             ranks=[0],
         )
 

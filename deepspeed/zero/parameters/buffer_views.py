@@ -347,9 +347,9 @@ def _keep(saved: Any, place: _Place) -> None:
     saved.register_hooks(lambda _view: place, _Place.view)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def lies_elsewhere(param: torch.Tensor, view: torch.Tensor) -> bool:

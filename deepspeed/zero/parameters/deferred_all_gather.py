@@ -29,10 +29,10 @@ class ArrivingParameter(ManagedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = list(leaves_in((args, kwargs), ArrivingParameter)) if reads_values(func) else []
-        for param in found:
+        parameters = list(leaves_in((args, kwargs), ArrivingParameter)) if reads_values(func) else []
+        for param in parameters:
             param._ds_member.group.wait()
-        if found:
+        if parameters:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -119,11 +119,11 @@ class ClientSurface:
             dtype = group.dtype if param.is_floating_point() else param.dtype
             param.data = param.data.to(group.device, dtype)
             broadcast_tensors(group.axis, [param.data], f"birth of '{member.name}.converted{number}'")
-            made, layout = (
+            shard_group, layout = (
                 ParamRecord(param, f"{member.name}.converted{number}"),
                 by_group([param.numel()], group.axis.size),
             )
-            type(group)(group.holders, policy_for(3), layout, [made], tiers=group.tiers)
+            type(group)(group.holders, policy_for(3), layout, [shard_group], tiers=group.tiers)
 
     def partition_numel(self) -> int:
         """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".

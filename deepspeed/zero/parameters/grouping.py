@@ -69,15 +69,15 @@ def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list
         limit: elements.
         numel: of one.
     """
-    found: list[list[T]] = []
+    packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
         if filled + numel(item) > limit:
-            found.append([])
+            packed.append([])
             filled = 0
-        found[-1].append(item)
+        packed[-1].append(item)
         filled += numel(item)
-    return found
+    return packed
 
 
 def plan_groups(
@@ -106,13 +106,13 @@ def plan_groups(
     """
     unit_of = _announced_units(module) if policy.gathers_before_use else {}
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
-    kept = 0
+    persistent = 0
     for param in names:
         own = policy
         # Kept parameters live by another row of the table: gathered for good, gradients and optimizer state split.
-        small = param.numel() < plan.persist_below and kept + param.numel() <= plan.persist_total
+        small = param.numel() < plan.persist_below and persistent + param.numel() <= plan.persist_total
         if policy.gathers_before_use and small:
-            own, kept = KEPT_WHOLE, kept + param.numel()
+            own, persistent = KEPT_WHOLE, persistent + param.numel()
         elif not policy.gathers_before_use and param not in updated:
             continue  # neither split nor updated: nothing to manage
         unit = unit_of.get(param) if own.gathers_before_use else None
@@ -191,11 +191,11 @@ def build_group(
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
         layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
-        made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+        shard_group = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()
-        if made.device.type == "cpu":
+        if shard_group.device.type == "cpu":
             # Many small buffers have been freed: without this their pages stay with the process.
             get_accelerator().empty_cache()
-    return made
+    return shard_group

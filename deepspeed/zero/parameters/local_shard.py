@@ -100,8 +100,8 @@ class LocalShard(DeferredAllGather):
         if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as master:
-            at = range_.at - self.low
-            master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
+            start = range_.at - self.low
+            master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
         """Take those values of a whole member into the master copy that are not its rounded master already."""
@@ -153,9 +153,9 @@ class LocalShard(DeferredAllGather):
         """Give a group that was frozen its master copy, from the values it has."""
         if self.master is not None:
             return
-        made = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
-        if made is not None:
-            with made.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
+        new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
+        if new_master is not None:
+            with new_master.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
                 master.copy_(values)
 
     @property

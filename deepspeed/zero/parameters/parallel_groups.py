@@ -151,12 +151,12 @@ class RankResolver:
         mesh.axis("tp")
         for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on
             mesh.axis(*more, "tp")
-            for stages in sorted({tuple(sorted(found)) for found in tied.values()}):
+            for stages in sorted({tuple(sorted(ranks)) for ranks in tied.values()}):
                 mesh.axis(*more, "pp", stages=frozenset(stages))
                 mesh.axis(*more, "pp", "tp", stages=frozenset(stages))
         for name in sorted(signatures):  # stages meet their tied weights in different orders
-            found = self._find(signatures[name])
-            self._known[signatures[name]] = replace(found, channels=found.open_channels())
+            ranks = self._find(signatures[name])
+            self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
 
     def holders(self, signature: Signature) -> GroupRanks:
         """The ranks around parameters of a signature."""
@@ -166,14 +166,18 @@ class RankResolver:
 
     def _find(self, signature: Signature) -> GroupRanks:
         mesh, ((tp, pp), name) = self._mesh, signature
-        at, stages = mesh.coordinates, self._tied.get(name)
+        coordinates, stages = mesh.coordinates, self._tied.get(name)
         dims = [dim for dim, relation in (("pp", pp), ("tp", tp)) if relation is Relation.PARTIAL]
         everyone = mesh.axis(*REPLICATED, *dims, stages=stages)
         copies = mesh.axis("dp_replicate", *dims, stages=stages)
-        main = (pp is not Relation.REPLICATE) and (tp is not Relation.REPLICATE or at["tp"] == 0)
-        once = main and (stages is None or at["pp"] == min(stages)) and (tp is not Relation.PARTIAL or at["tp"] == 0)
+        main = (pp is not Relation.REPLICATE) and (tp is not Relation.REPLICATE or coordinates["tp"] == 0)
+        once = (
+            main
+            and (stages is None or coordinates["pp"] == min(stages))
+            and (tp is not Relation.PARTIAL or coordinates["tp"] == 0)
+        )
         peers = {rank: row for row in mesh.rows(*REPLICATED, *dims, stages=stages) for rank in row}
-        first = once and at["dp_replicate"] == 0
+        first = once and coordinates["dp_replicate"] == 0
         slices = mesh.axis("tp") if tp is Relation.SHARD else None
         if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
             return GroupRanks(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
@@ -203,13 +207,13 @@ def find_tied(
         return {}
     if simulating():  # the other stages are not there
         return {names[p]: placement_of(p).stages for p in names if signatures[p][1]}
-    mine = [
+    local_names = [
         (name, tuple(param.shape), str(param.dtype), signatures[param][1] != "")
         for param, name in names.items()
         if signatures[param][0][0] in _COPIED or signatures[param][1]
     ]
     everyone: list[Any] = [None] * mesh.world
-    all_gather_object(everyone, (mesh.coordinates["pp"], mine))
+    all_gather_object(everyone, (mesh.coordinates["pp"], local_names))
     tied: dict[str, tuple[int, Any, set[int]]] = {}
     first: dict[int, int] = {}  # by stage
     for rank, (stage, rows) in enumerate(everyone):
@@ -222,12 +226,12 @@ def find_tied(
     return {name: frozenset(stages) for name, (_, _, stages) in tied.items()}
 
 
-def _compare(one: tuple[int, Sequence[Any]], other: tuple[int, Sequence[Any]]) -> None:
-    for a, b in itertools.zip_longest(one[1], other[1]):
+def _compare(first: tuple[int, Sequence[Any]], other: tuple[int, Sequence[Any]]) -> None:
+    for a, b in itertools.zip_longest(first[1], other[1]):
         if a != b:
-            (name, shape, dtype, _), rank = (a, one[0]) if a else (b, other[0])
+            (name, shape, dtype, _), rank = (a, first[0]) if a else (b, other[0])
             raise MeshError(
-                f"ranks {one[0]} and {other[0]} should hold equal copies of the same parameters: '{name}' {shape} "
+                f"ranks {first[0]} and {other[0]} should hold equal copies of the same parameters: '{name}' {shape} "
                 f"{dtype} of rank {rank} has no counterpart. Give every slice of a matrix its row with "
                 f"deepspeed.zero.layout.placement.place"
             )

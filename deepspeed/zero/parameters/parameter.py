@@ -418,9 +418,9 @@ def reject_functionalize(tensor: Any) -> Any:
 
 def stand_in(member: ParamRecord) -> StandIn:
     """A stand-in of a member: true shape, no memory."""
-    made = torch.Tensor._make_subclass(StandIn, member.placeholder)
-    made._ds_member = member
-    return made
+    stand_in_tensor = torch.Tensor._make_subclass(StandIn, member.placeholder)
+    stand_in_tensor._ds_member = member
+    return stand_in_tensor
 
 
 def _dense_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -443,9 +443,9 @@ def map_nested(change: Any, value: Any) -> Any:
     return change(value)
 
 
-def _rebuild(value: tuple[Any, ...], made: list[Any]) -> Any:
-    same = all(a is b for a, b in zip(value, made, strict=True))
-    return value if same else tuple(made) if type(value) is tuple else type(value)(made)
+def _rebuild(value: tuple[Any, ...], mapped: list[Any]) -> Any:
+    same = all(a is b for a, b in zip(value, mapped, strict=True))
+    return value if same else tuple(mapped) if type(value) is tuple else type(value)(mapped)
 
 
 @functools.cache

@@ -223,11 +223,11 @@ class ParamRecord:
         """A copy of values of its shape, with zeros for padding."""
         values = values.clone()
         for cut in self.placement.cuts:
-            at = 0
+            offset = 0
             for start, length in cut.segments:
                 if start < 0:
-                    values.narrow(cut.dim, at, length).zero_()
-                at += length
+                    values.narrow(cut.dim, offset, length).zero_()
+                offset += length
         return values
 
     def flat(self) -> torch.Tensor:

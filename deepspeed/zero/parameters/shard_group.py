@@ -256,14 +256,14 @@ class ShardGroup(LocalShard):
 
     def gather_together(self) -> None:
         """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
-        mine, self.fetch = self.fetch, None
+        fetch, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
                 self._fill_again()
             else:
                 self.wait_all_gather()
         finally:
-            self.fetch = mine
+            self.fetch = fetch
 
     def _fill_again(self) -> None:
         """Bring the slices' values under a gathered group once more."""
@@ -461,13 +461,13 @@ class ShardGroup(LocalShard):
 
 def edited(group: ShardGroup) -> list[ParamRecord]:
     """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
-    dtype, found = group.dtype, []
+    dtype, changed = group.dtype, []
     for member in group.members:
         param = member.param
         moved = param.data_ptr() != member.address
         if moved or param._version != member.version or member.exposed or param.dtype != dtype:
-            found.append(member)
-    return found
+            changed.append(member)
+    return changed
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
