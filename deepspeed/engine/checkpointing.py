@@ -65,6 +65,8 @@ def capture_run(state: EngineState) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
         run_state["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
+        if named := optimizer.state.without_parameter():
+            run_state["optimizer"]["named"] = named
     return run_state
 
 
@@ -112,12 +114,13 @@ def restore_run(state: EngineState, saved: dict[str, Any]) -> None:
 
 
 def restore_optimizer(state: EngineState, saved: dict[str, Any]) -> None:
-    """Take back the loss scaler; say so when the optimizer is another one."""
+    """Restore the loss scaler and the state that belongs to no parameter; log it if the optimizer is another one."""
     optimizer = state.components.optimizer
     if optimizer is None:
         return
     if optimizer.scaler is not None and saved.get("scaler") is not None:
         optimizer.scaler.load_state_dict(saved["scaler"])
+    optimizer.state.update(saved.get("named", {}))
     now, before = type(optimizer.optimizer).__name__, saved.get("class")
     if before not in (None, now):
         log_rank0(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")

@@ -130,10 +130,12 @@ class Counters:
     Attributes:
         groups: values of each parameter group, without its parameters.
         attributes: plain values that are attributes of each object.
+        named: what each keeps in its state under names of its own.
     """
 
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     attributes: list[tuple[Optimizer, dict[str, Any]]]
+    named: list[tuple[Optimizer, dict[str, Any]]]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Counters:
@@ -143,7 +145,8 @@ class Counters:
             (group, {key: _copied(value) for key, value in group.items() if key != "params"})
             for group in groups_of(optimizer)
         ]
-        return cls(groups, [(each, _plain_attributes(each)) for each in every])
+        named = [(each, {k: _copied(each.state[k]) for k in _names_in(each.state)}) for each in every]
+        return cls(groups, [(each, _plain_attributes(each)) for each in every], named)
 
     def restore(self) -> None:
         """Undo what was counted since: what comes next belongs to the same step."""
@@ -157,6 +160,16 @@ class Counters:
             for key, value in values.items():
                 if not _same(there.get(key), value):
                     setattr(optimizer, key, _written(there.get(key), value))
+        for optimizer, values in self.named:
+            for key in set(_names_in(optimizer.state)) - set(values):
+                del optimizer.state[key]
+            for key, value in values.items():
+                optimizer.state[key] = _written(optimizer.state.get(key), value)
+
+
+def _names_in(state: MutableMapping[Any, Any]) -> list[Any]:
+    """Keys of a state that are names instead of parameters."""
+    return [key for key in dict.keys(state) if isinstance(key, str)] if isinstance(state, dict) else []
 
 
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:

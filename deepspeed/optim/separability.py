@@ -225,7 +225,10 @@ class _Copy:
 
     def _state(self, state: Mapping[Any, Any], small: dict[int, Tensor], left: set[int]) -> dict[Any, Any]:
         twin: dict[Any, Any] = defaultdict(dict)
-        for param, entry in state.items():
+        for param, entry in dict.items(state) if isinstance(state, dict) else state.items():
+            if isinstance(param, str):  # it belongs to no parameter
+                twin[param] = copy.deepcopy(entry)
+                continue
             tensor = small.get(id(param))
             if tensor is not None and id(tensor) in left and isinstance(entry, Mapping):
                 twin[tensor] = {key: _cropped(value, param, tensor) for key, value in entry.items()}

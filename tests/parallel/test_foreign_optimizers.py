@@ -74,6 +74,22 @@ class Counting(torch.optim.Optimizer):
                     p.copy_(slow)
 
 
+class Named(torch.optim.Optimizer):
+    """Counts under a name of its own in its state, as MADGRAD does; the rate falls with the count."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["k"] = torch.tensor([0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.state["k"].item() * p.grad)
+
+
 class Replacing(torch.optim.Optimizer):
     """Puts another tensor under each parameter, as old code does."""
 
@@ -120,6 +136,7 @@ FOREIGN: dict[str, Make] = {
     "bitsandbytes.AdamW8bit": of("bitsandbytes.optim", "AdamW8bit", lr=1e-2),
     "transformers.Adafactor": of("transformers.optimization", "Adafactor", lr=1e-2, relative_step=False),
     "counting on the object": Counting,
+    "counting in its state": Named,
     "replacing data": Replacing,
     "clipping inside": lambda parameters: Clipping(parameters, lr=0.1),
 }
@@ -378,6 +395,8 @@ def resumed(stage: int, name: str, tier: str, folder: str) -> None:
         ("pytorch_optimizer.Lookahead", 0, ""),
         ("pytorch_optimizer.Lookahead", 2, "nvme"),
         ("pytorch_optimizer.Lookahead", 3, ""),
+        ("counting in its state", 2, ""),
+        ("counting in its state", 3, "nvme"),
         ("prodigyopt.Prodigy", 1, ""),
         ("prodigyopt.Prodigy", 3, "nvme"),
     ],
@@ -427,3 +446,23 @@ def test_an_update_over_all_parameters_is_refused_where_stages_have_some_each(wo
 def test_that_an_optimizer_is_not_sharded_is_said(workers: Any) -> None:
     first, second = workers(RANKS).run(warned_of_one_owner)
     assert first == 8 and second == 0
+
+
+def warned_of_hooks(stage: int) -> int:
+    def hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    with said() as lines:
+        engine = start(stage, net(), hooked)
+        for step in range(2):
+            micro_batch(engine, step)
+            engine.step()
+    engine.destroy()
+    return with_words(lines, "pre-step hook of SGD", "gradient_clipping")
+
+
+def test_a_hook_that_sees_shards_is_said(workers: Any) -> None:
+    assert workers(RANKS).run(warned_of_hooks, 1)[0] == 1
+    assert workers(RANKS).run(warned_of_hooks, 0)[0] == 0

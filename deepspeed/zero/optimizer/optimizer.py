@@ -17,6 +17,7 @@ from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import OptimizerError, UsageError
+from deepspeed.foundation.log import warn_once
 from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
 from deepspeed.optim.separability import MethodTraits, UpdateTraits
@@ -519,6 +520,16 @@ class ZeroOptimizer(OptimizerSurface):
                 "of the optimizer that initialize returned"
             )
 
+    def _warn_of_hooks(self) -> None:
+        """A user's hook before the inner step sees the gradient shards of this rank."""
+        hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
+        if hooks and any(group.policy.owns_a_slice and group.axis.size > 1 for group in self.groups):
+            warn_once(
+                f"a pre-step hook of {type(self.optimizer).__name__} sees the gradients of this rank's shards alone: a "
+                f"norm over them is not the global one; set gradient_clipping, or read engine.get_global_grad_norm()",
+                key=id(self.optimizer),
+            )
+
     def _take_over_edits(self) -> None:
         """What the user has changed in the model's parameters becomes the masters'."""
         for group in self._whole:
@@ -540,6 +551,7 @@ class ZeroOptimizer(OptimizerSurface):
         state = adopt(self)
         if not self._updated:
             make_room_for_state(self.optimizer, self.shards)
+            self._warn_of_hooks()
         self._updated = True
         self._stepping = True
         try:

@@ -225,9 +225,13 @@ class OptimizerState(defaultdict[Any, Any]):
         finally:
             self._inside -= 1
 
+    def without_parameter(self) -> dict[str, Any]:
+        """What the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
+        return {key: value for key, value in dict.items(self) if isinstance(key, str)}
+
     def of_leaves(self) -> list[dict[str, Any]]:
         """The state of each leaf of this rank, as it rests."""
-        return list(dict.values(self))
+        return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
         """The entries of a parameter like this one, of which this rank has a part; empty when there is none."""
