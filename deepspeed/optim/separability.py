@@ -13,7 +13,7 @@ import copy
 import inspect
 import os
 import random
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,6 +33,7 @@ Values = list[Tensor]
 
 _KNOWN = ("torch.optim.", "deepspeed.ops.")  # classes that are tested with every stage and tier by their names
 _PER_GROUP, _SIDE, _SIDE_OF_MANY = 3, 6, 3  # parameters of a copied group; their longest side; with over two dims
+_ALIKE = 4  # groups of one kind that get parameters
 _STEPS, _FEW_METHODS = 12, 8  # more steps than the usual period of Lookahead (5 or 6), twice
 _TOLERANCE = 1e-5  # of the distance that a parameter moves
 _HOOKS = ("pre", "post")
@@ -177,9 +178,12 @@ class _Copy:
         self._memo: dict[int, Any] = {}
         self._pinned: list[Any] = []  # what ids in the memo are of
         small: dict[int, Tensor] = {}
-        place = 0
+        place, kinds = 0, Counter[object]()
         for group in groups_of(optimizer):
-            chosen = _chosen(group["params"])
+            kind = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, str)))
+            kinds[kind] += bool(group["params"])
+            # Groups that differ in numbers alone, as one for each layer, are alike: a few of them tell it.
+            chosen = _chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
             for param in group["params"]:
                 if id(param) in small or id(param) not in chosen:
                     continue

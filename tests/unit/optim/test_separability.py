@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.optim.nested import Counters, NestedState, join_states, nested_optimizers
-from deepspeed.optim.separability import update_traits
+from deepspeed.optim.separability import _Copy, update_traits
 
 
 def parameters() -> list[nn.Parameter]:
@@ -226,3 +226,12 @@ def test_a_run_leaves_the_optimizer_the_disk_and_random_numbers(tmp_path: Any, m
 
 def test_steps_that_move_nothing_show_nothing() -> None:
     assert "moved" in update_traits(_Idle([nn.Parameter(torch.ones(3))], lr=0.1)).unknown
+
+
+def test_many_groups_cost_no_more_steps_than_a_few() -> None:
+    groups = [{"params": parameters(), "lr": 0.1 / (1 + index)} for index in range(30)]
+    optimizer = ByNorm(groups)
+    optimizer.param_groups[-1]["flag"] = True
+    copied = _Copy(optimizer)
+    assert [bool(group["params"]) for group in copied.optimizer.param_groups] == [True] * 4 + [False] * 25 + [True]
+    assert not update_traits(optimizer).by_parameter
