@@ -45,6 +45,7 @@ def digest() -> str:
     found = hashlib.sha256(" ".join(FLAGS).encode())
     for path in (*sorted(SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("*.h"))):
         found.update(path.name.encode() + path.read_bytes())
+    found.update(str(torch_folder()).encode())  # it is linked by its path
     found.update((torch_folder() / "version.py").read_bytes())
     found.update(str(sysconfig.get_config_var("EXT_SUFFIX")).encode())
     return found.hexdigest()[:16]
