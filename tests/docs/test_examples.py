@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 FILE = re.compile(r"`((?:deepspeed|docs|tests|examples|benchmarks)/[\w./-]*)`")
 RUNS = re.compile(r"<!-- (run|config|both sides run|not run: .+) -->")
 PLAIN = re.compile(r"^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-MAX_READING = 2400  # lines
+MAX_READING = 2500  # lines
 
 
 def blocks(pattern: re.Pattern[str]) -> Iterator[object]:

@@ -49,7 +49,7 @@ MOVER, NCCL = "deepspeed.storage.async_copy", "deepspeed.comm.collectives.collec
 MUTATIONS = [
     Mutation(
         "a wait of the copying stream removed",
-        f"{MOVER}:Mover.copy",
+        f"{MOVER}:AsyncCopier.copy",
         "self._stream.wait_stream(self._accelerator.current_stream(self._device))",
         "pass",
         HOST,
@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an event recorded before its copy",
-        f"{MOVER}:Mover.copy",
+        f"{MOVER}:AsyncCopier.copy",
         "target.copy_(source, non_blocking=True)\n        event = self._accelerator.Event()\n        event.record()",
         "event = self._accelerator.Event()\n        event.record()\n        target.copy_(source, non_blocking=True)",
         HOST,
@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a record removed",
-        f"{MOVER}:Mover.copy",
+        f"{MOVER}:AsyncCopier.copy",
         "event.record()",
         "pass",
         HOST,
@@ -76,7 +76,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an event not waited for by the host",
-        f"{MOVER}:Arrival.wait",
+        f"{MOVER}:PendingCopy.wait",
         "self._event.synchronize()",
         "pass",
         HOST,
@@ -85,7 +85,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an event not waited for by the stream",
-        f"{MOVER}:Arrival.before_current",
+        f"{MOVER}:PendingCopy.before_current",
         "self._event.wait()",
         "pass",
         HOST_BF16,
@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a source not kept for its copy",
-        f"{MOVER}:Arrival.__init__",
+        f"{MOVER}:PendingCopy.__init__",
         "self._event, self._source = event, source",
         "self._event, self._source = event, None",
         HOST,

@@ -37,7 +37,7 @@ def reads_of_slices(steps: int) -> Counter[str]:
     engine = runs.engine_of(ON_DISK)
     for step in range(steps):
         if step == 1:
-            patches = mock.patch.multiple(_OnDisk, _load=noted, ahead=early)
+            patches = mock.patch.multiple(_OnDisk, _load=noted, prefetch=early)
             patches.start()
         for micro in range(ON_DISK.accumulation):
             runs.micro_step(engine, step, micro)

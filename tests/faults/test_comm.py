@@ -152,7 +152,7 @@ def test_a_wait_that_the_backend_never_ends():
         """
 from deepspeed.comm.watchdog import watchdog as watch
 from tests.harness.pool import PATIENCE
-watch.note("a wait of its own kind" if rank == 0 else "another one")
+watch.begin_collective("a wait of its own kind" if rank == 0 else "another one")
 time.sleep(100)
 """
     )

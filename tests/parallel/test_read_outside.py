@@ -181,7 +181,7 @@ def memory_and_old_graphs(way: str) -> None:
                 block.aside = None
             for group in groups:
                 group.wait_all_gather()
-                group.free()
+                group.reshard()
             return sorted({i for group, i in groups.items() if group.full.untyped_storage().nbytes()})
 
         x = rows(0, dist.get_rank()).requires_grad_()
