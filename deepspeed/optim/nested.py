@@ -161,10 +161,11 @@ class Counters:
                 if not _same(there.get(key), value):
                     setattr(optimizer, key, _written(there.get(key), value))
         for optimizer, values in self.named:
-            for key in set(_names_in(optimizer.state)) - set(values):
-                del optimizer.state[key]
+            state: Any = optimizer.state
+            for key in set(_names_in(state)) - set(values):
+                del state[key]
             for key, value in values.items():
-                optimizer.state[key] = _written(optimizer.state.get(key), value)
+                state[key] = _written(state.get(key), value)
 
 
 def _names_in(state: MutableMapping[Any, Any]) -> list[Any]:
