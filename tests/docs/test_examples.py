@@ -18,6 +18,7 @@ RUN = re.compile(r"<!-- run -->\n```python\n(.*?)```", re.DOTALL)
 CONFIG = re.compile(r"<!-- config -->\n```json\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 FILE = re.compile(r"`((?:deepspeed|docs|tests|examples|benchmarks)/[\w./-]*)`")
+SHORT = re.compile(r"`([\w-]+/[\w./-]+)`")  # in ARCHITECTURE.md, where `deepspeed/` is left out
 RUNS = re.compile(r"<!-- (run|config|both sides run|not run: .+) -->")
 PLAIN = re.compile(r"^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAX_READING = 2500  # lines
@@ -49,6 +50,18 @@ def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     named = [page.parent / link for link in LINK.findall(text)] + [ROOT / path for path in FILE.findall(text)]
     assert [str(path) for path in named if not path.exists()] == []
+
+
+def test_paths_of_the_architecture_exist() -> None:
+    named = set(SHORT.findall((ROOT / "ARCHITECTURE.md").read_text()))
+    assert len(named) > 100
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "deepspeed" / path).exists()] == []
+
+
+def test_the_architecture_is_short() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    words = text.split("| word | meaning |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert len(words) <= 8 and len(text.splitlines()) <= 350
 
 
 def test_the_readme_names_every_room() -> None:
