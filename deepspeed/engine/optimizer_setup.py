@@ -49,9 +49,9 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
 
 
 def _agreed(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
-    """What all ranks found together: a rank may hold what cannot be copied (a writer of logs), or other parameters.
+    """The traits that hold on all ranks: one rank may hold an object that cannot be copied, or other parameters.
 
-    Ranks lay parameters out by it, so none may decide alone.
+    Ranks lay parameters out by the result, so none may decide alone. All ranks call together.
     """
     every = [
         replace(each, methods=methods)
@@ -62,11 +62,8 @@ def _agreed(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
         return traits
     methods: dict[str, MethodTraits] = {}
     for each in tried:
-        for name, found in each.methods.items():
-            known = methods[name] if name in methods else found
-            methods[name] = MethodTraits(
-                known.reads_gradients or found.reads_gradients, known.by_parameter and found.by_parameter
-            )
+        for name, method in each.methods.items():
+            methods[name] = method.joined(methods.get(name, method))
     return replace(
         tried[0],
         by_parameter=all(each.by_parameter for each in tried),

@@ -51,6 +51,10 @@ class MethodTraits:
     reads_gradients: bool
     by_parameter: bool
 
+    def joined(self, other: MethodTraits) -> MethodTraits:
+        """The traits of a method that was tried twice."""
+        return MethodTraits(self.reads_gradients or other.reads_gradients, self.by_parameter and other.by_parameter)
+
 
 @dataclass(frozen=True)
 class HowToStep:
@@ -317,10 +321,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
     def look(calls: list[str]) -> None:
         effect, name = _effect(optimizer, calls, how), calls[-1]
         if effect is not None:
-            known = traits.get(name, effect)
-            traits[name] = MethodTraits(
-                effect.reads_gradients or known.reads_gradients, effect.by_parameter and known.by_parameter
-            )
+            traits[name] = effect.joined(traits.get(name, effect))
 
     for name in names:
         look([name])

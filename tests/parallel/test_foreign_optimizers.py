@@ -123,7 +123,7 @@ FOREIGN: dict[str, Make] = {
     "pytorch_optimizer.SOAP": of("pytorch_optimizer", "SOAP", precondition_frequency=3, eps=1.0),
     "pytorch_optimizer.Shampoo": of("pytorch_optimizer", "Shampoo", lr=1e-2, matrix_eps=1e-1),
     "pytorch_optimizer.Adan with clipping": of("pytorch_optimizer", "Adan", lr=1e-2, max_grad_norm=0.5),
-    "pytorch_optimizer.Lamb with clipping": of("pytorch_optimizer", "Lamb", lr=1e-2, max_grad_norm=0.5),
+    "pytorch_optimizer.Lamb with clipping": of("pytorch_optimizer", "Lamb", lr=1e-2, max_grad_norm=0.05, pre_norm=True),
     "pytorch_optimizer.DAdaptAdam": of("pytorch_optimizer", "DAdaptAdam"),
     "pytorch_optimizer.ADOPT": of("pytorch_optimizer", "ADOPT", lr=1e-2),
     "pytorch_optimizer.StableAdamW": of("pytorch_optimizer", "StableAdamW", lr=1e-2),
