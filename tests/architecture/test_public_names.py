@@ -65,3 +65,14 @@ def test_every_public_name_is_frozen() -> None:
 def test_the_list_is_sorted_and_says_each_name_once() -> None:
     names = [line.partition("(")[0] for line in FROZEN]
     assert names == sorted(set(names))
+
+
+def test_every_frozen_function_and_class_has_a_docstring() -> None:
+    objects = {line.partition("(")[0]: _look_up(line.partition("(")[0]) for line in FROZEN}
+    ours = {
+        name: value
+        for name, value in objects.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+        if (value.__module__ or "").startswith("deepspeed")
+    }
+    assert ours and [name for name, value in ours.items() if not (value.__doc__ or "").strip()] == []

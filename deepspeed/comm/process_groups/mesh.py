@@ -187,6 +187,7 @@ def ask_current(unit: str, question: str) -> Callable[[], Any]:
         return _ask(current_mesh().axis(*UNITS[unit]), question)
 
     ask.__name__ = f"get_{unit}_{question}"
+    ask.__doc__ = f"The {question.replace('_', ' ')} of {unit.replace('_', ' ')} on the current mesh."
     return ask
 
 
