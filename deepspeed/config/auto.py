@@ -54,9 +54,9 @@ def _times_hidden(factor: Callable[[int], int]) -> Callable[[Reading, Facts], in
 def _learning_rate(reading: Reading, facts: Facts) -> float:
     if facts.learning_rate is not None:
         return facts.learning_rate
-    given = reading.find("optimizer.params.lr")
-    if is_number(given):
-        return given
+    rate = reading.find("optimizer.params.lr")
+    if is_number(rate):
+        return rate
     return DEFAULT_LR.get(str(reading.find("optimizer.type")).lower(), _USUAL_LR)
 
 

@@ -37,30 +37,33 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
     if zero.get("stage") != PLAN:
         return raw
     path = _answer(raw)
-    found = load_raw(str(path))
-    planned = _block(found, _ZERO)
-    if not isinstance(planned.get("stage"), int) or not all(isinstance(found.get(key), int) for key in (MICRO, STEPS)):
+    plan = load_raw(str(path))
+    planned = _block(plan, _ZERO)
+    if not isinstance(planned.get("stage"), int) or not all(isinstance(plan.get(key), int) for key in (MICRO, STEPS)):
         raise DeepSpeedConfigError(f"{path} is no plan: it lacks {_ZERO}.stage, {MICRO} or {STEPS} as numbers")
-    _check_batch(raw, found, path)
-    made = {**raw, MICRO: found[MICRO], STEPS: found[STEPS]}
-    made |= {TRAIN: found[TRAIN]} if TRAIN in found else {}
+    _check_batch(raw, plan, path)
+    config = {**raw, MICRO: plan[MICRO], STEPS: plan[STEPS]}
+    config |= {TRAIN: plan[TRAIN]} if TRAIN in plan else {}
     own = {key: value for key, value in zero.items() if key not in ("offload_optimizer", "offload_param")}
-    made[_ZERO] = own | {key: planned[key] for key in _OF_ZERO if key in planned}
-    if _SLICES in _block(found, _TENSOR):
-        made[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(found, _TENSOR)[_SLICES]}
-    if _STAGES in _block(found, _PIPELINE):
-        made[_PIPELINE] = {**_block(raw, _PIPELINE), _STAGES: _block(found, _PIPELINE)[_STAGES]}
-    if _SEQUENCE in found:
-        made[_SEQUENCE] = found[_SEQUENCE]
-    if _RECOMPUTE in raw or _RECOMPUTE in found:
-        made[_RECOMPUTE] = {**_block(raw, _RECOMPUTE), "enabled": bool(_block(found, _RECOMPUTE).get("enabled", False))}
-    log_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {found[MICRO]} x {found[STEPS]}')
-    return made
+    config[_ZERO] = own | {key: planned[key] for key in _OF_ZERO if key in planned}
+    if _SLICES in _block(plan, _TENSOR):
+        config[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(plan, _TENSOR)[_SLICES]}
+    if _STAGES in _block(plan, _PIPELINE):
+        config[_PIPELINE] = {**_block(raw, _PIPELINE), _STAGES: _block(plan, _PIPELINE)[_STAGES]}
+    if _SEQUENCE in plan:
+        config[_SEQUENCE] = plan[_SEQUENCE]
+    if _RECOMPUTE in raw or _RECOMPUTE in plan:
+        config[_RECOMPUTE] = {
+            **_block(raw, _RECOMPUTE),
+            "enabled": bool(_block(plan, _RECOMPUTE).get("enabled", False)),
+        }
+    log_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {plan[MICRO]} x {plan[STEPS]}')
+    return config
 
 
 def _block(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = raw.get(name)
-    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
+    block = raw.get(name)
+    return dict(cast("Mapping[str, Any]", block)) if isinstance(block, Mapping) else {}
 
 
 def _answer(raw: Mapping[str, Any]) -> Path:
@@ -82,12 +85,12 @@ def _same_samples(raw: Mapping[str, Any]) -> int:
     return math.prod(size for size in sizes if isinstance(size, int) and size > 1)
 
 
-def _check_batch(raw: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
+def _check_batch(raw: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
     """The global batch stays: what the user says of it is what was planned for."""
-    pairs = [("train_batch_size", raw.get(TRAIN), found.get(TRAIN))]
+    pairs = [("train_batch_size", raw.get(TRAIN), plan.get(TRAIN))]
     if isinstance(raw.get(MICRO), int) and isinstance(raw.get(STEPS), int):
-        share = _same_samples(found) / _same_samples(raw)  # ranks that share samples take more of them together
-        pairs.append((f"{MICRO} x {STEPS}", raw[MICRO] * raw[STEPS], int(found[MICRO] * found[STEPS] / share)))
+        share = _same_samples(plan) / _same_samples(raw)  # ranks that share samples take more of them together
+        pairs.append((f"{MICRO} x {STEPS}", raw[MICRO] * raw[STEPS], int(plan[MICRO] * plan[STEPS] / share)))
     for name, own, planned in pairs:
         if isinstance(own, int) and isinstance(planned, int) and own != planned:
             raise DeepSpeedConfigError(

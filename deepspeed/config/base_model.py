@@ -54,10 +54,10 @@ class DeepSpeedConfigModel(BaseModel):
             taken["strict"] = data["strict"]
         for name, field in cls.model_fields.items():
             extra = field.json_schema_extra
-            said = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
-            spelled = next((one for one in (name, field.alias) if one in taken), None)
-            if spelled is not None and said.get("deprecated"):
-                _hand_on(cls, taken, spelled, said)
+            extras = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
+            spelled = next((spelling for spelling in (name, field.alias) if spelling in taken), None)
+            if spelled is not None and extras.get("deprecated"):
+                _hand_on(cls, taken, spelled, extras)
         return taken
 
 
@@ -65,14 +65,14 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def _hand_on(cls: type[BaseModel], taken: dict[str, Any], old: str, said: dict[str, Any]) -> None:
+def _hand_on(cls: type[BaseModel], taken: dict[str, Any], old: str, extras: dict[str, Any]) -> None:
     """Let the value of a deprecated field count for the one that took its place."""
-    new: str = said.get("new_param") or ""
-    advice = said.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
+    new: str = extras.get("new_param") or ""
+    advice = extras.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
     warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
-    if not new or said.get("set_new_param") is False:
+    if not new or extras.get("set_new_param") is False:
         return
-    change: Callable[[Any], Any] = said.get("new_param_fn") or (lambda value: value)
+    change: Callable[[Any], Any] = extras.get("new_param_fn") or (lambda value: value)
     *blocks, last = new.split(".")
     home: Any = taken
     for block in blocks:
@@ -97,12 +97,12 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]])
     Raises:
         DeepSpeedConfigError: a name stands twice.
     """
-    made = dict(ordered_pairs)
-    if len(made) < len(ordered_pairs):
+    merged = dict(ordered_pairs)
+    if len(merged) < len(ordered_pairs):
         names = [name for name, _ in ordered_pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise DeepSpeedConfigError(f"duplicate keys in one object: {', '.join(twice)}")
-    return made
+    return merged
 
 
 Status = Literal["implemented", "moot by design", "not available yet"]
@@ -156,8 +156,8 @@ class Section(DeepSpeedConfigModel):
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Canonical names in place of aliases and deprecated spellings, values in place of enums."""
         names = {old: name for name, field in cls.model_fields.items() for old in _spelled(field)}
-        given = {names.get(name, name): value for name, value in super().respelled(data).items()}
-        return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+        renamed = {names.get(name, name): value for name, value in super().respelled(data).items()}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in renamed.items()}
 
 
 def _spelled(field: FieldInfo) -> tuple[str, ...]:
@@ -171,8 +171,8 @@ def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
         limits = {"default_factory": default}
     else:
         limits = {"default": default, **limits}
-    made: Any = Field(json_schema_extra=extra, **limits)
-    return made
+    info: Any = Field(json_schema_extra=extra, **limits)
+    return info
 
 
 def key(

@@ -67,19 +67,19 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
 
 
 def elastic_batch(
-    block: Mapping[str, Any], given: tuple[int | None, int | None, int | None], world: int
+    block: Mapping[str, Any], triple: tuple[int | None, int | None, int | None], world: int
 ) -> BatchSizes | str:
     """The batch triple of an `elasticity` block: the same global batch for every number of ranks that can share it.
 
     Args:
         block: as the user wrote it.
-        given: the triple, as far as it was given beside the block.
+        triple: the triple, as far as it was given beside the block.
         world: data-parallel ranks.
 
     Returns:
         The triple, or the text of the problem.
     """
-    if any(given) and not block.get("ignore_non_elastic_batch_info", False):
+    if any(triple) and not block.get("ignore_non_elastic_batch_info", False):
         return (
             f"elasticity computes the batch: leave {TRAIN}, {MICRO} and {STEPS} out, or set "
             "elasticity.ignore_non_elastic_batch_info to have them ignored"

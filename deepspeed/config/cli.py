@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bf16_fast=options.bf16_fast,
     )
     try:
-        found = DeepSpeedConfig(options.file, world=options.world, facts=facts).explain()
+        rows = DeepSpeedConfig(options.file, world=options.world, facts=facts).explain()
     except DeepSpeedError as error:
         print(error, file=sys.stderr)
         return 1
-    hidden = [row for row in found if row.origin == "default" and row.remark == "not available yet"]
-    print(as_text(found if options.all else [row for row in found if row not in hidden]))
+    hidden = [row for row in rows if row.origin == "default" and row.remark == "not available yet"]
+    print(as_text(rows if options.all else [row for row in rows if row not in hidden]))
     if not options.all:
         print(f"{len(hidden)} keys that are not available yet stand at their defaults; --all shows them")
     return 0

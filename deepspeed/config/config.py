@@ -140,10 +140,10 @@ class DeepSpeedConfig:
 
     def section(self, path: str) -> Section:
         """The frozen section at a JSON path such as "zero_optimization.leaf_module"."""
-        found = self.get(path)
-        if not isinstance(found, Section):
+        section = self.get(path)
+        if not isinstance(section, Section):
             raise DeepSpeedConfigError(f'"{path}" is a value, not a section')
-        return found
+        return section
 
     def get(self, path: str) -> Any:
         """The resolved value at a JSON path, under any of its spellings.

@@ -132,8 +132,8 @@ class ResolvedValue:
 
 def rows(top: TopLevel, reading: Reading) -> list[ResolvedValue]:
     """All values in the order of the table of keys."""
-    found = list(_section_rows(top, reading, ""))
-    return found + [
+    resolved = list(_section_rows(top, reading, ""))
+    return resolved + [
         ResolvedValue(name, value, "given", "accepted and not read") for name, value in reading.tolerated.items()
     ]
 
@@ -154,11 +154,11 @@ def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[Res
 
 def _moot_rows(items: list[Any], path: str) -> Iterator[ResolvedValue]:
     """What a list's sections were given that decides nothing."""
-    for at, item in enumerate(items):
+    for index, item in enumerate(items):
         for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
             if note_of(field).status == "moot by design" and name in item.model_fields_set:
                 yield ResolvedValue(
-                    f"{path}[{at}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field))
+                    f"{path}[{index}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field))
                 )
 
 
@@ -188,10 +188,10 @@ def _remark(note: Note) -> str:
     }[note.status]
 
 
-def as_text(found: Sequence[ResolvedValue]) -> str:
+def as_text(resolved: Sequence[ResolvedValue]) -> str:
     """Rows as aligned lines."""
-    columns = [(row.path, show(row.value), row.origin, row.remark) for row in found]
-    widths = [max((len(column[at]) for column in columns), default=0) for at in range(3)]
+    columns = [(row.path, show(row.value), row.origin, row.remark) for row in resolved]
+    widths = [max((len(column[column_index]) for column in columns), default=0) for column_index in range(3)]
     lines = (
         "  ".join([*(text.ljust(w) for text, w in zip(column, widths, strict=False)), column[3]]) for column in columns
     )

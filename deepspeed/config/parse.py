@@ -101,18 +101,20 @@ def read(raw: Mapping[str, Any]) -> Reading:
         DeepSpeedConfigError: the configuration holds itself.
     """
     reading = Reading()
-    given = dict(raw)
-    for name in [name for name in given if name in TOLERATED or (isinstance(cast(object, name), str) and "." in name)]:
-        reading.tolerated[name] = given.pop(name)
+    settings = dict(raw)
+    for name in [
+        name for name in settings if name in TOLERATED or (isinstance(cast(object, name), str) and "." in name)
+    ]:
+        reading.tolerated[name] = settings.pop(name)
     try:
-        given = cast("dict[str, Any]", _plain(given))
+        settings = cast("dict[str, Any]", _plain(settings))
     except RecursionError:
         raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
-    _take_legacy_boolean(given, reading)
-    _take_apex(given, reading)
-    _take_clipping(given, reading)
-    moved = _take_moved(given, reading)
-    reading.tree = _read_section(TopLevel, given, "", "", reading)
+    _take_legacy_boolean(settings, reading)
+    _take_apex(settings, reading)
+    _take_clipping(settings, reading)
+    moved = _take_moved(settings, reading)
+    reading.tree = _read_section(TopLevel, settings, "", "", reading)
     for old, new, value in moved:
         if reading.find(new) is not None:
             reading.problems.append(wrong(old, value, f'deprecated, and its new name "{new}" is given as well'))
@@ -138,34 +140,34 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def _take_legacy_boolean(given: dict[str, Any], reading: Reading) -> None:
-    value = given.get("zero_optimization")
+def _take_legacy_boolean(settings: dict[str, Any], reading: Reading) -> None:
+    value = settings.get("zero_optimization")
     if isinstance(value, bool):
-        given["zero_optimization"] = {"stage": int(value)}
+        settings["zero_optimization"] = {"stage": int(value)}
         reading.spelled["zero_optimization.stage"] = "zero_optimization"
         reading.warnings.append(
             f'"zero_optimization": {str(value).lower()} is deprecated: write {{"stage": {int(value)}}}'
         )
 
 
-def _take_apex(given: dict[str, Any], reading: Reading) -> None:
+def _take_apex(settings: dict[str, Any], reading: Reading) -> None:
     """`amp` asks for NVIDIA Apex, which is no longer kept up: torch's own autocast takes its place."""
-    block = given.get("amp")
+    block = settings.get("amp")
     if not isinstance(block, dict):
         return
     apex = cast("dict[str, Any]", block)
     level = apex.get("opt_level") or "O1"
     enabled = apex.get("enabled")
     enabled = enabled if isinstance(enabled, bool) else _SWITCHES.get(str(enabled).lower())
-    given["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
+    settings["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
     if enabled is not True or level not in ("O0", "O1", "O2", "O3"):
         return  # off, or for the type check to name
     if level == "O0":
         reading.warnings.append('"amp" with opt_level O0 is training in fp32: leave it out')
-    elif isinstance(given.get("torch_autocast"), dict):
+    elif isinstance(settings.get("torch_autocast"), dict):
         reading.problems.append(wrong("amp.enabled", True, '"torch_autocast" takes its place, and is given as well'))
     else:
-        given["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
         reading.spelled["torch_autocast.enabled"] = "amp.enabled"
         reading.warnings.append(
             f'"amp" (Apex, {level}) is deprecated: write "torch_autocast": {{"enabled": true, "dtype": "bf16"}}; '
@@ -173,32 +175,32 @@ def _take_apex(given: dict[str, Any], reading: Reading) -> None:
         )
 
 
-def _take_clipping(given: dict[str, Any], reading: Reading) -> None:
+def _take_clipping(settings: dict[str, Any], reading: Reading) -> None:
     """`max_grad_norm` among the optimizer's arguments is `gradient_clipping`: no optimizer here takes it itself."""
-    optimizer = given.get("optimizer")
+    optimizer = settings.get("optimizer")
     params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
     if not isinstance(params, dict) or "max_grad_norm" not in params:
         return
     limit, path = cast("dict[str, Any]", params).pop("max_grad_norm"), "optimizer.params.max_grad_norm"
     if limit is None or _is_auto(limit):
         return
-    if given.get("gradient_clipping") is not None:
+    if settings.get("gradient_clipping") is not None:
         reading.warnings.append(
-            f'"{path}" = {show(limit)} is not read: "gradient_clipping" = {show(given["gradient_clipping"])} counts'
+            f'"{path}" = {show(limit)} is not read: "gradient_clipping" = {show(settings["gradient_clipping"])} counts'
         )
         return
-    given["gradient_clipping"] = limit
+    settings["gradient_clipping"] = limit
     reading.spelled["gradient_clipping"] = path
     reading.warnings.append(
         f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets'
     )
 
 
-def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
+def _take_moved(settings: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
     taken: list[tuple[str, str, Any]] = []
     for moved in MOVED:
         block, _, name = moved.old.rpartition(".")
-        home = given.get(block) if block else given
+        home = settings.get(block) if block else settings
         if not isinstance(home, dict) or name not in home:
             continue
         value = cast("dict[str, Any]", home).pop(name)
@@ -213,12 +215,12 @@ def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str,
 
 
 def _read_section(
-    section: type[Section], given: dict[Any, Any], path: str, written: str, reading: Reading
+    section: type[Section], settings: dict[Any, Any], path: str, written: str, reading: Reading
 ) -> dict[str, Any]:
     known = spellings(section)
     passes_unknown = section.model_config.get("extra") == "allow"
     tree: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         as_written = f"{written}.{name}" if written else str(name)
         if name not in known and not (passes_unknown and isinstance(name, str)):
             _unknown(section, str(name), as_written, value, reading)
@@ -290,7 +292,7 @@ def _read_child(child: Child, value: Any, paths: tuple[str, str], reading: Readi
     if child.shape == "list" and isinstance(value, list):
         block = Child(child.section, "block")
         items = enumerate(cast("list[Any]", value))
-        return [_read_child(block, item, (f"{here}.{at}", f"{written}[{at}]"), reading) for at, item in items]
+        return [_read_child(block, item, (f"{here}.{index}", f"{written}[{index}]"), reading) for index, item in items]
     if child.shape == "named" and isinstance(value, dict):
         block = Child(child.section, "block")
         named = cast("dict[Any, Any]", value).items()

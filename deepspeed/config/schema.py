@@ -121,17 +121,17 @@ def all_keys() -> tuple[Key, ...]:
 @cache
 def sections_by_path() -> dict[str, type[Section]]:
     """Every block by its JSON path; the top level is the empty path."""
-    found: dict[str, type[Section]] = {}
+    sections: dict[str, type[Section]] = {}
 
     def visit(section: type[Section], path: str) -> None:
-        found[path] = section
+        sections[path] = section
         for name, field in section.model_fields.items():
             child = child_of(field)
             if child is not None:
                 visit(child.section, f"{path}.{name}" if path else name)
 
     visit(TopLevel, "")
-    return found
+    return sections
 
 
 def field_at(path: str) -> FieldInfo | None:

@@ -31,10 +31,10 @@ _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
 
 def pattern_of(text: str) -> tuple[str, int, int] | None:
     """`2:4` as ("of", 2, 4), `4x1` as ("block", 4, 1); None when it is neither."""
-    found = _PATTERN.fullmatch(text.strip())
-    if found is None:
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
         return None
-    n, m, rows, columns = (int(part) if part else 0 for part in found.groups())
+    n, m, rows, columns = (int(part) if part else 0 for part in match.groups())
     if m:
         return ("of", n, m) if 0 < n <= m else None
     return ("block", rows, columns) if rows and columns else None
@@ -103,41 +103,41 @@ def _compiles(expression: str) -> bool:
 
 def _pruning_problems(path: str, technique: Technique) -> Iterator[Problem]:
     shared = technique.shared_parameters
-    at = f"{path}.shared_parameters"
+    shared_path = f"{path}.shared_parameters"
     alone = isinstance(shared, SparseShared) and shared.method == "snip_momentum"
     if technique.different_groups or not alone:
         yield from _grouped(path, technique.different_groups, "dense_ratio")
     end = shared.schedule_offset_end
     if end is not None and end < shared.schedule_offset:
-        yield wrong(f"{at}.schedule_offset_end", end, f"is before schedule_offset = {shared.schedule_offset}")
+        yield wrong(f"{shared_path}.schedule_offset_end", end, f"is before schedule_offset = {shared.schedule_offset}")
     if shared.schedule == "cubic" and end is None:
-        yield Problem(f"{at}.schedule is cubic: schedule_offset_end is missing")
+        yield Problem(f"{shared_path}.schedule is cubic: schedule_offset_end is missing")
     if isinstance(shared, SparseShared):
         if pattern_of(shared.block_pattern) is None:
-            yield wrong(f"{at}.block_pattern", shared.block_pattern, 'write N:M as "2:4", or a block as "4x1"')
+            yield wrong(f"{shared_path}.block_pattern", shared.block_pattern, 'write N:M as "2:4", or a block as "4x1"')
     elif isinstance(shared, ExpertShared) and (end is not None or shared.scope == "global"):
         what, value = ("schedule_offset_end", end) if end is not None else ("scope", "global")
-        yield wrong(f"{at}.{what}", value, "experts leave at schedule_offset, as many in every layer")
+        yield wrong(f"{shared_path}.{what}", value, "experts leave at schedule_offset, as many in every layer")
     elif isinstance(shared, ExpertShared) and shared.criterion == "movement":
-        yield wrong(f"{at}.criterion", "movement", "experts are not brought back; use magnitude or taylor")
+        yield wrong(f"{shared_path}.criterion", "movement", "experts are not brought back; use magnitude or taylor")
     elif shared.criterion == "activation":
-        yield wrong(f"{at}.criterion", "activation", "scores single weights; use it in sparse_pruning")
+        yield wrong(f"{shared_path}.criterion", "activation", "scores single weights; use it in sparse_pruning")
 
 
 def _quantization_problems(path: str, technique: WeightTechnique) -> Iterator[Problem]:
     shared = technique.shared_parameters
     yield from _grouped(path, technique.different_groups, "target_bits")
     for name, group in technique.different_groups.items():
-        params, at = group.params, f"{path}.different_groups.{name}.params"
+        params, params_path = group.params, f"{path}.different_groups.{name}.params"
         start, target = params.start_bits, params.target_bits
         if start is None:
-            yield Problem(f"{at}.start_bits is missing")
+            yield Problem(f"{params_path}.start_bits is missing")
         elif target is not None and target > start:
-            yield wrong(f"{at}.target_bits", target, f"is above start_bits = {start}")
+            yield wrong(f"{params_path}.target_bits", target, f"is above start_bits = {start}")
         elif target != start and params.quantization_period == 0 and not shared.quantize_weight_in_forward:
-            yield wrong(f"{at}.quantization_period", 0, "bits fall once per period; name one of 1 or more")
+            yield wrong(f"{params_path}.quantization_period", 0, "bits fall once per period; name one of 1 or more")
         if target is not None and target < 3 and shared.quantization_type == "asymmetric":
-            yield wrong(f"{at}.target_bits", target, "ternary and binary weights are symmetric")
+            yield wrong(f"{params_path}.target_bits", target, "ternary and binary weights are symmetric")
     if shared.rounding == "stochastic" and shared.quantize_weight_in_forward:
         yield wrong(f"{path}.shared_parameters.rounding", "stochastic", "needs quantize_weight_in_forward = false")
 
@@ -187,10 +187,10 @@ def _report(errors: list[ErrorDetails], reading: Reading) -> list[tuple[Any, ...
     bad: dict[tuple[Any, ...], list[ErrorDetails]] = {}
     for error in errors:
         bad.setdefault(_existing(error["loc"], reading.tree), []).append(error)
-    for path, found in bad.items():
+    for path, details in bad.items():
         dotted = ".".join(str(part) for part in path)
         value = _value_at(reading.tree, path)
-        texts = list(dict.fromkeys(_words(error, dotted) for error in found))
+        texts = list(dict.fromkeys(_words(error, dotted) for error in details))
         reading.problems.append(wrong(reading.name(dotted), value, " or ".join(texts)))
     return list(bad)
 
@@ -229,8 +229,8 @@ def _value_at(tree: Any, path: tuple[Any, ...]) -> Any:
 
 def _drop(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
     """Forget a wrong value; the element of a list takes the whole list with it, so that indices stay true."""
-    at = next((at for at, part in enumerate(path) if isinstance(part, int)), len(path))
-    *blocks, last = path[:at]
+    position = next((position for position, part in enumerate(path) if isinstance(part, int)), len(path))
+    *blocks, last = path[:position]
     for block in blocks:
         tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
     tree.pop(last, None)
@@ -262,8 +262,8 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         if zero.stage != 3:
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"needs stage 3, not {zero.stage}")
         if zero.mics_shard_size < 1 or (ranks and ranks[1] % zero.mics_shard_size):
-            found = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
-            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {found}")
+            count = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
+            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {count}")
     if ranks and top.data_parallel_size not in (None, ranks[0]):
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
     if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
@@ -287,8 +287,8 @@ def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
             )
             continue
         if section.device != "none" and zero.stage < 1:
-            found = f"needs stage 1, 2 or 3, and zero_optimization.stage = {zero.stage}"
-            yield wrong(f"{path}.device", section.device, found)
+            text = f"needs stage 1, 2 or 3, and zero_optimization.stage = {zero.stage}"
+            yield wrong(f"{path}.device", section.device, text)
         if section.device == "nvme" and not section.nvme_path:
             yield Problem(f"{path}.nvme_path is missing: device nvme needs a folder on a local disk")
     if top.bf16.bf16_optimizer_states and not top.bf16.bf16_master_weights_and_grads:
@@ -338,16 +338,16 @@ def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[
         here = f"{path}.{name}" if path else name
         value: Any = getattr(section, name)
         if note_of(field).status == "not available yet" and _differs(field, value):
-            given = value if "[]" in here else reading.find(here)
-            yield Problem(f"{reading.name(here)} = {show(given)}: {_refusal(field)}", "unavailable")
+            setting = value if "[]" in here else reading.find(here)
+            yield Problem(f"{reading.name(here)} = {show(setting)}: {_refusal(field)}", "unavailable")
             if section.switch == name:
                 return
         elif isinstance(value, Section):
             yield from unavailable(value, reading, here)
         elif isinstance(value, list):
-            for one in cast("list[object]", value):
-                if isinstance(one, Section):
-                    yield from unavailable(one, reading, f"{here}[]")
+            for item in cast("list[object]", value):
+                if isinstance(item, Section):
+                    yield from unavailable(item, reading, f"{here}[]")
         elif here == "optimizer.params":
             yield from _unavailable_params(value)
 

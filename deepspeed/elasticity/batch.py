@@ -144,11 +144,11 @@ def _world_of_environment() -> int:
 
 def highly_composite(limit: int) -> list[int]:
     """Numbers up to `limit` with more divisors than any smaller one."""
-    found: dict[int, int] = {}
+    divisor_counts: dict[int, int] = {}
     primes = (2, 3, 5, 7, 11, 13, 17)
 
     def grow(number: int, divisors: int, index: int, most: int) -> None:
-        found[number] = divisors
+        divisor_counts[number] = divisors
         if index == len(primes):
             return
         power = 1
@@ -157,12 +157,12 @@ def highly_composite(limit: int) -> list[int]:
             power += 1
 
     grow(1, 1, 0, 64)
-    record, kept = 0, []
-    for number in sorted(found):
-        if found[number] > record:
-            record = found[number]
-            kept.append(number)
-    return kept
+    record, numbers = 0, []
+    for number in sorted(divisor_counts):
+        if divisor_counts[number] > record:
+            record = divisor_counts[number]
+            numbers.append(number)
+    return numbers
 
 
 _SCALES = highly_composite(_MOST_DEVICES)
@@ -189,13 +189,13 @@ def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: boo
 
 def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[int]:
     """The device counts that can share a batch evenly."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for size in micro:
         if batch % size == 0:
             whole = batch // size
-            found.update(count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
-            found.update(whole // count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
-    return sorted(count for count in found if devices[0] <= count <= devices[1])
+            counts.update(count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+            counts.update(whole // count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+    return sorted(count for count in counts if devices[0] <= count <= devices[1])
 
 
 def _largest_micro(micro: Sequence[int], batch: int, world: int) -> int | None:
@@ -227,10 +227,10 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     seen = os.environ.get(SCHEDULER_VIEW)
     if not seen:
         return
-    theirs, own = read_block(json.loads(seen)), read_block(runtime_elastic_config_dict)
+    scheduled, own = read_block(json.loads(seen)), read_block(runtime_elastic_config_dict)
     for name in ("max_batch", "micro_batches", "version"):
-        if getattr(theirs, name) != getattr(own, name):
+        if getattr(scheduled, name) != getattr(own, name):
             raise ElasticityConfigError(
-                f"elasticity: {name} is {getattr(own, name)} here and {getattr(theirs, name)} in {SCHEDULER_VIEW}, by "
-                "which the scheduler chose the size of the job"
+                f"elasticity: {name} is {getattr(own, name)} here and {getattr(scheduled, name)} in {SCHEDULER_VIEW}, "
+                "by which the scheduler chose the size of the job"
             )

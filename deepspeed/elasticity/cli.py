@@ -27,15 +27,15 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     try:
         config = json.loads(Path(options.config).read_text())
-        found = compute_elastic_config(config, __version__, options.world_size)
+        elastic = compute_elastic_config(config, __version__, options.world_size)
     except (OSError, ValueError) as error:
         print(f"ds_elastic: {error}", file=sys.stderr)
         return 1
     print(json.dumps(config["elasticity"], indent=4, sort_keys=True))
-    print(f"final_batch_size .... {found[0]}")
-    print(f"valid_gpus .......... {found[1]}")
+    print(f"final_batch_size .... {elastic[0]}")
+    print(f"valid_gpus .......... {elastic[1]}")
     if options.world_size > 0:
-        print(f"micro_batch_size .... {found[2]}")
+        print(f"micro_batch_size .... {elastic[2]}")
     return 0
 
 

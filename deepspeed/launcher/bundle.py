@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.environment import environment_files
-from deepspeed.launcher.job import WORDS, Given, hide, kept, names_a_secret
+from deepspeed.launcher.job import WORDS, SecretDigest, hide, load_digests, names_a_secret
 from deepspeed.launcher.rank_logs import jobs
 
 LOG_BYTES = 1 << 20
@@ -64,8 +64,8 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     try:
         folder = _folder(options.logs)
-        files, given = [Path(name) for name in options.files], [] if folder is None else kept(folder)
-        count = write(Path(options.output), _logs(folder), files, given)
+        files, digests = [Path(name) for name in options.files], [] if folder is None else load_digests(folder)
+        count = write(Path(options.output), _logs(folder), files, digests)
     except (OSError, LaunchError) as error:
         print(f"ds_bundle: {error}", file=sys.stderr)
         return 2
@@ -73,22 +73,27 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], given: Sequence[Given] = ()) -> int:
+def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
     """Write the bundle, for its owner alone.
 
     Args:
         output: where.
         logs: by name within the bundle.
         files: further ones.
-        given: secrets that the job had and this process has not.
+        digests: of secrets that the job had and this process has not.
 
     Returns:
         How many files are in it.
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
-    named = {**{f"logs/{name}": path for name, path in logs.items()}, **{f"files/{p.name}": p for p in files}}
-    texts.update({name: hide(_end_of(path), given, HIDDEN) for name, path in named.items()})
+    for name, path in [
+        *((f"logs/{name}", path) for name, path in logs.items()),
+        *((f"files/{p.name}", p) for p in files),
+    ]:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            texts[name] = hide(file.read().decode(errors="replace"), digests, HIDDEN)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
@@ -98,11 +103,11 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], given: 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
     """Values of variables, here and in the environment files, whose names say that they are secret; longest first."""
-    found = {value for name, value in environment.items() if names_a_secret(name)}
+    secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
-        found |= {value.strip("\"' ") for name, _, value in pairs if names_a_secret(name.strip().partition("@")[0])}
-    return sorted((value for value in found if len(value) >= 4), key=len, reverse=True)
+        secrets |= {value.strip("\"' ") for name, _, value in pairs if names_a_secret(name.strip().partition("@")[0])}
+    return sorted((value for value in secrets if len(value) >= 4), key=len, reverse=True)
 
 
 def variables(environment: Mapping[str, str]) -> str:
@@ -160,13 +165,6 @@ def _logs(folder: Path | None) -> dict[str, Path]:
     if folder is None:
         return {}
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.log*")) if path.is_file()}
-
-
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LOG_BYTES))
-        return file.read().decode(errors="replace")
 
 
 if __name__ == "__main__":

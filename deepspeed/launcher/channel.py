@@ -94,12 +94,12 @@ class Channel:
 
     def _messages(self) -> Iterator[Message]:
         if self._waits_for_magic:
-            at = self._incoming.find(MAGIC)
-            if at < 0:
+            position = self._incoming.find(MAGIC)
+            if position < 0:
                 self.preamble = bytes(self._incoming[-2000:])
                 return
-            self.preamble = bytes(self._incoming[:at][-2000:])
-            del self._incoming[: at + len(MAGIC)]
+            self.preamble = bytes(self._incoming[:position][-2000:])
+            del self._incoming[: position + len(MAGIC)]
             self._waits_for_magic = False
         start = 0
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,17 +12,16 @@ from typing import Any, Protocol
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.channel import Channel
-from deepspeed.launcher.event_loop import Loop, signal_socket
+from deepspeed.launcher.event_loop import FORWARDED_SIGNALS, Loop, signal_socket
 from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.rank_process import helpers_of, kill
 from deepspeed.launcher.worker_group import WorkerGroup
 
 HELLO_SECONDS = 60.0
 """Longest time between the start of a starter and its agent's first word."""
 GOODBYE_SECONDS = 3.0
 """How long agents and starters may take to end when all is over."""
-HELD_BYTES = 4 << 20
+FULL_BYTES = 4 << 20
 """Output that waits for the terminal before ranks are made to wait too."""
 CANNOT_START = 2
 
@@ -73,12 +71,13 @@ class Control:
     # -- what starters use ---------------------------------------------------------------------------------------------
 
     def adopt(self, process: StarterProcess) -> None:
-        """Look after a process that starts agents: its words, its end."""
+        """Watch a process that starts agents: its output is kept for the report of a failure, its end is noticed."""
         self._processes.append(process)
-        if process.popen is not None and process.popen.stderr is not None:
-            descriptor = process.popen.stderr.fileno()
-            os.set_blocking(descriptor, False)
-            self.loop.watch(descriptor, lambda: process.read() or self.loop.unwatch(descriptor))
+        for stream in (process.popen.stderr, process.popen.stdout) if process.popen is not None else ():
+            if stream is not None:
+                fd = stream.fileno()
+                os.set_blocking(fd, False)
+                self.loop.watch(fd, lambda fd=fd: process.read(fd) or self.loop.unwatch(fd))
 
     def attach(self, peer: HostState, channel: Channel) -> None:
         """The connection to a host's agent."""
@@ -104,7 +103,7 @@ class Control:
         Returns:
             0, the exit code of the rank that failed first (128 + n for signal n), or 2 when nothing could be started.
         """
-        with signal_socket((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)) as signals:
+        with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
             self.loop.watch(self._front.reader, self._read_front)
             try:
@@ -178,7 +177,7 @@ class Control:
         """What has to be done without being told: what waits to be written, beats, starters that ended."""
         now = time.monotonic()
         self._front.flush()
-        self._hold(self._front.waiting > HELD_BYTES)
+        self._hold(self._front.waiting > FULL_BYTES)
         for peer in self.peers:
             if peer.channel is not None:
                 peer.channel.flush()
@@ -203,26 +202,24 @@ class Control:
             code = process.code()
             if process.popen is None or code is None:
                 continue
-            process.read()
+            if process.popen.stderr is not None:
+                process.read(process.popen.stderr.fileno())
             peer = process.peer
             if peer is not None and (peer.lost or peer.process is not process):  # that host is tried anew by another
-                self._forget(process)
+                self._processes.remove(process)
+                if process.popen.stderr is not None:
+                    self.loop.unwatch(process.popen.stderr.fileno())
+                    process.popen.stderr.close()
                 continue
             why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
             if peer is None:
-                _kill(process)
+                process.kill()
                 self._processes.remove(process)
                 for waiting in self.peers:
                     if not waiting.ready or waiting.left:
                         self.lose(waiting, why)
             elif not peer.ready and not peer.lost:
                 self.lose(peer, why)
-
-    def _forget(self, process: StarterProcess) -> None:
-        self._processes.remove(process)
-        if process.popen is not None and process.popen.stderr is not None:
-            self.loop.unwatch(process.popen.stderr.fileno())
-            process.popen.stderr.close()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -267,7 +264,7 @@ class Control:
             self.loop.unwatch(peer.channel.reader)
             peer.channel.close()
         if peer.process is not None:
-            _kill(peer.process)
+            peer.process.kill()
         for pid in peer.pids if peer.local else ():  # should its guard be gone with it
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -290,7 +287,7 @@ class Control:
             self.on_signal(message["number"])
         if not self._front.open:  # the user's process was killed
             for process in self._processes:
-                _kill(process)
+                process.kill()
             os._exit(1)  # every connection closes with this process, and with it every rank ends
 
     def _show(self, descriptor: int, data: bytes) -> None:
@@ -298,7 +295,7 @@ class Control:
 
     def _hold(self, held: bool) -> None:
         """Ranks wait while the terminal does not move: nothing is lost, nothing piles up."""
-        if held == self._held or (self._held and self._front.waiting > HELD_BYTES // 4):
+        if held == self._held or (self._held and self._front.waiting > FULL_BYTES // 4):
             return
         self._held = held
         for peer in self.peers:
@@ -323,17 +320,4 @@ class Control:
             if peer.channel is not None:
                 peer.channel.close()
         for process in self._processes:
-            _kill(process)
-
-
-def _kill(process: StarterProcess) -> None:
-    """End a starter and what it started here, such as the ssh of pdsh."""
-    if process.popen is None:
-        return
-    found = helpers_of(process.pid if process.peer is not None else os.getpid())  # of one for all, orphans too
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(timeout=0.5)
-    kill(found)
+            process.kill()

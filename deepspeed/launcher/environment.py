@@ -74,15 +74,6 @@ def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, NodePlacement]:
     return placed
 
 
-def without_starter(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, less those by which MPI, SLURM or torchrun told the agent a rank of its own."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in STARTER_NAMES and not name.startswith(STARTER_PREFIXES)
-    }
-
-
 def parse_cores(text: str) -> list[int]:
     """The cores of a list such as `0-3,8`; an empty text means those this process may use."""
     if not text:
@@ -115,23 +106,23 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
     Raises:
         LaunchError: a name is none, a line has another form, or a variable is not set.
     """
-    found: dict[tuple[str, str | None], str] = {}
+    variables: dict[tuple[str, str | None], str] = {}
     if several_hosts:
         taken = (name for name in os.environ if name.startswith(tuple(EXPORT_ENVS)))
         if "AISC_JOB_NAME" in os.environ:  # its nodes have their own
             taken = (name for name in taken if name not in ("NCCL_IB_HCA", "UCX_NET_DEVICES"))
-        found.update({(name, None): os.environ[name] for name in taken})
+        variables.update({(name, None): os.environ[name] for name in taken})
     for path in environment_files():
-        found.update(_for_hosts(_read_environment_file(path), hosts, path))
+        variables.update(_for_hosts(_read_environment_file(path), hosts, path))
     for text in options:
         name, host, value = _declaration(text, f"--export {text.partition('=')[0]!r}")
         if value is None and name not in os.environ:
             raise LaunchError(f"--export {text!r}: {name} is not set here; give it a value: {name}=…")
-        found[name, host] = os.environ[name] if value is None else value
-    for (name, _), value in found.items():
+        variables[name, host] = os.environ[name] if value is None else value
+    for (name, _), value in variables.items():
         if "\0" in value:
             raise LaunchError(f"the value of {name} holds a zero byte, which no environment can")
-    exports: list[Export] = [(name, value, host) for (name, host), value in found.items()]
+    exports: list[Export] = [(name, value, host) for (name, host), value in variables.items()]
     return sorted(exports, key=lambda export: export[2] is not None)  # what is for one host wins
 
 

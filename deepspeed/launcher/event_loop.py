@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed.errors import LaunchError
 
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Those that a user or a scheduler sends to the job's ranks."""
 OWN_DESCRIPTORS = 64
-"""Open at most, beside those of the hosts."""
+"""Most that are open besides those of the hosts."""
 
 
 def make_room(descriptors: int) -> None:
@@ -46,7 +48,7 @@ class Loop:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def unwatch(self, descriptor: int) -> None:
-        """No longer."""
+        """Stop watching a descriptor; one that is not watched is ignored."""
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
@@ -67,7 +69,7 @@ class Loop:
             action()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all timers and descriptors."""
         self._due.clear()
         self._selector.close()
 

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.launcher.channel import Channel
+from deepspeed.launcher.event_loop import FORWARDED_SIGNALS
 
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOST = 1
 """Exit code when the process that ran the job is gone."""
 LAST_BYTES = 16384
-"""Of the errors shown that are kept for whoever has to report them elsewhere."""
+"""Of the errors shown that are kept for a report elsewhere."""
 
 _last_errors = bytearray()
 
@@ -66,40 +66,36 @@ def run_behind(work: Callable[[Channel], int]) -> int:
     Returns:
         The exit code of `work`; 1 when its process was killed.
     """
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _be_behind(work, Channel(descriptor := theirs.detach(), descriptor))
-    theirs.close()
-    return _show(Channel(descriptor := ours.detach(), descriptor), pid)
-
-
-def _be_behind(work: Callable[[Channel], int], channel: Channel) -> None:
-    code = LOST
-    try:
-        os.setsid()
-        sys.stdout = Screen(channel, 1)  # pyright: ignore[reportAttributeAccessIssue]
-        sys.stderr = Screen(channel, 2)  # pyright: ignore[reportAttributeAccessIssue]
-        code = work(channel)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        channel.send("exit", code=code)
-        while channel.waiting and channel.open:
-            select.select([], [channel.writer], [], 1.0)
-            channel.flush()
-        os._exit(code)
+        parent_end.close()
+        channel, code = Channel(descriptor := child_end.detach(), descriptor), LOST
+        try:
+            os.setsid()
+            sys.stdout = Screen(channel, 1)  # pyright: ignore[reportAttributeAccessIssue]
+            sys.stderr = Screen(channel, 2)  # pyright: ignore[reportAttributeAccessIssue]
+            code = work(channel)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            channel.send("exit", code=code)
+            while channel.waiting and channel.open:
+                select.select([], [channel.writer], [], 1.0)
+                channel.flush()
+            os._exit(code)
+    child_end.close()
+    return _show(Channel(descriptor := parent_end.detach(), descriptor), pid)
 
 
 def _show(channel: Channel, pid: int) -> int:
-    def hand_on(number: int, _: Any) -> None:
+    def forward(number: int, _: Any) -> None:
         channel.send("signal", number=number)
 
-    handled = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hand_on) for number in handled}
+    handled = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     code, dead = LOST, set[int]()
     try:
         while channel.open:
@@ -109,7 +105,7 @@ def _show(channel: Channel, pid: int) -> int:
                 if message["kind"] == "exit":
                     code = message["code"]
                 elif message["kind"] == "out":
-                    _show_text(message["to"], data, dead)
+                    _write_all(message["to"], data, dead)
     finally:
         channel.close()
         for number, handler in before.items():
@@ -119,23 +115,17 @@ def _show(channel: Channel, pid: int) -> int:
     return code
 
 
-def _show_text(descriptor: int, data: bytes, dead: set[int]) -> None:
+def _write_all(descriptor: int, data: bytes, dead: set[int]) -> None:
+    """Write to a stream unless nobody will ever read it. A full disk loses the text and is no reason to stop."""
     if descriptor == 2:
         _last_errors.extend(data)
         del _last_errors[:-LAST_BYTES]
-    if descriptor not in dead and not _wrote(descriptor, data):
-        dead.add(descriptor)
-
-
-def _wrote(descriptor: int, data: bytes) -> bool:
-    """Write all of it; False when nobody will ever take it. A full disk loses it and is no reason to stop."""
-    while data:
+    while data and descriptor not in dead:
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select([], [descriptor], [], 1.0)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                return True
-            return False
-    return True
+                return
+            dead.add(descriptor)

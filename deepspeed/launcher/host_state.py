@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.environment import NodePlacement
@@ -28,12 +31,10 @@ class StarterProcess:
     peer: HostState | None
     tail: bytes = b""
 
-    def read(self) -> bool:
-        """Take what it says on standard error; False at its end."""
-        if self.popen is None or self.popen.stderr is None:
-            return False
+    def read(self, descriptor: int) -> bool:
+        """Read more of one of its outputs; False at its end."""
         try:
-            data = os.read(self.popen.stderr.fileno(), TAIL_BYTES)
+            data = os.read(descriptor, TAIL_BYTES)
         except BlockingIOError:
             return True
         except OSError:
@@ -42,13 +43,53 @@ class StarterProcess:
         return bool(data)
 
     def says(self) -> str:
-        """Its last words, in one line."""
+        """Its last lines, joined."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
         return "; ".join(line for line in lines[-6:] if line)
 
     def code(self) -> int | None:
         """Its exit code once it has ended."""
         return 0 if self.popen is None else self.popen.poll()
+
+    def kill(self) -> None:
+        """End it and everything it started here, such as the ssh of pdsh."""
+        if self.popen is None:
+            return
+        helpers = self._helpers(self.pid if self.peer is not None else os.getpid())  # of one for all, orphans too
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout=0.5)
+        for pid in helpers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    @classmethod
+    def _helpers(cls, pid: int) -> list[int]:
+        """Everything below a process but agents, which end with their connection, and what is below those."""
+        children: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                    int(stat.parent.name)
+                )
+        own, helpers, waiting = cls._program(os.getpid()), list[int](), [pid]
+        while waiting:
+            for child in children.get(waiting.pop(), ()):
+                program = cls._program(child)
+                if program and program != own:
+                    helpers.append(child)
+                    waiting.append(child)
+        return helpers
+
+    @staticmethod
+    def _program(pid: int) -> str:
+        """The file a process runs; empty when it has ended."""
+        try:
+            return os.readlink(f"/proc/{pid}/exe")
+        except OSError:
+            return ""
 
 
 @dataclass(eq=False)

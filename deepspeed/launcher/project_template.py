@@ -163,7 +163,7 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
         zero["offload_optimizer"] = place
         if options.stage == 3:
             zero["offload_param"] = place
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_batch_size": options.batch,
         "gradient_accumulation_steps": options.accumulate,
         "gradient_clipping": 1.0,
@@ -173,8 +173,8 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
         "steps_per_print": 1_000_000,
     }
     if options.precision != "fp32":
-        made[options.precision] = {"enabled": True}
-    return made
+        settings[options.precision] = {"enabled": True}
+    return settings
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -186,7 +186,18 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when nothing was written.
     """
-    options = _parser().parse_args(args)
+    parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
+    add("--model", choices=sorted(_MODELS), default="vectors", help="what the model sees")
+    add("--stage", type=int, choices=[0, 1, 2, 3], default=2, help="ZeRO stage: 0 nothing is split … 3 everything")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    add("--offload", choices=["none", "cpu", "nvme"], default="none", help="where optimizer state (stage 3: all) rests")
+    add("--batch", type=int, default=32, help="samples of an update, over all ranks")
+    add("--accumulate", type=int, default=1, help="micro-batches of an update")
+    add("--checkpoints", action="store_true", help="save after each epoch, go on from the last")
+    add("--force", action="store_true", help="write over files that exist")
+    options = parser.parse_args(args)
     problem = _problem(options)
     if problem:
         print(f"ds_new: {problem}", file=sys.stderr)
@@ -213,21 +224,6 @@ def _problem(options: argparse.Namespace) -> str:
             f"--batch {options.batch} is over all ranks and micro-batches: a multiple of --accumulate and of the ranks"
         )
     return ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
-    add = parser.add_argument
-    add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
-    add("--model", choices=sorted(_MODELS), default="vectors", help="what the model sees")
-    add("--stage", type=int, choices=[0, 1, 2, 3], default=2, help="ZeRO stage: 0 nothing is split … 3 everything")
-    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    add("--offload", choices=["none", "cpu", "nvme"], default="none", help="where optimizer state (stage 3: all) rests")
-    add("--batch", type=int, default=32, help="samples of an update, over all ranks")
-    add("--accumulate", type=int, default=1, help="micro-batches of an update")
-    add("--checkpoints", action="store_true", help="save after each epoch, go on from the last")
-    add("--force", action="store_true", help="write over files that exist")
-    return parser
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
+import struct
 import tempfile
+import termios
 import time
 import tty
 from collections.abc import Callable
@@ -18,15 +21,9 @@ KEPT_JOBS = 10
 
 
 def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
-    """The folder of this attempt's logs.
+    """The folder of an attempt's logs: in `named`, or of this user in the temporary folder, which keeps the last jobs.
 
-    Args:
-        named: the folder the user asked for; empty takes one of this user in the temporary folder.
-        job: identifier of the job.
-        attempt: its number, from 0.
-
-    Returns:
-        The folder, or None where nothing can be written: that is no reason not to train.
+    None where nothing can be written: that is no reason not to train.
     """
     if named:
         folder = Path(named) / f"attempt{attempt}"
@@ -39,7 +36,9 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
             parent = Path(tempfile.mkdtemp(prefix="deepspeed-"))
         folder = parent / job / f"attempt{attempt}"
         if not folder.parent.exists():
-            _prune(parent)
+            with contextlib.suppress(OSError):
+                for old in _by_age(parent)[KEPT_JOBS - 1 :]:
+                    shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
@@ -57,13 +56,6 @@ def jobs() -> list[Path]:
 
 def _by_age(parent: Path) -> list[Path]:
     return sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def _prune(parent: Path) -> None:
-    """Remove the folders of old jobs, those that are being written excepted."""
-    with contextlib.suppress(OSError):
-        for old in _by_age(parent)[KEPT_JOBS - 1 :]:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 TAIL_BYTES = 64 * 1024
@@ -100,17 +92,9 @@ def open_channel(terminal: Size | None) -> tuple[int, int]:
     else:
         reader, writer = os.openpty()
         tty.setraw(writer)
-        _set_size(writer, terminal)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
     os.set_blocking(reader, False)
     return reader, writer
-
-
-def _set_size(descriptor: int, size: Size) -> None:
-    import fcntl
-    import struct
-    import termios
-
-    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
 
 
 class Log:
@@ -137,7 +121,7 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file; what is written afterwards is dropped."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):

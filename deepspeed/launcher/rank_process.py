@@ -1,4 +1,4 @@
-"""Rank processes that end with the launcher, and the helper processes of a starter."""
+"""Rank processes that end with the launcher."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Rank:
         self.ended_at = 0.0
         self.peak_memory = 0
         self.log_path = start.log_path
-        self._log = _open_log(start.log_path)
+        self._log: Log | None = None
+        with contextlib.suppress(OSError):  # a disk that takes no log is no reason not to train
+            self._log = Log(start.log_path) if start.log_path is not None else None
         self.streams: list[Stream] = []
         writers: list[int] = []
         try:
@@ -78,7 +80,7 @@ class Rank:
                 stderr=writers[1],
                 # A session of its own: Ctrl-C reaches the rank once, through the launcher, and the group can be killed.
                 start_new_session=True,
-                preexec_fn=_before_exec(os.getpid(), start.cores),
+                preexec_fn=self._before_exec(os.getpid(), start.cores),
             )
         finally:
             for writer in writers:
@@ -127,39 +129,27 @@ class Rank:
 
     def kill_group(self) -> None:
         """Kill the process and everything it started that stayed in its group."""
-        _kill_group(self.process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @staticmethod
+    def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
+        def prepare() -> None:
+            if _prctl is not None:
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:  # it died before the line above
+                os._exit(1)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        return prepare
 
 
-def _open_log(path: Path | None) -> Log | None:
-    """The log at `path`; none where the disk does not allow it, which is no reason not to train."""
-    try:
-        return None if path is None else Log(path)
-    except OSError:
-        return None
-
-
-def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
-    def prepare() -> None:
-        if _prctl is not None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the line above
-            os._exit(1)
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
-
-    return prepare
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def close_all_but(*kept: int) -> None:
+def close_all_but(*descriptors: int) -> None:
     """Close every inherited descriptor but those and the three standard ones."""
     listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
     for descriptor in map(int, listed):
-        if descriptor > 2 and descriptor not in kept:
+        if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -175,8 +165,8 @@ class Guard:
         self._pid = os.fork()
         if self._pid == 0:
             os.setsid()
-            close_all_but(reader)  # the other ends are somebody's life
-            _wait_and_kill(reader)
+            close_all_but(reader)  # an end that stayed open here would hide from others that it was closed
+            self._kill_groups_at_end(reader)
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
@@ -189,51 +179,12 @@ class Guard:
         os.waitpid(self._pid, 0)
         os.close(self._writer)
 
-
-def _wait_and_kill(reader: int) -> None:
-    try:
-        with open(reader) as lines:
-            for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
-                _kill_group(group)
-    finally:
-        os._exit(0)
-
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what is left when a child of this process ends before its own children."""
-    if _prctl is not None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def helpers_of(pid: int) -> list[int]:
-    """Everything below a process but agents, which end with their connection, and what is below those."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-    own, found, waiting = _program(os.getpid()), list[int](), [pid]
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            program = _program(child)
-            if program and program != own:
-                found.append(child)
-                waiting.append(child)
-    return found
-
-
-def _program(pid: int) -> str:
-    """The file a process runs; empty when it has ended."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
-
-
-def kill(pids: list[int]) -> None:
-    """Kill what is left of these."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    @staticmethod
+    def _kill_groups_at_end(reader: int) -> None:
+        try:
+            with open(reader) as lines:
+                for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(group, signal.SIGKILL)
+        finally:
+            os._exit(0)

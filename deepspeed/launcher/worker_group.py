@@ -90,8 +90,8 @@ class WorkerGroup:
             f"rank {message['rank']} of {self.world} failed first "
             f"(host {message['host']}, pid {message['pid']}{log}): {message['means']}\n{message['words']}"
         )
-        at = time.monotonic() - message["ago"]
-        self._fail(Failure(at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
+        failed_at = time.monotonic() - message["ago"]
+        self._fail(Failure(failed_at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
     def lost(self, peer: HostState, why: str) -> None:
         """A host is gone, and its ranks with it."""

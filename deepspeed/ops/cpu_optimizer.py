@@ -143,8 +143,8 @@ class HostOptimizer(GroupOptimizer):
             self._step_in_torch(group, param, fold, state)
 
     def _step_natively(self, group: State, param: Tensor, fold: Fold, state: State) -> bool:
-        found = library()
-        if found is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
+        native = library()
+        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
             return False
         moments = [state[name] for name in self.moments]
         tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
@@ -162,7 +162,7 @@ class HostOptimizer(GroupOptimizer):
             self.factor,
         )
         rule = (ctypes.c_float * len(numbers))(*numbers)
-        getattr(found, self.kernel)(ctypes.byref(leaf), rule, ctypes.c_int(threads()))
+        getattr(native, self.kernel)(ctypes.byref(leaf), rule, ctypes.c_int(threads()))
         increment_version(param)
         return True
 
@@ -181,9 +181,9 @@ class HostOptimizer(GroupOptimizer):
             counted.update(zip(shaped, new_moments, strict=True))
             scaled = gradient.to(values.device, dtype).contiguous().mul(self.factor)
             self.update(group, [new_values], [scaled], [counted])
-            for kept, new in zip([values, *moments], [new_values, *new_moments], strict=True):
-                if kept is not new:
-                    kept.copy_(new)
+            for old, new in zip([values, *moments], [new_values, *new_moments], strict=True):
+                if old is not new:
+                    old.copy_(new)
             if copy is not values:
                 copy.copy_(new_values)
         state.update({name: value for name, value in counted.items() if name not in shaped})

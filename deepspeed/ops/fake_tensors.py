@@ -57,16 +57,16 @@ class Valueless(DispatchMode):
             return True if name == "equal" else _NUMBER
         if kind == "write":
             return self._write(func, without, args, kwargs)
-        made = None if name in _RUN else self._shapes(func, args, kwargs)
-        if made is None:  # no meta kernel, or sizes that depend on values
+        shapes = None if name in _RUN else self._shapes(func, args, kwargs)
+        if shapes is None:  # no meta kernel, or sizes that depend on values
             out = func(*args, **kwargs)
             if without:
                 self._mark(tensor for tensor in tensors_in(out) if tensor.is_floating_point())
             return out
-        floats = [t for t in tensors_in(made) if t.is_floating_point() or t.is_complex()]
+        floats = [t for t in tensors_in(shapes) if t.is_floating_point() or t.is_complex()]
         if not without and not any(t.numel() > _SMALL for t in floats):
             return func(*args, **kwargs)
-        return self._stand_in(made, args, name, _where(args, kwargs))
+        return self._stand_in(shapes, args, name, _where(args, kwargs))
 
     def _write(self, func: Any, without: bool, args: Any, kwargs: Any) -> Any:
         written = list(_written(func, args, kwargs))
@@ -93,7 +93,7 @@ class Valueless(DispatchMode):
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return None
 
-    def _stand_in(self, made: Any, args: Any, name: str, device: torch.device) -> Any:
+    def _stand_in(self, shapes: Any, args: Any, name: str, device: torch.device) -> Any:
         def stand(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_floating_point() or tensor.is_complex():
                 new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -106,7 +106,7 @@ class Valueless(DispatchMode):
                 return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
-        return _mapped(made, stand)
+        return _mapped(shapes, stand)
 
     def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -136,8 +136,8 @@ def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
     """Where a call puts what it makes: where it is told to, else where its arguments are."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
-    found = [tensor.device for tensor in tensors_in((args, kwargs))]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+    devices = [tensor.device for tensor in tensors_in((args, kwargs))]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

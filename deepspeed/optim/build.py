@@ -23,8 +23,8 @@ from deepspeed.ops.muon import Muon
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint " (did you mean 'x'?)" when a known name resembles `name`, ignoring case, and "" otherwise."""
     by_lower = {other.lower(): other for other in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], error: type[ArgumentError]) -> Any:
@@ -150,10 +150,10 @@ RECIPES: dict[str, Callable[[Params], Recipe]] = {
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
+    attributes = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
     return {
         name: cls
-        for name, cls in found.items()
+        for name, cls in attributes.items()
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
 

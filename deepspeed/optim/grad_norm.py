@@ -131,8 +131,8 @@ class CheckOverflow:
             norm_group: of this rank's gradients.
             reduce_overflow: ask the other ranks too; then all call together.
         """
-        found = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
-        return self._anywhere(found) if reduce_overflow else found
+        overflow = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
+        return self._anywhere(overflow) if reduce_overflow else overflow
 
     def has_overflow_serial(self, params: Params) -> bool:
         """Whether a gradient on this rank is not finite."""
@@ -142,11 +142,11 @@ class CheckOverflow:
         """Whether a gradient on any rank is not finite; all ranks call together."""
         return self._anywhere(self.has_overflow_serial(params))
 
-    def _anywhere(self, found: bool) -> bool:
+    def _anywhere(self, overflow: bool) -> bool:
         if not is_initialized():
-            return found
+            return overflow
         group = None if self.mpu is None or self.zero_reduce_scatter else self.mpu.get_model_parallel_group()
-        flag = torch.tensor([float(found)])
+        flag = torch.tensor([float(overflow)])
         all_reduce(flag, op=ReduceOp.MAX, group=group)
         return bool(flag.item())
 
@@ -156,11 +156,11 @@ class CheckOverflow:
 
 
 def _flat(groups: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    params: list[torch.Tensor] = []
     for group in groups:
         inside = group["params"] if isinstance(group, dict) else group
-        found += [inside] if isinstance(inside, torch.Tensor) else list(inside)
-    return found
+        params += [inside] if isinstance(inside, torch.Tensor) else list(inside)
+    return params
 
 
 def get_grad_norm(
@@ -198,10 +198,10 @@ def clip_grad_norm_(
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     # A managed parameter assembles its gradient at each look: look once.
-    found = [(p, gradient) for p in listed if (gradient := p.grad) is not None]
-    norm = _norm([gradient for p, gradient in found if mpu is None or _counts(p, mpu)], norm_type, mpu)
+    gradients = [(p, gradient) for p in listed if (gradient := p.grad) is not None]
+    norm = _norm([gradient for p, gradient in gradients if mpu is None or _counts(p, mpu)], norm_type, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, gradient in found:
+    for _, gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
     return norm
 

@@ -374,10 +374,10 @@ class OneCycle(LRSchedule):
         return super()._apply()
 
     def _has_momentum(self) -> bool:
-        found = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
-        if not found:
+        has_momentum = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+        if not has_momentum:
             log_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
-        return found
+        return has_momentum
 
 
 def _stairs(progress: float, count: int) -> float:
@@ -495,8 +495,8 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     name = getattr(args, LR_SCHEDULE, None)
     if name not in SCHEDULES:
         return None, f"--{LR_SCHEDULE} is {name!r}; use one of {', '.join(SCHEDULES)}"
-    given = {p.name: getattr(args, p.name, None) for p in _parameters(name)}
-    return {"type": name, "params": {key: value for key, value in given.items() if value is not None}}, None
+    options = {p.name: getattr(args, p.name, None) for p in _parameters(name)}
+    return {"type": name, "params": {key: value for key, value in options.items() if value is not None}}, None
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:

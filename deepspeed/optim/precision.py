@@ -34,7 +34,7 @@ def compute_dtypes(
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
-    kept: set[Parameter] = set()
+    stays_fp32: set[Parameter] = set()
     own = own_state(module)  # as buffers, these keep their dtype
     for name, child in module.named_modules():
         stays = isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns)
@@ -42,8 +42,8 @@ def compute_dtypes(
             if param.is_floating_point() and param not in own:
                 wanted[param] = dtype
                 if stays:
-                    kept.add(param)
-    return {p: torch.float32 if p in kept else d for p, d in wanted.items()}
+                    stays_fp32.add(param)
+    return {p: torch.float32 if p in stays_fp32 else d for p, d in wanted.items()}
 
 
 def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
@@ -58,9 +58,9 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         DeepSpeedConfigError: All layers keep another dtype; names the policy that goes with the block.
     """
-    found, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
-    if found and dtype != torch.float32 and wanted not in found.values():
-        name, other = next(iter(found.items()))
+    by_layer, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
+    if by_layer and dtype != torch.float32 and wanted not in by_layer.values():
+        name, other = next(iter(by_layer.items()))
         block = next(short for short, full in DTYPES.items() if full == dtype)
         raise DeepSpeedConfigError(
             f"the block '{block}' asks for {wanted}, but Keras layer '{name}' computes in {other}, as all others do, "
@@ -78,13 +78,13 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str]
         keep_fp32: as in `compute_dtypes`; the buffers of modules that stay float32, and of those below them, are left.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
-    kept: set[nn.Module] = set()
+    excluded: set[nn.Module] = set()
     for name, child in module.named_modules():
         if isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns):
-            kept.update(child.modules())
+            excluded.update(child.modules())
     for child in module.modules():
         for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and child not in kept:
+            if buffer is not None and buffer.is_floating_point() and child not in excluded:
                 child._buffers[name] = buffer.to(dtype)
 
 

@@ -144,9 +144,9 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
     """The largest difference, of the distance that anything moved; inf where something is not finite on one side."""
     worst = 0.0
-    for one, other in zip(left, right, strict=True):
-        gap = torch.where(one == other, torch.zeros_like(one), (one - other).abs())
-        gap = gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(torch.inf, torch.inf)
+    for value_left, other in zip(left, right, strict=True):
+        gap = torch.where(value_left == other, torch.zeros_like(value_left), (value_left - other).abs())
+        gap = gap.masked_fill(value_left.isnan() & other.isnan(), 0.0).nan_to_num(torch.inf, torch.inf)
         worst = max(worst, float(gap.max()) if gap.numel() else 0.0)
     return worst / moved if moved else worst
 
@@ -198,10 +198,10 @@ class _Copy:
             self._remember(group, {})
         left, left_out = {id(tensor) for tensor in self.tensors.values()}, torch.zeros(1)
         for group in groups_of(optimizer):
-            kept = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
+            copies = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
             twin = self._memo[id(group)]
             twin.update({key: copy.deepcopy(value, self._memo) for key, value in group.items() if key != "params"})
-            twin["params"] = kept
+            twin["params"] = copies
             _set_rate(twin)
             for param in group["params"]:
                 self._remember(param, small.get(id(param), left_out))
@@ -364,7 +364,11 @@ def _own_methods(cls: type) -> list[str]:
 
 
 def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
-    pairs = [(a, b) for ours, theirs in zip(left, right, strict=True) for a, b in zip(ours, theirs, strict=False)]
+    pairs = [
+        (a, b)
+        for left_values, right_values in zip(left, right, strict=True)
+        for a, b in zip(left_values, right_values, strict=False)
+    ]
     return [*map(len, left)] == [*map(len, right)] and all(
         a.shape == b.shape and bool((a == b).all()) for a, b in pairs
     )

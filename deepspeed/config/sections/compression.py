@@ -17,7 +17,7 @@ Schedule = Literal["step", "cubic"]
 def _partners(value: object) -> object:
     """One list of expressions per entry of `modules`; a bare string stands for a list of one."""
     if isinstance(value, list):
-        return [[one] if isinstance(one, str) else one for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [[entry] if isinstance(entry, str) else entry for entry in value]  # pyright: ignore[reportUnknownVariableType]
     return value
 
 
@@ -257,7 +257,7 @@ class CompressionTraining(Section):
         """Whether anything is to be done while training."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
         beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
-        return beside or any(one.shared_parameters.enabled for one in techniques)
+        return beside or any(technique.shared_parameters.enabled for technique in techniques)
 
     @property
     def pruning(self) -> dict[str, Technique]:

@@ -84,8 +84,8 @@ def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, 
     else:
         gradient = gradient + decay * before
     for moment, beta, power in (("exp_avg", beta1, 1), ("exp_avg_sq", beta2, 2)):
-        kept = state[moment].to(dtype) - (1 - beta) * gradient**power
-        kept = kept / beta if beta and step > 1 else torch.zeros_like(kept)
-        state[moment].copy_(kept.clamp(min=0) if power == 2 else kept)
+        previous = state[moment].to(dtype) - (1 - beta) * gradient**power
+        previous = previous / beta if beta and step > 1 else torch.zeros_like(previous)
+        state[moment].copy_(previous.clamp(min=0) if power == 2 else previous)
     param.copy_(before)
     state["step"] -= 1

@@ -32,8 +32,8 @@ class BlockFile:
     @classmethod
     def unnamed(cls, folder: str) -> BlockFile:
         """Make a file in `folder` that has no name: the system frees it when this process ends, however it ends."""
-        with tempfile.TemporaryFile(dir=folder, prefix="deepspeed-", buffering=0) as made:
-            plain = os.dup(made.fileno())
+        with tempfile.TemporaryFile(dir=folder, prefix="deepspeed-", buffering=0) as temporary:
+            plain = os.dup(temporary.fileno())
         name = f"{os.path.join(folder, '')}#{os.fstat(plain).st_ino} (unnamed, /proc/{os.getpid()}/fd/{plain})"
         return cls(name, plain, _open_direct(f"/proc/self/fd/{plain}", os.O_RDWR, folder))
 

@@ -112,26 +112,26 @@ class _Between:
 def _move(job: ThreadJob, start: int, stop: int, between: _Between) -> tuple[int, int]:
     """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
     call = os.pwritev if job.writing else os.preadv
-    at, refused = start, job.file.direct < 0
-    while at < stop:
+    position, refused = start, job.file.direct < 0
+    while position < stop:
         # What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno.
-        direct = not refused and (job.offset + at) % ALIGNMENT == 0 and stop - at >= ALIGNMENT
-        end = stop - (stop - at) % ALIGNMENT if direct else stop
-        memory = job.memory[at:end]
-        through = direct and not (job.aligned and at % ALIGNMENT == 0)
-        used = between.view(end - at) if through else memory
+        direct = not refused and (job.offset + position) % ALIGNMENT == 0 and stop - position >= ALIGNMENT
+        end = stop - (stop - position) % ALIGNMENT if direct else stop
+        memory = job.memory[position:end]
+        through = direct and not (job.aligned and position % ALIGNMENT == 0)
+        used = between.view(end - position) if through else memory
         if through and job.writing:
             used[:] = memory
         try:
-            count = call(job.file.direct if direct else job.file.plain, [used], job.offset + at)
+            count = call(job.file.direct if direct else job.file.plain, [used], job.offset + position)
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
                 refused = True
                 continue
-            return at - start, error.errno or -1
+            return position - start, error.errno or -1
         if count == 0:
             break
         if through and not job.writing:
             memory[:count] = used[:count]
-        at += count
-    return at - start, 0
+        position += count
+    return position - start, 0
