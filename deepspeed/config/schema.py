@@ -49,10 +49,7 @@ def child_of(field: FieldInfo) -> Child | None:
     for mark in field.metadata:
         if isinstance(mark, Kwargs):
             return Child(mark.model, "kwargs")
-    return _child_in(field.annotation)
-
-
-def _child_in(annotation: Any) -> Child | None:
+    annotation: Any = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return Child(annotation, "block")
     shapes: dict[Any, Shape] = {list: "list", dict: "named"}
@@ -132,10 +129,3 @@ def sections_by_path() -> dict[str, type[Section]]:
 
     visit(TopLevel, "")
     return sections
-
-
-def field_at(path: str) -> FieldInfo | None:
-    """The field at a canonical JSON path, or None."""
-    parent, _, name = path.rpartition(".")
-    section = sections_by_path().get(parent)
-    return None if section is None else section.model_fields.get(name)

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from deepspeed.config.base_model import Section, is_number, note_of
 from deepspeed.config.errors import Problem, nearest, show, wrong
 from deepspeed.config.parse import Reading
-from deepspeed.config.schema import child_of, default_of, field_at, kind_of
+from deepspeed.config.schema import child_of, default_of, kind_of, sections_by_path
 from deepspeed.config.sections.compression import (
     CompressionTraining,
     ExpertShared,
@@ -22,8 +22,7 @@ from deepspeed.config.sections.compression import (
     Technique,
     WeightTechnique,
 )
-from deepspeed.config.sections.optimizer import NOT_YET, OptimizerParams
-from deepspeed.config.sections.scheduler import ARGUMENTS, REQUIRED, SchedulerParams
+from deepspeed.config.sections.optimizer import ARGUMENTS, NOT_YET, REQUIRED, OptimizerParams, SchedulerParams
 from deepspeed.config.sections.top import TopLevel
 
 _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
@@ -85,20 +84,14 @@ def _grouped(path: str, groups: dict[str, Any], needed: str) -> Iterator[Problem
         if getattr(group.params, needed) is None:
             yield Problem(f"{path}.different_groups.{name}.params.{needed} is missing")
         for expression in group.modules:
-            if expression != "*" and not _compiles(expression):
+            try:
+                re.compile(expression if expression != "*" else "")
+            except re.error:
                 yield wrong(f"{path}.different_groups.{name}.modules", expression, "is no regular expression")
         related = group.related_modules
         if related is not None and len(related) != len(group.modules):
             text = f"needs one list per entry of modules: {len(related)} lists, {len(group.modules)} entries"
             yield wrong(f"{path}.different_groups.{name}.related_modules", related, text)
-
-
-def _compiles(expression: str) -> bool:
-    try:
-        re.compile(expression)
-    except re.error:
-        return False
-    return True
 
 
 def _pruning_problems(path: str, technique: Technique) -> Iterator[Problem]:
@@ -154,20 +147,19 @@ _LIMITS = {
 
 
 def to_sections(reading: Reading) -> TopLevel:
-    """The typed sections; values of a wrong type or range are reported and left at their default.
-
-    Args:
-        reading: what was read; problems are added to it.
-
-    Returns:
-        The frozen top level.
-    """
+    """The typed sections; values of a wrong type or range become problems of `reading` and stay at their default."""
     while True:
         try:
             top = TopLevel.model_validate(reading.tree)
         except ValidationError as error:
             for path in _report(error.errors(include_url=False), reading):
-                _drop(reading.tree, path)
+                # The wrong element of a list takes the whole list with it, so that indices stay true.
+                end = next((place for place, part in enumerate(path) if isinstance(part, int)), len(path))
+                *blocks, last = path[:end]
+                tree = reading.tree
+                for block in blocks:
+                    tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
+                tree.pop(last, None)
             continue
         reading.warnings += _without_effect(top, reading)
         return top
@@ -189,7 +181,9 @@ def _report(errors: list[ErrorDetails], reading: Reading) -> list[tuple[Any, ...
         bad.setdefault(_existing(error["loc"], reading.tree), []).append(error)
     for path, details in bad.items():
         dotted = ".".join(str(part) for part in path)
-        value = _value_at(reading.tree, path)
+        value: Any = reading.tree
+        for part in path:
+            value = value[part]
         texts = list(dict.fromkeys(_words(error, dotted) for error in details))
         reading.problems.append(wrong(reading.name(dotted), value, " or ".join(texts)))
     return list(bad)
@@ -201,7 +195,9 @@ def _words(error: ErrorDetails, path: str) -> str:
         return limit.format(**error.get("ctx", {}))
     if error["type"] == "value_error":
         return error["msg"].removeprefix("Value error, ")
-    field = field_at(path)
+    parent, _, name = path.rpartition(".")
+    section = sections_by_path().get(parent)
+    field = None if section is None else section.model_fields.get(name)
     if field is None:
         return error["msg"][0].lower() + error["msg"][1:]
     child = child_of(field)
@@ -219,21 +215,6 @@ def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
         path.append(part)
         tree = cast(Any, tree)[part]
     return tuple(path)
-
-
-def _value_at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for part in path:
-        tree = tree[part]
-    return tree
-
-
-def _drop(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Forget a wrong value; the element of a list takes the whole list with it, so that indices stay true."""
-    position = next((position for position, part in enumerate(path) if isinstance(part, int)), len(path))
-    *blocks, last = path[:position]
-    for block in blocks:
-        tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
-    tree.pop(last, None)
 
 
 def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) -> Iterator[Problem]:
@@ -332,8 +313,13 @@ def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[
     Yields:
         One problem per value.
     """
-    if section.switch and not _asks(section, section.switch):
-        return
+    if section.switch:  # is the key that turns the block on away from its default?
+        *blocks, switch = section.switch.split(".")
+        block = section
+        for part in blocks:
+            block = cast(Section, getattr(block, part))
+        if not _differs(type(block).model_fields[switch], getattr(block, switch)):
+            return
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value: Any = getattr(section, name)
@@ -365,11 +351,3 @@ def _refusal(field: FieldInfo) -> str:
 
 def _differs(field: FieldInfo, value: Any) -> bool:
     return value != default_of(field) and value not in note_of(field).idle
-
-
-def _asks(section: Section, switch: str) -> bool:
-    """Whether the key that turns a block on is away from its default."""
-    here: Any = section
-    for part in switch.split("."):
-        section, here = here, getattr(here, part)
-    return _differs(type(section).model_fields[switch.rpartition(".")[2]], here)
