@@ -151,17 +151,7 @@ class BatchSizes:
 
 
 def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes | str:
-    """Derive what is missing of the batch triple and check that it holds.
-
-    Args:
-        train: samples per optimizer step over all ranks, or None.
-        micro: samples per rank and forward, or None.
-        steps: micro-batches per optimizer step, or None.
-        world: data-parallel ranks.
-
-    Returns:
-        The triple, or the text of the problem.
-    """
+    """The batch triple for `world` data-parallel ranks, with what is None derived; or the text of the problem."""
     if train is None and micro is None:
         return (
             f"{TRAIN} or {MICRO} must be given: the other is derived from it and from the {world} rank(s) of this run"
@@ -194,13 +184,7 @@ def elastic_batch(
 ) -> BatchSizes | str:
     """The batch triple of an `elasticity` block: the same global batch for every number of ranks that can share it.
 
-    Args:
-        block: as the user wrote it.
-        triple: the triple, as far as it was given beside the block.
-        world: data-parallel ranks.
-
-    Returns:
-        The triple, or the text of the problem.
+    `triple` is what the user gave besides the block; a text is the problem.
     """
     if any(triple) and not block.get("ignore_non_elastic_batch_info", False):
         return (

@@ -22,9 +22,6 @@ def load_raw(config: object) -> dict[str, Any]:
     Args:
         config: a dict (returned as it is), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
 
-    Returns:
-        The dict.
-
     Raises:
         DeepSpeedConfigError: no such file, not valid JSON, duplicate keys, or not an object at its top.
     """

@@ -40,15 +40,7 @@ def pattern_of(text: str) -> tuple[str, int, int] | None:
 
 
 def compression_conflicts(section: CompressionTraining, training: QuantizeTraining) -> Iterator[Problem]:
-    """Values that are fine alone and cannot hold together.
-
-    Args:
-        section: `compression_training`.
-        training: `quantize_training`.
-
-    Yields:
-        One problem per conflict.
-    """
+    """Values of `compression_training` and `quantize_training` that are fine alone and cannot hold together."""
     base = "compression_training"
     for name, technique in section.pruning.items():
         if technique.shared_parameters.enabled:
@@ -222,11 +214,8 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
 
     Args:
         top: the typed sections.
-        reading: what was read.
+        reading: for the names as the user wrote them, and for warnings.
         ranks: how many are data-parallel, and how many hold the same slice of the model; None: not known yet.
-
-    Yields:
-        One problem per conflict.
     """
     if top.fp16.enabled and (top.bf16.enabled or top.torch_autocast.enabled):
         other = "bf16" if top.bf16.enabled else "torch_autocast"
@@ -252,8 +241,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     if top.flops_profiler.enabled and top.flops_profiler.profile_step < 0:
         reading.warnings.append(f"flops_profiler.profile_step = {top.flops_profiler.profile_step}: no step is profiled")
     yield from _offload_conflicts(top, reading)
-    yield from _optimizer_conflicts(top)
-    yield from _scheduler_conflicts(top, reading)
+    yield from _optimizer_and_scheduler_conflicts(top, reading)
     yield from compression_conflicts(top.compression_training, top.quantize_training)
 
 
@@ -276,18 +264,13 @@ def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
         yield wrong("bf16.bf16_optimizer_states", True, "needs bf16.bf16_master_weights_and_grads = true")
 
 
-def _optimizer_conflicts(top: TopLevel) -> Iterator[Problem]:
-    if top.optimizer is None:
-        return
-    if not top.optimizer.type:
+def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
+    if top.optimizer is not None and not top.optimizer.type:
         yield Problem('optimizer.type is missing: name one, such as "AdamW", or leave the block out')
-    if (top.optimizer.type or "").lower() in NOT_YET:
+    elif top.optimizer is not None and (top.optimizer.type or "").lower() in NOT_YET:
         yield Problem(
             f"optimizer.type = {show(top.optimizer.type)}: this optimizer is not available yet", "unavailable"
         )
-
-
-def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     if top.scheduler is None:
         return
     kind, params = top.scheduler.type, top.scheduler.params
@@ -303,16 +286,7 @@ def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Values that ask for a feature that is not there; a block that is switched off asks for nothing.
-
-    Args:
-        section: the typed section.
-        reading: what was read, for the names as the user wrote them.
-        path: canonical path of the section.
-
-    Yields:
-        One problem per value.
-    """
+    """Values that ask for a feature that is not there; a block that is switched off asks for nothing."""
     if section.switch:  # is the key that turns the block on away from its default?
         *blocks, switch = section.switch.split(".")
         block = section

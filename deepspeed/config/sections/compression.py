@@ -144,20 +144,14 @@ class PruneParams(Section):
 
 
 class QuantizeGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: QuantizeParams = key(QuantizeParams, "numbers of the group")
 
 
 class BitsGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: BitsParams = key(BitsParams, "numbers of the group")
 
 
 class PruneGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: PruneParams = key(PruneParams, "numbers of the group")
 
 
@@ -239,8 +233,6 @@ class Export(Section):
 
 
 class CompressionTraining(Section):
-    """`compression_training`."""
-
     layer_reduction: LayerReduction = key(LayerReduction, "a student with fewer layers")
     weight_quantization: WeightTechnique = key(WeightTechnique, "quantized weights")
     activation_quantization: ActivationTechnique = key(ActivationTechnique, "quantized activations")

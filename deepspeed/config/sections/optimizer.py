@@ -49,8 +49,6 @@ class OptimizerParams(Section):
 
 
 class Optimizer(Section):
-    """`optimizer`."""
-
     open_names = True
     type: str | None = key(None, "Adam, AdamW, Lion, Adagrad, LAMB, SGD, Muon in any case, or a class of torch.optim")
     params: Annotated[dict[str, Any], Kwargs(OptimizerParams)] = key({}, "keyword arguments of the class")
@@ -113,8 +111,6 @@ class SchedulerParams(Section):
 
 
 class SchedulerConfig(Section):
-    """`scheduler`."""
-
     open_names = True
     type: str | None = key(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of torch.optim.lr_scheduler"

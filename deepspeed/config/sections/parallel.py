@@ -19,8 +19,6 @@ class MeshSizes(Section):
 
 
 class Pipeline(Section):
-    """`pipeline`."""
-
     open_names = True
     stages: Int | Literal["auto"] = key("auto", "number of stages")
     partition: Literal["best", "profile", "parameters", "uniform"] = key(
@@ -76,8 +74,6 @@ class TpSize(Section):
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`."""
-
     autotp_size: Int = key(0, "ranks that share a layer; 0 is 1", ge=0)
     dtype: Dtype = later("fp16", "compute dtype", idle=["bf16", "fp32"])
     tp_overlap_comm: bool = later(False, "overlap its collectives")
@@ -165,8 +161,6 @@ _STAYS = "the global batch stays as it is"
 
 
 class Autotuning(Section):
-    """`autotuning`."""
-
     open_names = True
     switch = "enabled"
     enabled: bool = key(False, "`deepspeed --autotuning` may search for the best plan")

@@ -92,7 +92,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class Zero(Section):
-    """`zero_optimization`."""
+    """`zero_optimization`: ZeRO."""
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
