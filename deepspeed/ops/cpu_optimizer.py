@@ -148,7 +148,8 @@ class HostOptimizer(GroupOptimizer):
             return False
         moments = [state[name] for name in self.moments]
         tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
-        if not all(_served(tensor) and tensor.numel() == param.numel() for tensor in tensors):
+        served = (t.device.type == "cpu" and t.dtype in KINDS and t.is_contiguous() for t in tensors)
+        if not all(served) or any(t.numel() != param.numel() for t in tensors):
             return False
         if "step" in state:
             state["step"] += 1
@@ -173,7 +174,7 @@ class HostOptimizer(GroupOptimizer):
         out = param if fold.out is None else fold.out
         columns = [param, fold.gradient, out, *(state[name] for name in shaped)]
         counted = state
-        for values, gradient, copy, *moments in _chunks(columns):
+        for values, gradient, copy, *moments in self._chunks(columns):
             # torch's fused kernels take memory in the order in which it lies.
             new_values = values.to(dtype).contiguous()
             new_moments = [moment.to(dtype).contiguous() for moment in moments]
@@ -188,13 +189,9 @@ class HostOptimizer(GroupOptimizer):
                 copy.copy_(new_values)
         state.update({name: value for name, value in counted.items() if name not in shaped})
 
-
-def _served(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in KINDS and tensor.is_contiguous()
-
-
-def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
-    if all(t.is_contiguous() for t in columns):
-        return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
-    return [tuple(t.view(columns[0].shape) for t in columns)]
+    @staticmethod
+    def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
+        if all(t.is_contiguous() for t in columns):
+            return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
+        return [tuple(t.view(columns[0].shape) for t in columns)]

@@ -14,7 +14,7 @@ from deepspeed.config.sections.optimizer import NOT_YET
 from deepspeed.errors import ArgumentError, DeepSpeedError, NotAvailableError, OptimizerError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.update import FUSED_DEVICES
+from deepspeed.ops.adam.fused_adam import FUSED_DEVICES
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon

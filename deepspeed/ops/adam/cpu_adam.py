@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
-from deepspeed.ops.adam.update import adam_update, undo_adam
+from deepspeed.ops.adam.fused_adam import adam_update, undo_adam
 from deepspeed.ops.cpu_optimizer import Fold, HostOptimizer
 from deepspeed.ops.group_optimizer import State
 
