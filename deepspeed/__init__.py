@@ -66,8 +66,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    found = importlib.import_module(module)
-    value = found if attribute is None else getattr(found, attribute)
+    value: Any = importlib.import_module(module)
+    if attribute is not None:
+        value = getattr(value, attribute)
     globals()[name] = value
     return value
 

@@ -1,16 +1,23 @@
-"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch."""
+"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch.
+
+`ds_elastic` prints them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from deepspeed.elasticity.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.version import __version__
 
 ELASTICITY = "elasticity"
 SCHEDULER_VIEW = "DEEPSPEED_ELASTICITY_CONFIG"
@@ -19,6 +26,18 @@ OLDEST_TARGET = (0, 3, 8)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _MOST_DEVICES = 720720
+
+
+class ElasticityError(DeepSpeedConfigError):
+    """The `elasticity` block cannot be served."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """A key of the block is missing or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The batch of the block cannot be shared by this number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -234,3 +253,34 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
                 f"elasticity: {name} is {getattr(own, name)} here and {getattr(scheduled, name)} in {SCHEDULER_VIEW}, "
                 "by which the scheduler chose the size of the job"
             )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print what the block comes to.
+
+    Args:
+        args: command line; None takes the process's own.
+
+    Returns:
+        0, or 1 when the block cannot be served.
+    """
+    parser = argparse.ArgumentParser(prog="ds_elastic", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-c", "--config", required=True, help="the JSON file")
+    parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks: prints their micro-batch too")
+    options = parser.parse_args(args)
+    try:
+        config = json.loads(Path(options.config).read_text())
+        elastic = compute_elastic_config(config, __version__, options.world_size)
+    except (OSError, ValueError) as error:
+        print(f"ds_elastic: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(config["elasticity"], indent=4, sort_keys=True))
+    print(f"final_batch_size .... {elastic[0]}")
+    print(f"valid_gpus .......... {elastic[1]}")
+    if options.world_size > 0:
+        print(f"micro_batch_size .... {elastic[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -148,14 +148,14 @@ class Failure:
     """A rank that failed or a host that was lost.
 
     Args:
-        at: when, in seconds of this machine's clock.
+        time: when, in seconds of this machine's clock.
         code: exit code; negative for a signal.
         text: what the report says.
         secondary: it only lost another rank.
         rank: which; None for a host.
     """
 
-    at: float
+    time: float
     code: int
     text: str
     secondary: bool = False

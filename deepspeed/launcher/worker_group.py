@@ -128,7 +128,7 @@ class WorkerGroup:
         self._finished = True
         if not self.failures:
             return 0, ""
-        first = min(self.failures, key=lambda failure: (failure.secondary, failure.at))
+        first = min(self.failures, key=lambda failure: (failure.secondary, failure.time))
         code, stop = first.shell_code, self.stopped_by
         if stop is not None and (-first.code in (stop, signal.SIGKILL) or code == REQUEUE):
             saved = " (saved, to be started again)" if code == REQUEUE else ""

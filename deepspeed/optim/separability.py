@@ -187,11 +187,11 @@ class _Copy:
             kind = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, str)))
             kinds[kind] += bool(group["params"])
             # Groups that differ in numbers alone, as one for each layer, are alike: a few of them tell it.
-            chosen = _chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
+            chosen = self._chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
             for param in group["params"]:
                 if id(param) in small or id(param) not in chosen:
                     continue
-                small[id(param)] = _small(param, place)
+                small[id(param)] = self._small(param, place)
                 if keep(place):
                     self.tensors[place] = small[id(param)]
                 place += 1
@@ -202,7 +202,7 @@ class _Copy:
             twin = self._memo[id(group)]
             twin.update({key: copy.deepcopy(value, self._memo) for key, value in group.items() if key != "params"})
             twin["params"] = copies
-            _set_rate(twin)
+            self._set_rate(twin)
             for param in group["params"]:
                 self._remember(param, small.get(id(param), left_out))
         every = [optimizer, *nested_optimizers(optimizer).values()]
@@ -239,7 +239,7 @@ class _Copy:
                 continue
             tensor = small.get(id(param))
             if tensor is not None and id(tensor) in left and isinstance(entry, Mapping):
-                twin[tensor] = {key: _cropped(value, param, tensor) for key, value in entry.items()}
+                twin[tensor] = {key: self._cropped(value, param, tensor) for key, value in entry.items()}
         return twin
 
     def values(self) -> Values:
@@ -284,6 +284,37 @@ class _Copy:
             return torch.zeros(())
 
         type(self.optimizer).step(self.optimizer, closure)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _chosen(params: Sequence[Tensor]) -> set[int]:
+        """A few parameters of a group, of each number of dimensions one at least."""
+        first = {param.dim(): param for param in reversed(params)}
+        rest = [param for param in params if all(param is not known for known in first.values())]
+        return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
+
+    @staticmethod
+    def _small(param: Tensor, place: int) -> nn.Parameter:
+        shape = [min(size, _SIDE if param.dim() <= 2 else _SIDE_OF_MANY) for size in param.shape]
+        device = torch.device("cpu") if param.device.type == "meta" else param.device
+        values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
+        twin = nn.Parameter(values.to(device), requires_grad=True)
+        vars(twin).update({key: mark for key, mark in vars(param).items() if isinstance(mark, (bool, int, float, str))})
+        return twin
+
+    @staticmethod
+    def _cropped(value: Any, param: Tensor, tensor: Tensor) -> Any:
+        if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
+            return copy.deepcopy(value)
+        return value.detach().reshape(-1)[: tensor.numel()].clone().view(tensor.shape).to(tensor.device)
+
+    @staticmethod
+    def _set_rate(group: dict[str, Any]) -> None:
+        """A schedule may begin at zero, where nothing would move."""
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = rate.clamp(min=1e-2)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = max(float(rate), 1e-2)
 
 
 def _run(twin: _Copy, how: HowToStep, parts: int = 1, steps: int = _STEPS, seed: int = 0) -> _Copy:
@@ -360,7 +391,18 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 def _own_methods(cls: type) -> list[str]:
     """Names of the public methods that torch's Optimizer has not and that can be called without arguments."""
-    return [name for name in _callable_alone(cls) if not hasattr(Optimizer, name)]
+    names: list[str] = []
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if name.startswith("_") or hasattr(Optimizer, name) or not inspect.isfunction(function):
+            continue
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        if any(isinstance(p.default, (str, os.PathLike)) for p in parameters):
+            continue  # what is called by a name or a path may write files
+        needed = [p for p in parameters if p.default is p.empty]
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
+            names.append(name)
+    return names
 
 
 def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
@@ -372,47 +414,3 @@ def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
     return [*map(len, left)] == [*map(len, right)] and all(
         a.shape == b.shape and bool((a == b).all()) for a, b in pairs
     )
-
-
-def _callable_alone(cls: type) -> Iterator[str]:
-    for name in dir(cls):
-        function = inspect.getattr_static(cls, name)
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        if any(isinstance(p.default, (str, os.PathLike)) for p in parameters):
-            continue  # what is called by a name or a path may write files
-        needed = [p for p in parameters if p.default is p.empty]
-        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
-            yield name
-
-
-def _chosen(params: Sequence[Tensor]) -> set[int]:
-    """A few parameters of a group, of each number of dimensions one at least."""
-    first = {param.dim(): param for param in reversed(params)}
-    rest = [param for param in params if all(param is not known for known in first.values())]
-    return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
-
-
-def _small(param: Tensor, place: int) -> nn.Parameter:
-    shape = [min(size, _SIDE if param.dim() <= 2 else _SIDE_OF_MANY) for size in param.shape]
-    device = torch.device("cpu") if param.device.type == "meta" else param.device
-    values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
-    twin = nn.Parameter(values.to(device), requires_grad=True)
-    vars(twin).update({key: mark for key, mark in vars(param).items() if isinstance(mark, (bool, int, float, str))})
-    return twin
-
-
-def _cropped(value: Any, param: Tensor, tensor: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
-        return copy.deepcopy(value)
-    return value.detach().reshape(-1)[: tensor.numel()].clone().view(tensor.shape).to(tensor.device)
-
-
-def _set_rate(group: dict[str, Any]) -> None:
-    """A schedule may begin at zero, where nothing would move."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor):
-        group["lr"] = rate.clamp(min=1e-2)
-    elif isinstance(rate, (int, float)):
-        group["lr"] = max(float(rate), 1e-2)
