@@ -28,20 +28,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], error: type[ArgumentError]) -> Any:
-    """`cls(first, **params)`.
+    """`cls(first, **params)`; raises `error` for an unknown key, a missing one or a value the class refuses.
 
-    Args:
-        section: "optimizer" or "scheduler", for the messages.
-        cls: the class.
-        first: its first argument: groups of parameters or the optimizer.
-        params: the `params` of the section.
-        error: raised when the class does not take them.
-
-    Returns:
-        The object.
-
-    Raises:
-        ArgumentError: of type `error`: an unknown key, a missing one or a value the class refuses.
+    `first` are groups of parameters or the optimizer, `params` those of the JSON's `section`.
     """
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     names = [p.name for p in accepted]
@@ -188,9 +177,6 @@ def build_optimizer(
         groups: tensors, or group dicts whose own values win over `params`; the dicts are kept as objects.
         on_host: its state will rest in host memory or on a disk, and the CPU updates it.
 
-    Returns:
-        The optimizer, on torch's fused kernel where one serves the tensors' device and dtype.
-
     Raises:
         OptimizerError: an unknown type or parameter, or a value that the class refuses.
         NotAvailableError: a type that this version does not have.
@@ -226,9 +212,6 @@ def leave_embeddings_to_adam(model: nn.Module) -> None:
     """Mark embeddings and output heads, which are tables of vectors rather than maps, for Muon's AdamW part.
 
     A mark that the user has put on a parameter (`param.use_muon`) stays.
-
-    Args:
-        model: whose parameters Muon is to update.
     """
     heads = {id(getattr(model, "get_output_embeddings", lambda: None)())}
     for name, module in model.named_modules():

@@ -46,11 +46,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
-    """The exact sums as numbers, from one call of the native library; None where that cannot form them.
-
-    Args:
-        flats: of one dtype.
-    """
+    """The exact sums as numbers, from one call of the native library; None where that cannot form them."""
     native = library()
     if native is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
         return None
@@ -75,9 +71,7 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
 def clip_factor(norm: float, limit: float) -> float:
     """Factor for all gradients so that their norm is at most `limit` (Pascanu et al., 2013; as torch forms it).
 
-    Args:
-        norm: global norm before clipping.
-        limit: `gradient_clipping`; 0 turns clipping off.
+    A `limit` (`gradient_clipping`) of 0 turns clipping off.
     """
     if limit <= 0.0 or not math.isfinite(norm):
         return 1.0

@@ -413,9 +413,6 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any
         params: arguments of the class (`scheduler.params`).
         optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
 
-    Returns:
-        The schedule.
-
     Raises:
         SchedulerError: an unknown name or parameter, or a value that the class refuses.
     """

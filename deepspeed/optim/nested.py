@@ -47,13 +47,10 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class NestedState(MutableMapping[Tensor, Any]):
-    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix.
+    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix, its path and a dot.
 
-    So whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's.
-
-    Args:
-        optimizer: the outer one, whose `state` may become another object.
-        prefix: path of the nested one, with a dot at its end.
+    Whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's. The outer
+    one's `state` may become another object.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:

@@ -26,11 +26,8 @@ def compute_dtypes(
 ) -> dict[Parameter, torch.dtype]:
     """The compute dtype of every floating parameter that does not keep its own.
 
-    Args:
-        module: the model.
-        dtype: the dtype of the JSON (`bf16`, `fp16`).
-        keep_fp32: module names, suffixes or patterns that stay float32 (`data_types.keep_in_fp32_modules`); those the
-            model itself lists (`_keep_in_fp32_modules`) stay too.
+    `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`); those
+    that the model itself lists (`_keep_in_fp32_modules`) stay too.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
@@ -51,12 +48,8 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 
     Layers with another policy are left to it (a last layer in float32, as Keras advises).
 
-    Args:
-        module: the model.
-        dtype: the dtype of the JSON (`bf16`, `fp16`); float32 goes with every policy.
-
     Raises:
-        DeepSpeedConfigError: All layers keep another dtype; names the policy that goes with the block.
+        DeepSpeedConfigError: all layers keep another dtype; names the policy that goes with the block.
     """
     by_layer, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
     if by_layer and dtype != torch.float32 and wanted not in by_layer.values():
@@ -72,10 +65,7 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:
     """Bring floating buffers to a dtype, in place (`data_types.buffer_dtype`).
 
-    Args:
-        module: the model.
-        dtype: the new one.
-        keep_fp32: as in `compute_dtypes`; the buffers of modules that stay float32, and of those below them, are left.
+    The buffers of modules that stay float32 (`keep_fp32`, as in `compute_dtypes`), and of those below them, are left.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     excluded: set[nn.Module] = set()
@@ -96,12 +86,7 @@ class InputCaster:
     """Forward pre-hooks that bring floating inputs to the dtype of the module they enter.
 
     A module takes part when it owns parameters that were cast. Modules that stay float32 beside cast ones get their
-    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm).
-
-    Args:
-        module: the model.
-        dtypes: what `compute_dtypes` gave.
-        low: the lower dtype.
+    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm). `dtypes` is of `compute_dtypes`.
     """
 
     def __init__(self, module: nn.Module, dtypes: dict[Parameter, torch.dtype], low: torch.dtype, hook: Any) -> None:

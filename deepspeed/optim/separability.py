@@ -99,9 +99,7 @@ def update_traits(optimizer: Optimizer) -> UpdateTraits:
 
     It runs copies of it on parameters of a few dozen elements with made-up gradients: whole, shared out over two
     objects, and in two steps of one object. The optimizer itself, its parameters and the random state stay as they are.
-
-    Args:
-        optimizer: before its parameters are replaced; its state is copied where it has any.
+    Call it before the parameters are replaced.
     """
     if type(optimizer).__module__.startswith(_KNOWN) and not nested_optimizers(optimizer):
         return UpdateTraits(known=True)
@@ -170,12 +168,7 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Copy:
-    """A small copy of an optimizer.
-
-    Args:
-        optimizer: to be copied, with those inside it.
-        keep: which of the chosen parameters it gets, by their place.
-    """
+    """A small copy of an optimizer and of those inside it; `keep` says which of the chosen parameters it gets."""
 
     def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -273,7 +266,6 @@ class _Copy:
                 tensor.grad = scale * torch.randn(tensor.shape, generator=generator).to(tensor) + tensor.detach()
 
     def step(self, step: int, how: HowToStep, parts: int = 1, part: int = 0) -> None:
-        """One step of the copy."""
         self.set_gradients(step, parts=parts, part=part)
         if not how.closure:
             type(self.optimizer).step(self.optimizer)
