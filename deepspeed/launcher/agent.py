@@ -59,13 +59,13 @@ SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
 
 
 def import_path() -> list[str]:
-    """Where this process imports from, this package's parent first: the agents import from there too."""
+    """The import path for agents: that of this process, this package's parent first."""
     own = str(Path(__file__).resolve().parents[2])
     return [own, *(path for path in sys.path if path and path != own)]
 
 
 def addresses(hosts: list[str]) -> list[str]:
-    """This machine's addresses, those towards `hosts` first: where agents may reach the launcher."""
+    """This machine's addresses at which agents may reach the launcher, those towards `hosts` first."""
     local: list[str] = []
     for host in hosts[:8]:
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_folder() -> str:
-    """The current folder, also when it was removed."""
+    """The current folder, even if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -156,7 +156,7 @@ class Agent:
         self._done: int | None = None
 
     def run(self) -> int:
-        """Serve until the launcher says goodbye or is gone."""
+        """Serve until the launcher ends the agent or is gone; returns the exit code."""
         with signal_socket(FORWARDED_SIGNALS) as signals, self._selector:
             self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
@@ -189,7 +189,6 @@ class Agent:
         return self._done
 
     def _patience(self) -> float:
-        """Seconds until a timer is due."""
         if self._channel.waiting or (self._front is not None and self._front.waiting):
             return 0.02
         times = [self._beat_at - time.monotonic()] if not self._local else [5.0]
@@ -258,7 +257,7 @@ class Agent:
         self._beat_at = 0.0
 
     def _on_hold(self, held: bool) -> None:
-        """Stop or go on taking what ranks print: the launcher's own output does not move."""
+        """Pause or resume reading the ranks' output while the launcher's own output is blocked."""
         self._held = held
         for rank in self._ranks:
             for stream in rank.streams:
@@ -283,7 +282,6 @@ class Agent:
                 rank.kill_group()
 
     def _on_start(self, job: dict[str, Any], node: dict[str, Any], shared: dict[str, str]) -> None:
-        """Start the ranks of this host."""
         job = self._job or job
         place = NodePlacement(**node)
         self._kill_at, self._clean = None, True

@@ -13,7 +13,7 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 
 
 def add_rank_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say how each rank is started."""
+    """Add the options on how each rank is started."""
     add = parser.add_argument
     add("--module", action="store_true", help="run the script as a module, as `python -m` does")
     add("--no_python", action="store_true", help="run the script itself, without `python` before it")
@@ -52,7 +52,6 @@ Every command has --help; the pages are in docs/."""
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the `deepspeed` command."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [options] script.py [its arguments]",
@@ -113,7 +112,7 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    """A number of nodes; the text form MIN:MAX of elastic runs counts as its maximum."""
+    """A number of nodes; of the form MIN:MAX of elastic runs, the maximum."""
     return int(text.rpartition(":")[2])
 
 

@@ -74,16 +74,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
-    """Write the bundle, for its owner alone.
+    """Write the bundle, readable by its owner alone; returns the number of files in it.
 
-    Args:
-        output: where.
-        logs: by name within the bundle.
-        files: further ones.
-        digests: of secrets that the job had and this process has not.
-
-    Returns:
-        How many files are in it.
+    `logs` are by name within the bundle, `digests` of secrets that the job had and this process has not.
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
@@ -102,7 +95,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values of variables, here and in the environment files, whose names say that they are secret; longest first."""
+    """Values of variables, here and in the environment files, with names of secrets; longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -120,12 +113,7 @@ def variables(environment: Mapping[str, str]) -> str:
 
 
 def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """The text, with these values and all that looks like a secret hidden.
-
-    Args:
-        text: any.
-        secrets: known values, longest first.
-    """
+    """The text with these values (longest first) and everything that looks like a secret hidden."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _ALWAYS:
@@ -144,7 +132,7 @@ def _report(secrets: Sequence[str]) -> str:
 
 
 def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
-    """What is hidden in the text of a JSON document may end in the middle of a string: each string by itself."""
+    """Hide secrets in each string of a JSON document: hidden in its text they may end inside a string."""
     if isinstance(value, dict):
         return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -155,7 +143,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """The folder of logs that is meant; None: this user has had no job."""
+    """The folder of logs to take; None if this user has had no job."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)

@@ -24,12 +24,7 @@ _LINE_BYTES = 256
 
 
 class CallbackServer:
-    """A listening socket.
-
-    Args:
-        control: gets the connections.
-        peers: the hosts that are to call, each once.
-    """
+    """A listening socket for the agents of `peers`; each connects once, and `control` gets the connections."""
 
     def __init__(self, control: Control, peers: list[HostState]) -> None:
         self._control = control

@@ -27,7 +27,7 @@ CANNOT_START = 2
 
 
 class Starter(Protocol):
-    """What brings an agent to life on each host."""
+    """Starts an agent on each host."""
 
     name: str
 
@@ -36,22 +36,16 @@ class Starter(Protocol):
         ...
 
     def again(self, control: Control, peer: HostState) -> None:
-        """Try a host that was lost once more; one that cannot do so leaves it lost."""
+        """Start the agent of a lost host again; a starter that cannot do so leaves it lost."""
         ...
 
     def close(self) -> None:
-        """Let go of what is only needed for starting."""
+        """Release what is needed for starting alone."""
         ...
 
 
 class Control:
-    """Runs a job.
-
-    Args:
-        job: what runs.
-        starter: starts the agents.
-        front: the process that shows the output and hands on signals.
-    """
+    """Runs a job through the agents that `starter` starts; `front` shows the output and forwards signals."""
 
     def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
         self.job = job
@@ -80,17 +74,17 @@ class Control:
                 self.loop.watch(fd, lambda fd=fd: process.read(fd) or self.loop.unwatch(fd))
 
     def attach(self, peer: HostState, channel: Channel) -> None:
-        """The connection to a host's agent."""
+        """Set the connection to a host's agent."""
         peer.channel, peer.since = channel, time.monotonic()
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
     def greet(self, peer: HostState, hello: dict[str, Any]) -> None:
-        """The agent of a host has said its first word."""
+        """Take the first message of a host's agent."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
 
     def abort(self, why: str) -> None:
-        """End the job: something is not as it must be."""
+        """End the job because of an error."""
         self._refused = self._refused or why
         if self.attempt is not None:
             self.attempt.end()
@@ -98,11 +92,7 @@ class Control:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Start the job and wait for its end.
-
-        Returns:
-            0, the exit code of the rank that failed first (128 + n for signal n), or 2 when nothing could be started.
-        """
+        """Run the job; returns 0, the exit code of the rank that failed first, or 2 if nothing could be started."""
         with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
             self.loop.watch(self._front.reader, self._read_front)
@@ -120,7 +110,7 @@ class Control:
         return self._code
 
     def course(self) -> tuple[int, str]:
-        """All hosts answer, all ranks start, all end: the exit code and the report."""
+        """Wait for all hosts, then run all ranks; returns the exit code and the report."""
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
         if missing:
@@ -174,7 +164,7 @@ class Control:
                 raise LaunchError(self._refused)
 
     def _look(self) -> None:
-        """What has to be done without being told: what waits to be written, beats, starters that ended."""
+        """Serve timers: pending output, heartbeats, starters that have ended."""
         now = time.monotonic()
         self._front.flush()
         self._hold(self._front.waiting > FULL_BYTES)
@@ -256,7 +246,7 @@ class Control:
             self.on_signal(message["number"])
 
     def lose(self, peer: HostState, why: str) -> None:
-        """A host is gone, or will never come."""
+        """Mark a host as lost."""
         if peer.lost:
             return
         peer.problem = why
@@ -272,7 +262,7 @@ class Control:
             self.attempt.lost(peer, why)
 
     def on_signal(self, number: int) -> None:
-        """A signal to the launcher or to an agent."""
+        """Handle a signal to the launcher or to an agent."""
         if number == signal.SIGCHLD:
             return
         if self.attempt is None or self.attempt.over:
@@ -294,7 +284,7 @@ class Control:
         self._front.send("out", data, to=descriptor)
 
     def _hold(self, held: bool) -> None:
-        """Ranks wait while the terminal does not move: nothing is lost, nothing piles up."""
+        """Have ranks wait while the terminal is blocked, so that output neither is lost nor piles up."""
         if held == self._held or (self._held and self._front.waiting > FULL_BYTES // 4):
             return
         self._held = held
@@ -302,7 +292,7 @@ class Control:
             peer.send("hold", held=held)
 
     def _say_goodbye(self) -> None:
-        """Let agents and starters end, and make sure that they do."""
+        """End agents and starters, by force after a time."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:

@@ -32,10 +32,10 @@ MOST_ERRORS_IN_A_ROW = 3
 
 
 class ElasticControl(Control):
-    """Runs a job in attempts, each with the hosts that are there."""
+    """Runs a job in attempts, each on the hosts that are available."""
 
     def course(self) -> tuple[int, str]:
-        """Attempts, until one ends well, the user stops it, or it fails for a reason of its own."""
+        """Run attempts until one succeeds, the user stops it, or it fails by an error of its own."""
         self._slots = {peer.name: list(peer.slots) for peer in self.peers}
         self._began = 0.0
         self._growing = False
@@ -61,7 +61,7 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """The hosts of the next attempt, each with the slots it uses; the others wait as spares."""
+        """The hosts of the next attempt, with the slots that it uses; the others wait as spares."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:

@@ -19,7 +19,7 @@ OWN_DESCRIPTORS = 64
 
 
 def make_room(descriptors: int) -> None:
-    """Allow this process to hold so many descriptors beside its own: a shell's usual limit is 1,024.
+    """Raise this process's limit on open files by so many descriptors: a shell's usual limit is 1,024.
 
     Raises:
         LaunchError: the system does not allow as many.
@@ -37,7 +37,7 @@ def make_room(descriptors: int) -> None:
 
 
 class Loop:
-    """Calls what was registered, from one thread."""
+    """Calls registered actions from one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -53,11 +53,10 @@ class Loop:
             self._selector.unregister(descriptor)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call `action` once, after `seconds`."""
         self._due.append((time.monotonic() + seconds, action))
 
     def turn(self, patience: float) -> None:
-        """Wait until something happens, at most `patience` seconds, and call what it asks for."""
+        """Wait for an event, at most `patience` seconds, and call the actions that are due."""
         soonest = min((moment for moment, _ in self._due), default=float("inf")) - time.monotonic()
         for key, _ in self._selector.select(max(0.0, min(patience, soonest))):
             if key.fd in self._selector.get_map():  # an earlier one may have closed it

@@ -36,14 +36,9 @@ _RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the eng
 
 
 def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_before: int) -> str:
-    """One line on an exit code.
+    """One line on an exit code (negative for a signal).
 
-    Args:
-        code: of the process; negative for a signal.
-        peak: most bytes of memory it had.
-        last_words: what it printed last.
-        memory: of its container.
-        kills_before: `memory.kills()` before it started.
+    `peak` is the most bytes of memory that the process had, `kills_before` is `memory.kills()` before it started.
     """
     if code < 0:
         name = next((known.name for known in signal.Signals if known == -code), "a real-time signal")
@@ -73,7 +68,7 @@ def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_b
 
 
 def _of_memory(peak: int, memory: CgroupMemory) -> str:
-    """What it used, of what it was allowed: the container's limit where there is one."""
+    """Its peak memory, of the container's limit or the machine's memory."""
     limit = memory.limit()
     text = f"its peak memory was {peak / _GIB:.2f} of the {'container' if limit else 'machine'}'s "
     text += f"{(limit or machine_memory()) / _GIB:.2f} GiB"

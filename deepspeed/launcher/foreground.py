@@ -28,24 +28,18 @@ _last_errors = bytearray()
 
 
 def last_errors() -> str:
-    """The end of what was shown on standard error."""
+    """The end of the text shown on standard error."""
     return _last_errors.decode(errors="replace")
 
 
 class Screen:
-    """A file whose text travels to the front process as that of one of its standard streams.
-
-    Args:
-        channel: to the front.
-        descriptor: 1 or 2.
-    """
+    """A file whose text goes to the front process, which writes it to its own descriptor 1 or 2."""
 
     def __init__(self, channel: Channel, descriptor: int) -> None:
         self._channel = channel
         self._descriptor = descriptor
 
     def write(self, text: str) -> int:
-        """Send the text."""
         self._channel.send("out", text.encode(errors="replace"), to=self._descriptor)
         return len(text)
 
@@ -58,13 +52,10 @@ class Screen:
 
 
 def run_behind(work: Callable[[Channel], int]) -> int:
-    """Run `work` in a process of its own, out of the terminal's reach, and show what it sends.
+    """Run `work` in a process of its own, detached from the terminal, and show the output that it sends.
 
-    Args:
-        work: gets a channel; it reads signal numbers from messages `signal` and sends `out`; returns the exit code.
-
-    Returns:
-        The exit code of `work`; 1 when its process was killed.
+    `work` gets a channel, on which it receives signal numbers (`signal`) and sends `out`. Returns its exit code, or 1
+    if the process was killed.
     """
     parent_end, child_end = socket.socketpair()
     sys.stdout.flush()

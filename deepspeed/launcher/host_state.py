@@ -18,13 +18,7 @@ TAIL_BYTES = 8192
 
 @dataclass(eq=False)
 class StarterProcess:
-    """A process that starts agents: ssh for one host, mpirun for all.
-
-    Args:
-        popen: the process; None for an agent that was forked.
-        pid: its id.
-        peer: the host it is for; None means all.
-    """
+    """A process that starts agents: ssh for one host (`peer`), mpirun for all; `popen` is None for a forked agent."""
 
     popen: subprocess.Popen[bytes] | None
     pid: int
@@ -48,7 +42,7 @@ class StarterProcess:
         return "; ".join(line for line in lines[-6:] if line)
 
     def code(self) -> int | None:
-        """Its exit code once it has ended."""
+        """Its exit code once it has ended, else None."""
         return 0 if self.popen is None else self.popen.poll()
 
     def kill(self) -> None:
@@ -85,7 +79,7 @@ class StarterProcess:
 
     @staticmethod
     def _program(pid: int) -> str:
-        """The file a process runs; empty when it has ended."""
+        """The executable of a process; empty if it has ended."""
         try:
             return os.readlink(f"/proc/{pid}/exe")
         except OSError:
@@ -94,12 +88,7 @@ class StarterProcess:
 
 @dataclass(eq=False)
 class HostState:
-    """One host.
-
-    Args:
-        name: as the user wrote it.
-        slots: its device slots.
-    """
+    """The state of one host."""
 
     name: str
     slots: list[int]
@@ -118,11 +107,10 @@ class HostState:
 
     @property
     def lost(self) -> bool:
-        """Whether it can no longer be reached."""
         return bool(self.problem)
 
     def forget(self) -> None:
-        """As if it had never been there: it is tried again."""
+        """Reset the state, so that the host is tried again."""
         self.channel = self.process = None
         self.ready = False
         self.problem = ""
@@ -131,12 +119,12 @@ class HostState:
         self.since = time.monotonic()
 
     def send(self, kind: str, /, **fields: object) -> None:
-        """Send a message if it is there."""
+        """Send a message if the host is connected."""
         if self.channel is not None and self.channel.open:
             self.channel.send(kind, **fields)
 
     def ranks(self) -> str:
-        """Its ranks in words."""
+        """Its ranks, in words."""
         if self.node is None or not self.slots:
             return "no rank"
         first, count = self.node.first_rank, len(self.node.slots)
@@ -163,5 +151,5 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """As a shell gives it."""
+        """The exit code as a shell gives it."""
         return 128 - self.code if self.code < 0 else self.code

@@ -30,7 +30,7 @@ _RANGES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def check_name(name: str, where: str) -> str:
-    """`name`, when it is nothing but the name or address of a host.
+    """`name` if it is the name or address of a host.
 
     Starters have a syntax of their own in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh takes options there.
 
@@ -77,9 +77,6 @@ def expand(name: str, where: str) -> list[str]:
 
 def read_hostfile(path: str | Path) -> Hosts:
     """Read lines of the form `name slots=N`; `#` starts a comment, and a name may hold ranges: `gpu[01-16]`.
-
-    Returns:
-        The hosts in the order of the file.
 
     Raises:
         LaunchError: a line has another form, a host is named twice, or there is none.
@@ -225,14 +222,14 @@ RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder
 
 @dataclass(frozen=True)
 class Pool:
-    """Hosts and who named them.
+    """Hosts, and the source that named them.
 
     Args:
         hosts: with their slots.
         source: who named them.
-        launcher: what starts agents there unless the user says otherwise.
-        own: index of this host where every host runs this very command; None where one command starts all.
-        address: where rank 0 is met; empty: this launcher chooses.
+        launcher: default starter of agents there.
+        own: index of this host if every host runs this command; None if one command starts all.
+        address: of rank 0; empty: this launcher chooses.
     """
 
     hosts: Hosts

@@ -29,19 +29,16 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run.
+    """A job.
 
     Args:
         slots: hosts with their device slots, in the order of the ranks.
         program: the command line of a rank, up to its arguments.
-        arguments: of the script.
-        folder: the folder the ranks start in.
-        exports: declared variables.
-        address: where rank 0 is met; empty asks the first host.
-        port: of that place; 0 takes a free one.
+        address: of rank 0's rendezvous; empty asks the first host.
+        port: of that address; 0 takes a free one.
         heartbeat: seconds of silence after which a host is lost.
         grace: seconds that ranks have after a signal of the user's.
-        elastic: how the world may change; None ends the run with the first failure.
+        elastic: bounds of the world; None ends the run with the first failure.
     """
 
     slots: dict[str, list[int]]
@@ -87,7 +84,7 @@ class SecretDigest(NamedTuple):
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a variable of that name holds a secret."""
+    """Whether the variable of a name holds a secret."""
     return bool(_NAME.search(name))
 
 
@@ -114,7 +111,7 @@ def load_digests(folder: Path) -> list[SecretDigest]:
 
 
 def hide(text: str, digests: Iterable[SecretDigest], shown: str) -> str:
-    """The text with what these secrets were replaced by other words."""
+    """The text with the secrets of these digests replaced."""
     for length, salt, digest in digests:
         starts = (match.start() for match in _STARTS.finditer(text))
         values = {part for start in starts if len(part := text[start : start + length]) == length}

@@ -43,14 +43,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class StarterSettings:
-    """What the user said about starting agents: further arguments for the starter, and the port of ssh."""
+    """The user's settings for starters: further arguments, and the port of ssh."""
 
     arguments: Sequence[str] = ()
     ssh_port: int | None = None
 
 
 def make(name: str, settings: StarterSettings) -> Starter:
-    """The starter of that name.
+    """The starter of a name.
 
     Raises:
         LaunchError: there is none, or its program is not installed.
@@ -79,7 +79,6 @@ class ForkStarter:
         control.attach(peer, Channel(descriptor, descriptor))
 
     def again(self, control: Control, peer: HostState) -> None:
-        """Fork another agent."""
         self.begin(control, [peer])
 
     def close(self) -> None:
@@ -107,12 +106,7 @@ def agent_arguments(*arguments: str) -> list[str]:
 
 
 class Ssh:
-    """An ssh connection per host: the agent talks through its standard input and output.
-
-    Args:
-        name: "ssh".
-        settings: of the user.
-    """
+    """An ssh connection per host: the agent talks through its standard input and output."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         _need("ssh")
@@ -127,7 +121,6 @@ class Ssh:
         self._go_on(control)
 
     def again(self, control: Control, peer: HostState) -> None:
-        """Connect once more."""
         self._connect(control, peer)
 
     def _go_on(self, control: Control) -> None:
@@ -171,12 +164,7 @@ class StartPlan:
 
 
 class FanoutStarter:
-    """One program that starts the agents of all hosts, which call the launcher back with a token.
-
-    Args:
-        name: pdsh, openmpi, mpich, impi, mvapich or slurm.
-        settings: of the user.
-    """
+    """One program (pdsh, an MPI or srun) that starts the agents of all hosts, which connect back with a token."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         self.name = name
@@ -212,7 +200,7 @@ class FanoutStarter:
         control.lose(peer, f"{self.name} cannot start a single host again")
 
     def _write_hosts(self, lines: Sequence[str]) -> str:
-        """A file of hosts, of this user alone."""
+        """Write a file of hosts, readable by this user alone."""
         descriptor, self._hosts_file = tempfile.mkstemp(prefix="deepspeed-hosts-")
         with os.fdopen(descriptor, "w") as file:
             file.write("".join(f"{line}\n" for line in lines))
@@ -328,7 +316,7 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program that dies with this process and hears nothing from the terminal."""
+    """Start a program that dies with this process and gets no signal of the terminal."""
 
     def prepare() -> None:
         if _prctl is not None:

@@ -57,7 +57,7 @@ def control_port(job: Job) -> int:
 
 
 class NodeRendezvous:
-    """The first host's side: its own agent is a fork, the others call."""
+    """The first host's side: its own agent is a fork, the other hosts connect."""
 
     name = "the command on every host"
 
@@ -90,7 +90,7 @@ class NodeRendezvous:
         control.loop.later(LOG_SECONDS, lambda: self._log_missing(peers))
 
     def again(self, control: Control, peer: HostState) -> None:
-        """The host calls by itself when its command is started again; this one is forked."""
+        """Fork the agent of this host; another host connects by itself when its command is started again."""
         if peer is control.peers[0]:
             ForkStarter().begin(control, [peer])
         else:

@@ -144,12 +144,7 @@ _END = """        engine.save_checkpoint(str(checkpoints), client_state={"epoch"
 
 
 def script(model: str, checkpoints: bool) -> str:
-    """The text of the training script.
-
-    Args:
-        model: "vectors", "images" or "text".
-        checkpoints: saves after each epoch, and goes on from the last checkpoint.
-    """
+    """The text of the training script; with `checkpoints` it saves after each epoch and resumes."""
     parts, loss = _MODELS[model]
     begin, end = (_BEGIN, _END) if checkpoints else ("", "")
     return _HEAD + parts + _MAIN.format(loss=loss, begin=begin, end=end, first="first" if checkpoints else "0")
@@ -211,7 +206,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _problem(options: argparse.Namespace) -> str:
-    """Why nothing can be written; empty when it can."""
+    """The reason why nothing can be written; empty if it can."""
     there = [name for name in (SCRIPT, CONFIG) if (options.folder / name).exists()]
     if there and not options.force:
         return f"{' and '.join(there)} exist in {options.folder}; --force writes over them"

@@ -46,7 +46,7 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
 
 
 def jobs() -> list[Path]:
-    """The folders of this user's jobs where no folder was named, the last one first."""
+    """The folders of this user's jobs without a named one, the last job first."""
     parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
     with contextlib.suppress(OSError):
         if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
@@ -83,7 +83,7 @@ def terminal_size(descriptor: int) -> Size | None:
 
 
 def open_channel(terminal: Size | None) -> tuple[int, int]:
-    """A (reader, writer) pair that looks to the writer like a terminal of that size, or for None like a pipe.
+    """A (reader, writer) pair whose writer is a terminal of that size, or for None a pipe.
 
     Progress bars ask whether they write to a terminal and how wide it is.
     """
@@ -98,7 +98,7 @@ def open_channel(terminal: Size | None) -> tuple[int, int]:
 
 
 class Log:
-    """The file of a rank's output; a disk that is full ends the file, not the rank."""
+    """The file of a rank's output; a full disk ends the file, not the rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,7 +107,6 @@ class Log:
         self._file: BinaryIO | None = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append what the rank printed."""
         if self._file is None:
             return
         try:
@@ -129,13 +128,9 @@ class Log:
 
 
 class Stream:
-    """One output of a rank on its way from the rank's pipe to the launcher.
+    """One output of a rank, read from a non-blocking descriptor.
 
-    Args:
-        reader: non-blocking descriptor that the rank's writes arrive at.
-        emit: takes what is to be shown.
-        prefix: put before each line; empty passes bytes on as they come.
-        log: takes what the rank wrote.
+    `emit` shows it, with `prefix` before each line (empty: bytes as they come); `log` stores it.
     """
 
     def __init__(
@@ -150,7 +145,7 @@ class Stream:
         self._unfinished = b""
 
     def pump(self) -> bool:
-        """Pass on what has arrived; False when the rank's side is closed."""
+        """Read what has arrived; False if the rank's side is closed."""
         for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)
@@ -164,14 +159,14 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Pass on what is left and release the descriptor."""
+        """Read the rest and close the descriptor."""
         self.pump()  # not for ever: what the rank started may still write
         if self._unfinished:
             self._emit(self._prefix + self._unfinished + b"\n")
         os.close(self.reader)
 
     def last_traceback(self) -> str:
-        """The last traceback with the exceptions it is chained to; the last lines when it is no longer remembered."""
+        """The last traceback with the exceptions it is chained to; else the last lines."""
         text = self._tail
         start = text.rfind(_TRACEBACK)
         if start < 0:
@@ -181,7 +176,6 @@ class Stream:
         return _RANK_PREFIX.sub("", text[start:].decode(errors="replace"))
 
     def last_lines(self) -> str:
-        """What was printed last."""
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-LAST_LINES:])
 
     def _take(self, data: bytes) -> None:

@@ -25,17 +25,15 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class RankSpec:
-    """How a rank is started.
+    """The start of a rank.
 
     Args:
         number: the global rank.
-        command: program and arguments.
-        environment: the whole environment of the process.
-        folder: the folder it starts in; None is this process's.
+        folder: working directory; None is this process's.
         cores: CPU cores it may run on; None leaves this process's.
         log_path: file that takes its output.
         prefix: put before each line that is shown.
-        terminals: size of the terminal that standard output and standard error are to look like, or None.
+        terminals: terminal sizes of standard output and standard error, None for a pipe.
     """
 
     number: int
@@ -49,12 +47,7 @@ class RankSpec:
 
 
 class Rank:
-    """One started rank: its process, what it prints, and how it ended.
-
-    Args:
-        start: what to run.
-        emit: takes the descriptor (1 or 2) and the bytes that are to be shown.
-    """
+    """One rank: its process, its output, and its end. `emit` takes the descriptor (1 or 2) and the bytes to show."""
 
     def __init__(self, start: RankSpec, emit: Callable[[int, bytes], object]) -> None:
         self.number = start.number
@@ -88,7 +81,7 @@ class Rank:
         self.errors = self.streams[1]
 
     def reap(self) -> bool:
-        """True once, when the process has ended; its exit code, time and peak memory are then known."""
+        """True once, when the process has ended; its exit code, end time and peak memory are set then."""
         if self.exit_code is not None:
             return False
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -100,7 +93,7 @@ class Rank:
         return True
 
     def close(self) -> None:
-        """Pass on what it last printed and release its streams."""
+        """Read the rest of its output and close the streams."""
         for stream in self.streams:
             stream.close()
         if self._log is not None:
@@ -108,7 +101,7 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """When it went wrong: its traceback comes before its end, which may take as long as freeing its memory."""
+        """Time of the failure: that of the traceback, as the end may take as long as freeing the memory."""
         return self._fatal_traceback_at or self.ended_at
 
     def last_words(self) -> str:
@@ -117,7 +110,7 @@ class Rank:
 
     @property
     def _fatal_traceback_at(self) -> float | None:
-        """Time of the last traceback; one long before the end was of an exception that the program survived."""
+        """Time of the last traceback; None if long before the end, when the program survived the exception."""
         printed_at = self.errors.traceback_at
         return printed_at if printed_at is not None and self.ended_at - printed_at < FATAL_SECONDS else None
 
@@ -170,7 +163,7 @@ class Guard:
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
-        """Kill the group of this rank should this process die."""
+        """Kill the group of this rank if this process dies."""
         os.write(self._writer, b"%d\n" % rank.process.pid)
 
     def dismiss(self) -> None:

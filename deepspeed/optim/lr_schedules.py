@@ -45,7 +45,6 @@ class LRSchedule:
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups at the present iteration."""
         raise NotImplementedError(f"{type(self).__name__} has no get_lr")
 
     def get_last_lr(self) -> list[float]:

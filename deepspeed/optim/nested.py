@@ -86,8 +86,6 @@ class NestedState(MutableMapping[Tensor, Any]):
 
 
 class _NestedEntry(MutableMapping[str, Any]):
-    """The state of one parameter in a `NestedState`."""
-
     def __init__(self, entry: MutableMapping[str, Any], prefix: str) -> None:
         self._entry, self._prefix = entry, prefix
 
@@ -136,7 +134,6 @@ class Counters:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Counters:
-        """Copy them."""
         every = [optimizer, *nested_optimizers(optimizer).values()]
         groups = [
             (group, {key: cls._copied(value) for key, value in group.items() if key != "params"})
@@ -153,7 +150,7 @@ class Counters:
         )
 
     def restore(self) -> None:
-        """Undo what was counted since: what comes next belongs to the same step."""
+        """Restore them: what comes next belongs to the same step."""
         for group, values in self.groups:
             for key in set(group) - set(values) - {"params"}:
                 del group[key]
@@ -199,7 +196,7 @@ class Counters:
 
     @classmethod
     def _written(cls, place: Any, value: Any) -> Any:
-        """What to put back: a tensor into the tensor that stands there, anything else as a copy of its own."""
+        """The value to put back: written into the tensor that is there, or a copy."""
         if isinstance(value, Tensor) and isinstance(place, Tensor):
             return place.copy_(value) if place is not value else place
         return cls._copied(value)

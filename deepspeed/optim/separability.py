@@ -41,11 +41,9 @@ _HOOKS = ("pre", "post")
 
 @dataclass(frozen=True)
 class MethodTraits:
-    """What a public method of an optimizer does when it is called without arguments.
+    """Traits of a public method without arguments.
 
-    Attributes:
-        reads_gradients: what it leaves depends on gradients, as SAM's `first_step`.
-        by_parameter: called for some parameters each, it does what it does for all.
+    `reads_gradients`, as SAM's `first_step`; `by_parameter`: called on parts of the parameters, it does what it does on all.
     """
 
     reads_gradients: bool
@@ -58,12 +56,7 @@ class MethodTraits:
 
 @dataclass(frozen=True)
 class HowToStep:
-    """What an optimizer asks for before it steps.
-
-    Attributes:
-        closure: `step` wants a closure that computes gradients anew.
-        first: a method that has to be called once before, as `train` of schedule-free optimizers; empty: none.
-    """
+    """What an optimizer needs for a step: a closure that computes gradients anew, or a method called once before."""
 
     closure: bool = False
     first: str = ""
@@ -236,11 +229,9 @@ class _Copy:
         return twin
 
     def values(self) -> Values:
-        """Copies of the parameters."""
         return [tensor.detach().clone() for _, tensor in sorted(self.tensors.items())]
 
     def stored(self) -> Values:
-        """Copies of all tensors of the state."""
         state = self.optimizer.state
         return [
             value.detach().clone()
@@ -356,7 +347,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
 
 
 def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTraits | None:
-    """What the last of some calls does; None where it does nothing, or raises."""
+    """Traits of the last of some calls; None where it changes nothing, or raises."""
 
     def called(seed: int, keep: Callable[[int], bool] = lambda place: True) -> tuple[_Copy, tuple[Values, Values]]:
         twin = _run(_Copy(optimizer, keep), how)
