@@ -48,7 +48,7 @@ class DeepSpeedConfig:
         mpu: Any = None,
         *,
         world: int = 1,
-        holders: int | None = None,
+        replicas: int | None = None,
         facts: Facts | None = None,
         for_init: bool = False,
     ) -> None:
@@ -58,7 +58,7 @@ class DeepSpeedConfig:
             config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
             mpu: an object with `get_data_parallel_world_size`, which then takes the place of `world`.
             world: data-parallel ranks.
-            holders: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
+            replicas: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
             facts: what "auto" may be resolved from.
             for_init: see `for_init`.
 
@@ -76,7 +76,7 @@ class DeepSpeedConfig:
         resolve_autos(reading, facts or Facts(), lenient=for_init)
         top = to_sections(reading)
         reading.problems += [
-            *conflicts(top, reading, None if for_init else (world, holders or world)),
+            *conflicts(top, reading, None if for_init else (world, replicas or world)),
             *unavailable(top, reading),
         ]
         batch = None if for_init else self._batch(top, reading, world, facts or Facts())
@@ -133,7 +133,7 @@ class DeepSpeedConfig:
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
-        asked = [
+        sizes = [
             *((axis, getattr(mesh, axis), f"mesh.{axis}") for axis in type(mesh).model_fields),
             ("dp", top.data_parallel_size, "data_parallel_size"),
             ("sp", top.sequence_parallel_size, "sequence_parallel_size"),
@@ -144,7 +144,7 @@ class DeepSpeedConfig:
         ]
         # One stage, slice or part of a sequence is what everybody has who does not ask.
         return [
-            (a, size, key) for a, size, key in asked if size is not None and not (size == 1 and a in ("pp", "sp", "tp"))
+            (a, size, key) for a, size, key in sizes if size is not None and not (size == 1 and a in ("pp", "sp", "tp"))
         ]
 
     def section(self, path: str) -> Section:

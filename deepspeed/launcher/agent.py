@@ -174,7 +174,7 @@ class Agent:
             )
             try:
                 while self._done is None:
-                    for key, _ in self._selector.select(self._patience()):
+                    for key, _ in self._selector.select(self._timeout()):
                         if key.fd in self._selector.get_map():  # an earlier one may have closed it
                             key.data()
                     self._channel.flush()
@@ -188,7 +188,7 @@ class Agent:
                 self._end_ranks()
         return self._done
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         if self._channel.waiting or (self._front is not None and self._front.waiting):
             return 0.02
         times = [self._beat_at - time.monotonic()] if not self._local else [5.0]
@@ -213,7 +213,7 @@ class Agent:
                 rank.kill_group()
         if self._local or self._done is not None:
             return
-        if now - self._channel.heard_at > self._limit:
+        if now - self._channel.received_at > self._limit:
             print(f"[deepspeed] agent: the launcher was silent for {self._limit:g} s", file=sys.stderr)
             self._done = 1
         if now >= self._beat_at:

@@ -126,7 +126,7 @@ class CallbackServer:
             self._seen_twice()
         else:
             self._control.attach(peer, channel)
-            self._control.greet(peer, hello)
+            self._control.on_hello(peer, hello)
 
     def _seen_twice(self) -> None:
         self._control.abort("the token of this job was used twice: somebody else has seen it, so the job ends")

@@ -29,7 +29,7 @@ class Channel:
 
     def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
         self.reader, self.writer = reader, writer
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self.preamble = b""
         self.open = True
         self._waits_for_magic = magic
@@ -83,7 +83,7 @@ class Channel:
             if not data:
                 self.open = False
                 break
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
             self._incoming += data
             if len(self._incoming) > _READ * 8:
                 yield from self._messages()

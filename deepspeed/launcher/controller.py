@@ -35,7 +35,7 @@ class Starter(Protocol):
         """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
         ...
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         """Start the agent of a lost host again; a starter that cannot do so leaves it lost."""
         ...
 
@@ -78,7 +78,7 @@ class Control:
         peer.channel, peer.since = channel, time.monotonic()
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
-    def greet(self, peer: HostState, hello: dict[str, Any]) -> None:
+    def on_hello(self, peer: HostState, hello: dict[str, Any]) -> None:
         """Take the first message of a host's agent."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
@@ -98,18 +98,18 @@ class Control:
             self.loop.watch(self._front.reader, self._read_front)
             try:
                 self.starter.begin(self, self.peers)
-                self._code, self._report = self.course()
+                self._code, self._report = self.run_attempts()
             except LaunchError as error:
                 self._code, self._report = CANNOT_START, f"deepspeed: {error}"
             finally:
                 self.starter.close()
-                self._say_goodbye()
+                self._shut_down()
                 self.loop.close()
         if self._report:
             self._show(2, f"{self._report}\n".encode())
         return self._code
 
-    def course(self) -> tuple[int, str]:
+    def run_attempts(self) -> tuple[int, str]:
         """Wait for all hosts, then run all ranks; returns the exit code and the report."""
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
@@ -159,11 +159,11 @@ class Control:
             # a starter's end makes no sound when its output stays open
             watched = any(process.popen for process in self._processes) and self.attempt is None
             self.loop.turn(0.02 if waiting else 0.1 if watched else max(0.0, self._beat_at - time.monotonic()))
-            self._look()
+            self._serve_timers()
             if self._refused and (self.attempt is None or self.attempt.over):
                 raise LaunchError(self._refused)
 
-    def _look(self) -> None:
+    def _serve_timers(self) -> None:
         """Serve timers: pending output, heartbeats, starters that have ended."""
         now = time.monotonic()
         self._front.flush()
@@ -182,7 +182,7 @@ class Control:
             return
         if peer.ready and peer.channel is not None:
             peer.send("beat")
-            if now - peer.channel.heard_at > self.job.heartbeat:
+            if now - peer.channel.received_at > self.job.heartbeat:
                 self.lose(peer, f"it was silent for {self.job.heartbeat:g} s")
         elif not peer.ready and now - peer.since > self.hello_seconds:
             self.lose(peer, f"no agent answered within {self.hello_seconds:g} s")
@@ -201,7 +201,9 @@ class Control:
                     self.loop.unwatch(process.popen.stderr.fileno())
                     process.popen.stderr.close()
                 continue
-            why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
+            why = f"{self.starter.name} ended with code {code}" + (
+                f": {process.last_lines()}" if process.last_lines() else ""
+            )
             if peer is None:
                 process.kill()
                 self._processes.remove(process)
@@ -224,7 +226,7 @@ class Control:
         if peer.channel is not None and not peer.channel.open:
             if not peer.ready and peer.process is not None and peer.process.popen is not None:
                 return self.loop.unwatch(peer.channel.reader)  # its end, which is near, says why
-            says = peer.process.says() if peer.process is not None else ""
+            says = peer.process.last_lines() if peer.process is not None else ""
             self.lose(peer, "its connection was closed" + (f" ({says})" if says else ""))
 
     def _on_message(self, peer: HostState, message: dict[str, Any], data: bytes) -> None:
@@ -232,7 +234,7 @@ class Control:
         if kind == "out":
             self._show(message["to"], data)
         elif kind == "hello":
-            self.greet(peer, message)
+            self.on_hello(peer, message)
         elif kind == "ended" and self.attempt is not None:
             self.attempt.ended(peer, message)
         elif kind == "started" and self.attempt is not None:
@@ -291,7 +293,7 @@ class Control:
         for peer in self.peers:
             peer.send("hold", held=held)
 
-    def _say_goodbye(self) -> None:
+    def _shut_down(self) -> None:
         """End agents and starters, by force after a time."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)

@@ -34,7 +34,7 @@ MOST_ERRORS_IN_A_ROW = 3
 class ElasticControl(Control):
     """Runs a job in attempts, each on the hosts that are available."""
 
-    def course(self) -> tuple[int, str]:
+    def run_attempts(self) -> tuple[int, str]:
         """Run attempts until one succeeds, the user stops it, or it fails by an error of its own."""
         self._slots = {peer.name: list(peer.slots) for peer in self.peers}
         self._began = 0.0
@@ -91,8 +91,8 @@ class ElasticControl(Control):
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         for peer in self.peers:
             if peer.lost:
-                peer.forget()
-                self.starter.again(self, peer)
+                peer.reset()
+                self.starter.restart(self, peer)
         elastic, attempt = self.job.elastic, self.attempt
         if elastic is None or attempt is None or attempt.over or attempt.failures or self._growing:
             return

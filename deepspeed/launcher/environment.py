@@ -123,8 +123,8 @@ def _for_hosts(
     if hosts is None:
         return variables
     own = socket.gethostname()
-    aliases = dict.fromkeys((own, own.partition(".")[0]), "localhost") if set(hosts) == {"localhost"} else {}
-    placed = {(name, aliases.get(host, host) if host else None): value for (name, host), value in variables.items()}
+    renamed = dict.fromkeys((own, own.partition(".")[0]), "localhost") if set(hosts) == {"localhost"} else {}
+    placed = {(name, renamed.get(host, host) if host else None): value for (name, host), value in variables.items()}
     others = sorted({host for _, host in placed if host is not None and host not in hosts})
     if others:
         logger.info("%s: lines for %s are not of this job", path, ", ".join(others))

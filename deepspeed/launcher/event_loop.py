@@ -55,10 +55,10 @@ class Loop:
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._due.append((time.monotonic() + seconds, action))
 
-    def turn(self, patience: float) -> None:
-        """Wait for an event, at most `patience` seconds, and call the actions that are due."""
+    def turn(self, timeout: float) -> None:
+        """Wait for an event, at most `timeout` seconds, and call the actions that are due."""
         soonest = min((moment for moment, _ in self._due), default=float("inf")) - time.monotonic()
-        for key, _ in self._selector.select(max(0.0, min(patience, soonest))):
+        for key, _ in self._selector.select(max(0.0, min(timeout, soonest))):
             if key.fd in self._selector.get_map():  # an earlier one may have closed it
                 key.data()
         now = time.monotonic()

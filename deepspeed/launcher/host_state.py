@@ -36,7 +36,7 @@ class StarterProcess:
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         return bool(data)
 
-    def says(self) -> str:
+    def last_lines(self) -> str:
         """Its last lines, joined."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
         return "; ".join(line for line in lines[-6:] if line)
@@ -109,7 +109,7 @@ class HostState:
     def lost(self) -> bool:
         return bool(self.problem)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the state, so that the host is tried again."""
         self.channel = self.process = None
         self.ready = False

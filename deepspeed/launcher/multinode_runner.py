@@ -78,7 +78,7 @@ class ForkStarter:
         peer.local, peer.process = True, StarterProcess(None, pid, peer)
         control.attach(peer, Channel(descriptor, descriptor))
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         self.begin(control, [peer])
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Ssh:
         self._waiting = list(peers)
         self._go_on(control)
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         self._connect(control, peer)
 
     def _go_on(self, control: Control) -> None:
@@ -195,7 +195,7 @@ class FanoutStarter:
                     popen.stdin.close()
         control.adopt(StarterProcess(popen, popen.pid, None))
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         """The program cannot start one agent alone."""
         control.lose(peer, f"{self.name} cannot start a single host again")
 

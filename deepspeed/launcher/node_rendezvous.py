@@ -89,7 +89,7 @@ class NodeRendezvous:
         control.hello_seconds = ARRIVE_SECONDS
         control.loop.later(LOG_SECONDS, lambda: self._log_missing(peers))
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         """Fork the agent of this host; another host connects by itself when its command is started again."""
         if peer is control.peers[0]:
             ForkStarter().begin(control, [peer])

@@ -43,7 +43,7 @@ _HOOKS = ("pre", "post")
 class MethodTraits:
     """Traits of a public method without arguments.
 
-    `reads_gradients`, as SAM's `first_step`; `by_parameter`: called on parts of the parameters, it does what it does on all.
+    `reads_gradients`, as SAM's `first_step`; `by_parameter`: called on parts of the parameters, it does the same.
     """
 
     reads_gradients: bool

@@ -100,9 +100,12 @@ class Zero(Section):
         settings = super().respelled(data)
         pin = settings.pop("cpu_offload_use_pin_memory", None)
         for old, new in _CPU_OFFLOAD.items():
-            asked = settings.pop(old, None)
-            if asked is not None and new not in settings:
-                settings[new] = {"device": "cpu" if asked else "none", **({} if pin is None else {"pin_memory": pin})}
+            offloaded = settings.pop(old, None)
+            if offloaded is not None and new not in settings:
+                settings[new] = {
+                    "device": "cpu" if offloaded else "none",
+                    **({} if pin is None else {"pin_memory": pin}),
+                }
         return settings
 
     stage: Int = key(
