@@ -111,8 +111,8 @@ class Accelerator:
 
     def create_op_builder(self, class_name: str) -> Any:
         """A builder of that name, None where there is none."""
-        found = self.get_op_builder(class_name)
-        return None if found is None else found()
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
 
     def build_extension(self) -> type:
         """The setuptools command that builds torch extensions."""
