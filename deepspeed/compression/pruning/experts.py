@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import Family, axis_slot
+from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
 from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import (
     TOLERANCE,
@@ -71,7 +71,7 @@ def _families(base: nn.Module, small: nn.Module, count: int, less: int) -> list[
                 raise CompressionError(f"{name} changes from {size} to {left} with {less} of {count} experts")
             layer = name.rpartition(".")[0].rpartition(".")[0]  # of the block that holds router and experts
             family = found.setdefault(layer, Family("experts", layer, count, [], 1, True))
-            family.slots.append(axis_slot(name, axis, count, count, scored=len(shape) == 3))
+            family.slots.append(ParameterSlice.along_axis(name, axis, count, count, scored=len(shape) == 3))
     return list(found.values())
 
 
