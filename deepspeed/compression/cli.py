@@ -15,11 +15,11 @@ from torch import nn
 
 from deepspeed.compression.compare import report
 from deepspeed.compression.pruning.experts import expert_shrinks
-from deepspeed.compression.pruning.layer_selection import block_lists
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
+from deepspeed.foundation.transformers_model import block_lists
 
 _MIB = 2**20
 KINDS = ["ffn", "heads", "experts", "layers"]

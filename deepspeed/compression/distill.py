@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.compression.pruning.layer_selection import block_lists
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, UsageError
 from deepspeed.foundation.hf_forward import uncached
+from deepspeed.foundation.transformers_model import block_lists
 
 _IGNORED = -100
 

@@ -10,7 +10,6 @@ from torch import nn
 from deepspeed.compression.pruning.layer_selection import (
     InfluenceWatch,
     block_list,
-    block_lists,
     by_influence,
     check_layers,
 )
@@ -20,6 +19,7 @@ from deepspeed.compression.pruning.transformers_groups import shapes_of
 from deepspeed.config.sections.compression import LayerReduction
 from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.transformers_model import block_lists
 
 REDUCED = "_ds_layers_reduced"  # on a model: the old calls have given it its teacher's layers
 LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave

@@ -9,21 +9,11 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.structured_removal import attribute_changes
-from deepspeed.compression.pruning.transformers_groups import LAYER_KEYS, config_of, dense_class, on_meta
+from deepspeed.compression.pruning.transformers_groups import dense_class, on_meta
 from deepspeed.compression.pruning.unwrap import inside
 from deepspeed.compression.pruning.verify import with_layers
 from deepspeed.errors import CompressionError
-
-
-def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Lists of repeated blocks, the longest first."""
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1
-    }
-    inner = {name for name in lists for other in lists if name.startswith(f"{other}.")}
-    return dict(sorted(((n, m) for n, m in lists.items() if n not in inner), key=lambda one: -len(one[1])))
+from deepspeed.foundation.transformers_model import LAYER_KEYS, block_lists, config_of, text_config
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
@@ -118,7 +108,7 @@ def _check_cache_depth(config: Any, decoder: int) -> None:
     """Transformers makes the cache of some decoders as deep as the encoder is."""
     if not getattr(config, "is_encoder_decoder", False):
         return
-    cached = getattr(config.get_text_config(decoder=True), "num_hidden_layers", decoder)
+    cached = getattr(text_config(config, decoder=True), "num_hidden_layers", decoder)
     if cached < decoder:
         raise CompressionError(
             f"generate makes a cache of {cached} layers from {type(config).__name__}, and the decoder has {decoder}: "

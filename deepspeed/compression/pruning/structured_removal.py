@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import TRANSPOSED, Family, ParameterSlice
-from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
+from deepspeed.compression.pruning.transformers_groups import dense_class, on_meta
 from deepspeed.compression.pruning.unwrap import inside
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.transformers_model import config_of
 
 _PLAIN = (int, float, str, bool, type(None))
 # (module class name, attribute, parameter, axis): what torch's own modules know of their shapes.
