@@ -1,4 +1,4 @@
-"""`ds_compress`: a plan of what can be removed from a model, and a comparison of an exported folder with the dense one."""
+"""`ds_compress`: a plan of what can be removed from a model, and a comparison of an exported folder with the dense."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import nn
 
 from deepspeed.compression.compare import report
 from deepspeed.compression.pruning.experts import expert_shrinks
-from deepspeed.compression.pruning.layer_selection import block_lists
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
+from deepspeed.foundation.transformers_model import block_lists
 
 _MIB = 2**20
 KINDS = ["ffn", "heads", "experts", "layers"]
@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "report":
-            figures = report(options.before, options.after, None if options.tokens is None else load_windows(options.tokens))
+            figures = report(
+                options.before, options.after, None if options.tokens is None else load_windows(options.tokens)
+            )
             print(json.dumps(figures, indent=1) if options.json else _format_report(figures))
         else:
             rows = plan_rows(*load_model(options.model), options.kinds, options.ratio)

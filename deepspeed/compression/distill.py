@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.compression.pruning.layer_selection import block_lists
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, UsageError
 from deepspeed.foundation.hf_forward import uncached
+from deepspeed.foundation.transformers_model import block_lists
 
 _IGNORED = -100
 
@@ -53,8 +53,8 @@ class Distiller:
             kind = getattr(getattr(module, "config", None), "_attn_implementation", "eager")
             if kind != "eager":
                 raise CompressionError(
-                    f"distillation.attention compares attention maps, which {kind!r} attention does not give: load both "
-                    f"models with attn_implementation='eager'"
+                    f"distillation.attention compares attention maps, which {kind!r} attention does not give: load "
+                    f"both models with attn_implementation='eager'"
                 )
             kwargs["output_attentions"] = True
         return inputs, kwargs

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import CONV
-from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
+from deepspeed.compression.pruning.transformers_groups import dense_class, on_meta
 from deepspeed.compression.pruning.unwrap import inside, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.transformers_model import config_of
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
 _SMALL = 2_000_000_000  # parameters of which a second copy may be made in memory

@@ -94,7 +94,9 @@ class FakeQuantizers:
             first = next((name for name in names if name in quantized), None)
             others = ", ".join(name for name in names if name not in quantized)
             if first is not None and others:
-                log_rank0(f"{first} is quantized and shares its weight with {others}: exports hold it quantized for all")
+                log_rank0(
+                    f"{first} is quantized and shares its weight with {others}: exports hold it quantized for all"
+                )
 
     def _add_weights(self, section: CompressionTraining) -> None:
         shared = section.weight_quantization.shared_parameters
@@ -103,7 +105,9 @@ class FakeQuantizers:
             quantizers = []
             for path, module in dict.fromkeys((n, m) for _, n, m in matched(self._model, group.modules)):
                 if path in taken:
-                    raise CompressionError(f"{path} is in weight_quantization.{taken[path]} and in {name}: name it once")
+                    raise CompressionError(
+                        f"{path} is in weight_quantization.{taken[path]} and in {name}: name it once"
+                    )
                 taken[path] = name
                 quantizers.append(
                     self._quantizer(module, path, shared.quantization_type, shared.quantize_groups, shared.rounding)

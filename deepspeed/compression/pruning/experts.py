@@ -16,8 +16,8 @@ from torch import nn
 from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
 from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import (
+    FLOOR,
     TOLERANCE,
-    distance,
     flags_at_random,
     inputs_for,
     outputs,
@@ -25,14 +25,13 @@ from deepspeed.compression.pruning.verify import (
     twin_of,
 )
 from deepspeed.errors import CompressionError
-
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_KEYS = ("num_experts_per_tok", "moe_top_k", "moe_k")  # experts that a token passes
+from deepspeed.foundation.equivalence import relative_difference
+from deepspeed.foundation.transformers_model import EXPERT_KEYS, EXPERTS_PER_TOKEN_KEYS, config_number
 
 
 def chosen_of(config: Any) -> int:
     """How many experts a token passes; 1 where the config does not say."""
-    return next((getattr(config, k) for k in CHOSEN_KEYS if isinstance(getattr(config, k, None), int)), 1)
+    return config_number(config, EXPERTS_PER_TOKEN_KEYS) or 1
 
 
 def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
@@ -99,7 +98,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
             order = torch.arange(family.size).roll(1)
             for slot in family.slots:
                 tensors[slot.name].copy_(tensors[slot.name].index_select(slot.axes[0], order))
-    found = distance(dense, outputs(other, given))
+    found = relative_difference(outputs(other, given), dense, floor=FLOOR)
     if found > TOLERANCE:
         raise CompressionError(
             f"experts of {model_class.__name__} cannot change places (difference {found:.2g}): something else knows "

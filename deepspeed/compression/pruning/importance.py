@@ -35,7 +35,7 @@ class Scores:
         for key in [key for key in self._weights if key[0] == rule.name]:
             del self._weights[key]
 
-    # -- with every step ----------------------------------------------------------------------------------------------------
+    # -- with every step ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def on_gradients(self, rules: Sequence[CompressionRule]) -> None:

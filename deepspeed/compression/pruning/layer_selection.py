@@ -18,7 +18,6 @@ from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import LAYER_KEYS, block_lists, config_of, text_config
 
-
 REDUCED = "_ds_layers_reduced"  # on a model: `student_initialization` has given it its teacher's layers
 LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave
 
@@ -36,7 +35,7 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         The model.
 
     Raises:
-        CompressionError: there is no such list, an index is out of range, or the smaller model is no model of its class.
+        CompressionError: there is no such list, an index is out of range, or the smaller model cannot be built.
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
@@ -153,7 +152,9 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
     except AttributeError:
         named = None
     if not isinstance(named, (nn.ModuleList, nn.Sequential)):
-        raise CompressionError(f"'{prefix}' is no list of blocks of {type(model).__name__}; there is {list(block_lists(model))}")
+        raise CompressionError(
+            f"'{prefix}' is no list of blocks of {type(model).__name__}; there is {list(block_lists(model))}"
+        )
     return named  # pyright: ignore[reportReturnType]
 
 

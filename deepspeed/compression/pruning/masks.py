@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.compression.pruning.dependency_groups import Family
 from deepspeed.compression.pruning.distributed_topk import keep_largest, kept_of, largest_units
 from deepspeed.compression.pruning.importance import Scores
 from deepspeed.compression.pruning.rules import CompressionRule

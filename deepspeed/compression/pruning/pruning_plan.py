@@ -14,9 +14,7 @@ from deepspeed.compression.pruning.dependency_groups import Family
 from deepspeed.compression.pruning.experts import chosen_of, expert_shrinks, prove_experts
 from deepspeed.compression.pruning.structured_removal import Removal, changed_attributes
 from deepspeed.compression.pruning.transformers_groups import (
-    HEAD_KEYS,
     Shrink,
-    config_of,
     dense_class,
     ffn_shrinks,
     head_shrinks,
@@ -25,8 +23,13 @@ from deepspeed.compression.pruning.transformers_groups import (
 from deepspeed.compression.pruning.unwrap import inside, slots_under_adapters
 from deepspeed.compression.pruning.verify import prove
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.transformers_model import HEAD_KEYS, config_number, config_of
 
-_FINDERS: dict[str, tuple[Any, Any]] = {"ffn": (ffn_shrinks, prove), "heads": (head_shrinks, prove), "experts": (expert_shrinks, prove_experts)}
+_FINDERS: dict[str, tuple[Any, Any]] = {
+    "ffn": (ffn_shrinks, prove),
+    "heads": (head_shrinks, prove),
+    "experts": (expert_shrinks, prove_experts),
+}
 
 
 class PruningPlan:
@@ -47,9 +50,7 @@ class PruningPlan:
     @property
     def heads(self) -> int | None:
         """Attention heads, where the config says them."""
-        return next(
-            (getattr(self.config, k) for k in HEAD_KEYS if isinstance(getattr(self.config, k, None), int)), None
-        )
+        return config_number(self.config, HEAD_KEYS)
 
     def shrinks(self, kind: str) -> list[Shrink]:
         """The config's numbers of one kind that can be smaller, verified; empty, with a reason in `refused`."""

@@ -216,9 +216,11 @@ class _RuleBuilder:
         )
         first_names = {id(param): name for name, param in self.model.named_parameters()}
         rule.weights = list(dict.fromkeys(first_names[id(module.weight)] for module in modules))
-        if "block_pattern" not in shared.model_fields_set and shared.method != "snip_momentum":
+        named = "block_pattern" in shared.model_fields_set or shared.method == "snip_momentum"
+        rule.pattern = pattern_of(shared.block_pattern) if named else None
+        if rule.pattern is None:
             return
-        rule.pattern = kind, n, m = pattern_of(shared.block_pattern)
+        kind, n, m = rule.pattern
         if kind == "of" and abs(rule.ratio - n / m) > 1e-9:
             raise CompressionError(f"{rule.name}: {n}:{m} keeps {n / m:g}, and dense_ratio says {rule.ratio:g}")
         for name in rule.weights:
@@ -251,7 +253,7 @@ class _RuleBuilder:
         for family, weights in families.values():
             yield family.scored_by(weights)
 
-    def _experts(self, group: CompressionGroup) -> Iterator[Family]:
+    def _experts(self, group: Any) -> Iterator[Family]:
         """Whole experts of the modules that pack them."""
         for _, name, module in matched(self.model, group.modules, packed=True):
             packed = [f"{name}.{param}" for param in experts_of(module)]

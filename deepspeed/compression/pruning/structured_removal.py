@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import TRANSPOSED, Family, ParameterSlice
-from deepspeed.compression.pruning.transformers_groups import config_of
 from deepspeed.compression.pruning.unwrap import inside
+from deepspeed.foundation.transformers_model import config_of
 
 _PLAIN = (int, float, str, bool, type(None))
 # (module class name, attribute, parameter, axis): sizes that torch's own modules store as attributes.
@@ -140,15 +140,15 @@ class Removal:
             param = module._parameters.get(name)
             if kind in kinds and param is not None and hasattr(module, attribute):
                 setattr(module, attribute, getattr(param, "ds_shape", param.shape)[axis])
+        if "LayerNorm" in kinds and getattr(module, "elementwise_affine", False):
+            weight: Any = module._parameters["weight"]
+            module.normalized_shape = tuple(getattr(weight, "ds_shape", weight.shape))
         if "_ConvNd" in kinds:
             shape = getattr(module.weight, "ds_shape", module.weight.shape)
             if module.groups > 1 and module.groups == module.in_channels:  # depthwise: as many groups as inputs
                 module.groups = shape[0] * module.groups // module.out_channels
             sizes = (shape[1] * module.groups, shape[0])
             module.in_channels, module.out_channels = sizes[::-1] if isinstance(module, TRANSPOSED) else sizes
-        if "LayerNorm" in kinds and getattr(module, "elementwise_affine", False):
-            weight = module._parameters["weight"]
-            module.normalized_shape = tuple(getattr(weight, "ds_shape", weight.shape))
 
     def cut_buffers(self, model: nn.Module) -> None:
         """Take units out of the buffers of a model, in place."""

@@ -17,23 +17,14 @@ from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
 from deepspeed.errors import CompressionError
-
-FFN_KEYS = (
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "encoder_ffn_dim",
-    "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim", "inner_dim", "dim_feedforward",
-    "d_inner", "ffn_size", "expert_ffn_hidden_size", "n_ffn", "feed_forward_size", "dense_intermediate_size",
-    "time_mix_extra_dim",
-)  # fmt: skip
-HEAD_KEYS = (
-    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
-    "num_decoder_heads",
-)  # fmt: skip
-GROUP_KEYS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
-HEAD_DIM_KEYS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim")
-LAYER_KEYS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"
-)  # fmt: skip
-WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "n_hidden", "model_dim", "word_embed_proj_dim")
+from deepspeed.foundation.transformers_model import (
+    FFN_KEYS,
+    HEAD_DIM_KEYS,
+    HEAD_KEYS,
+    KEY_VALUE_HEAD_KEYS,
+    WIDTH_KEYS,
+    config_number,
+)
 
 
 @dataclass(eq=False)
@@ -58,12 +49,6 @@ class Shrink:
         for key, value in self.changes.items():
             setattr(made, key, value // of * kept if key in self.unit else value)
         return made
-
-
-def config_of(model: nn.Module) -> Any:
-    """The config of a Transformers model; None for other modules."""
-    config = getattr(model, "config", None)
-    return config if hasattr(config, "to_dict") and hasattr(config, "model_type") else None
 
 
 def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
@@ -130,7 +115,7 @@ def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
             axes = _differences(base, on_meta(type(model), made))
         except CompressionError:
             continue
-        width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), None)
+        width = config_number(config, WIDTH_KEYS)
         if not axes or _touches_width(base, axes, width, value):
             continue
         found.append(Shrink("ffn", {key: value}, {key: 1}, _ffn_families(base, axes, value, less)))
@@ -145,7 +130,7 @@ def _implied_ffn(base: nn.Module, config: Any, key: str) -> int | None:
     """`n_inner: None` stands for four times the width."""
     if key not in ("n_inner", "intermediate_size", "ffn_dim") or key not in _keys(config):
         return None
-    width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), 0)
+    width = config_number(config, WIDTH_KEYS) or 0
     return 4 * width or None
 
 
@@ -239,9 +224,9 @@ def _same(one: Shrink, two: Shrink) -> bool:
 def _head_shrink(
     model: nn.Module, config: Any, base: nn.Module, key: str, heads: int, reasons: list[str]
 ) -> Shrink | None:
-    group_key = next((k for k in GROUP_KEYS if isinstance(getattr(config, k, None), int)), None)
+    group_key = next((k for k in KEY_VALUE_HEAD_KEYS if isinstance(getattr(config, k, None), int)), None)
     groups = min(getattr(config, group_key), heads) if group_key else heads
-    width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), None)
+    width = config_number(config, WIDTH_KEYS)
     units = groups if groups > 1 else heads
     less = _smaller(units)
     if less is None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import ParameterSlice, out_axis
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.transformers_model import pretrained_models
 
 ADAPTER = ".lora_"  # in the names of what low-rank adapters bring
 _BASE = "base_layer"
@@ -23,22 +24,15 @@ def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
         model: what the engine trains.
         holding: name of a module: of several models the one that has it.
     """
-    if _is_pretrained(model):
+    found = pretrained_models(model)
+    if "" in found:
         return "", model
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if _is_pretrained(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
     if holding is not None:
         found = {name: module for name, module in found.items() if holding.startswith(f"{name}.")}
     if len(found) != 1:
         return "", model
     name, module = next(iter(found.items()))
     return f"{name}.", module
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 def left_on(model: nn.Module, mark: str) -> Any:

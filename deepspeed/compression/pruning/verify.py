@@ -10,20 +10,24 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.transformers_groups import (
-    FFN_KEYS,
-    HEAD_DIM_KEYS,
-    HEAD_KEYS,
-    LAYER_KEYS,
-    WIDTH_KEYS,
     Shrink,
     joined,
     on_meta,
     relaid,
 )
-from deepspeed.errors import CompressionError
-from deepspeed.foundation.hf_forward import without_cache
+from deepspeed.errors import ArgumentError, CompressionError
+from deepspeed.foundation.equivalence import evaluating, made_up_inputs, relative_difference, tolerance
+from deepspeed.foundation.transformers_model import (
+    FFN_KEYS,
+    HEAD_DIM_KEYS,
+    HEAD_KEYS,
+    LAYER_KEYS,
+    WIDTH_KEYS,
+    config_number,
+)
 
-TOLERANCE = 1e-5  # of the largest output
+TOLERANCE = tolerance(torch.float32, 0.1)  # of the largest output
+FLOOR = 1e-12  # the least output that a difference is divided by
 LARGEST = 40_000_000  # parameters of a twin
 
 
@@ -55,10 +59,9 @@ def layers_of(config: Any) -> int:
     Raises:
         CompressionError: it says none.
     """
-    counts = [getattr(config, key) for key in LAYER_KEYS if isinstance(getattr(config, key, None), int)]
-    if not counts:
+    if (count := config_number(config, LAYER_KEYS)) is None:
         raise CompressionError(f"{type(config).__name__} says no number of layers")
-    return counts[0]
+    return count
 
 
 def build(model_class: type[nn.Module], config: Any) -> nn.Module:
@@ -77,27 +80,20 @@ def build(model_class: type[nn.Module], config: Any) -> nn.Module:
 
 
 def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Inputs a Transformers model takes."""
-    main = getattr(model, "main_input_name", "input_ids")
-    generator = torch.Generator().manual_seed(1)
-    if main == "input_ids":
-        vocabulary = min(int(getattr(config, "vocab_size", 32) or 32), 1000)
-        given: dict[str, Any] = {"input_ids": torch.randint(3, max(vocabulary, 5), (2, 8), generator=generator)}
-        if getattr(config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = torch.randint(3, max(vocabulary, 5), (2, 6), generator=generator)
-    elif main == "pixel_values":
-        size = getattr(config, "image_size", 32)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        given = {main: torch.randn(2, getattr(config, "num_channels", 3), height, width, generator=generator)}
-    else:
-        raise CompressionError(f"the input {main!r} of {type(model).__name__} cannot be made up")
-    return given | without_cache(model)
+    """Inputs a Transformers model takes.
+
+    Raises:
+        CompressionError: they cannot be made up.
+    """
+    try:
+        return made_up_inputs(model, config, 2, 8)
+    except ArgumentError as error:
+        raise CompressionError(str(error)) from error
 
 
-@torch.no_grad()
 def outputs(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     """All floating outputs in one row."""
-    with torch.random.fork_rng(devices=[]):
+    with evaluating(model):
         torch.manual_seed(2)
         try:
             found = model(**given)
@@ -106,13 +102,6 @@ def outputs(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     values = found.to_tuple() if hasattr(found, "to_tuple") else found if isinstance(found, tuple) else (found,)
     flat = [value.reshape(-1) for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
     return torch.cat(flat)
-
-
-def distance(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The largest difference over the largest output; infinite for other shapes."""
-    if one.shape != two.shape or not torch.isfinite(one).all():
-        return float("inf")
-    return float((one - two).abs().max() / one.abs().max().clamp(min=1e-12))
 
 
 def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.Tensor]:
@@ -225,10 +214,10 @@ def _try(twin: nn.Module, config: Any, shrink: Shrink, given: dict[str, Any], de
     try:
         small = removed(twin, config, shrink, keeps)
         without = outputs(masked(twin, shrink, keeps), given)
-        found = distance(without, outputs(small, given))
+        found = relative_difference(outputs(small, given), without, floor=FLOOR)
     except (CompressionError, RuntimeError, ValueError, IndexError) as error:
         raise CompressionError(f"the smaller twin of {type(twin).__name__} fails: {error}") from error
-    if distance(without, dense) < TOLERANCE:
+    if relative_difference(dense, without, floor=FLOOR) < TOLERANCE:
         raise CompressionError(f"masking {shrink.kind} of {type(twin).__name__} changes nothing: there is no proof")
     return found
 
@@ -252,7 +241,7 @@ def twin_config(model_class: type[nn.Module], config: Any) -> Any:
 def _narrow(config: Any) -> Any:
     """The same heads, of size 8, and what goes with that."""
     made = copy.deepcopy(config)
-    heads = next((getattr(made, key) for key in HEAD_KEYS if isinstance(getattr(made, key, None), int)), 8)
+    heads = config_number(made, HEAD_KEYS) or 8
     for keys, value in ((WIDTH_KEYS, 8 * heads), (FFN_KEYS, 96), (HEAD_DIM_KEYS, 8), (("vocab_size",), 512)):
         for key in keys:
             if isinstance(getattr(made, key, None), int) and key not in getattr(made, "attribute_map", {}):
