@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed.compression.compare import report
-from deepspeed.compression.pruning.experts import expert_shrinks
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
-from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
+from deepspeed.compression.pruning.transformers_groups import Shrink, expert_shrinks, on_meta, shapes_of
+from deepspeed.compression.pruning.verify import layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
 from deepspeed.foundation.transformers_model import block_lists
 
@@ -107,13 +106,13 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
 
 def _units_row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
-    kept, of = kept_per_block(shrink, ratio), family.size // family.blocks
+    kept, of = shrink.kept_per_block(ratio), family.size // family.blocks
     try:
         plan.check_said(family, kept)
     except CompressionError as error:
         return {"kind": shrink.kind, "refused": str(error)}
     small = on_meta(type(model), shrink.config(plan.config, kept, of))
-    names = {name for member in shrink.families for name in member.names()}
+    names = shrink.names()
     rows, left = shapes_of(model), shapes_of(small)
     routers = [rows[name].numel() - left[name].numel() for name in names if len(rows[name]) == 2]
     return {

@@ -18,7 +18,7 @@ from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.rules import CompressionRule, rules_of
 from deepspeed.compression.pruning.sharded_view import Exchange
 from deepspeed.compression.pruning.structured_removal import Removal
-from deepspeed.compression.pruning.unwrap import left_on
+from deepspeed.compression.pruning.transformers_groups import left_on
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import log_rank0

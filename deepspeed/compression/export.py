@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import CONV
-from deepspeed.compression.pruning.transformers_groups import dense_class, on_meta
-from deepspeed.compression.pruning.unwrap import inside, plain_state
+from deepspeed.compression.pruning.transformers_groups import dense_class, inside, on_meta, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import config_of

@@ -23,8 +23,7 @@ from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import have_left, keep_layers
 from deepspeed.compression.pruning.sharded_view import Exchange
 from deepspeed.compression.pruning.structured_removal import Removal, reshape
-from deepspeed.compression.pruning.transformers_groups import shapes_of
-from deepspeed.compression.pruning.unwrap import left_on
+from deepspeed.compression.pruning.transformers_groups import left_on, shapes_of
 from deepspeed.engine.build import build
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO

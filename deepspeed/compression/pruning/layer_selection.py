@@ -10,8 +10,7 @@ from torch import nn
 
 from deepspeed.compression.pruning.sharded_view import Exchange
 from deepspeed.compression.pruning.structured_removal import Removal, changed_attributes
-from deepspeed.compression.pruning.transformers_groups import dense_class, on_meta, shapes_of
-from deepspeed.compression.pruning.unwrap import inside
+from deepspeed.compression.pruning.transformers_groups import dense_class, inside, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import with_layers
 from deepspeed.config.sections.compression import LayerReduction
 from deepspeed.errors import CompressionError

@@ -11,17 +11,19 @@ from torch import nn
 
 from deepspeed.compression.pruning.channel_graph import channel_families, not_proven, runner, whole_twin
 from deepspeed.compression.pruning.dependency_groups import Family
-from deepspeed.compression.pruning.experts import chosen_of, expert_shrinks, prove_experts
 from deepspeed.compression.pruning.structured_removal import Removal, changed_attributes
 from deepspeed.compression.pruning.transformers_groups import (
     Shrink,
     dense_class,
+    expert_shrinks,
+    experts_per_token,
     ffn_shrinks,
     head_shrinks,
+    inside,
     on_meta,
+    slots_under_adapters,
 )
-from deepspeed.compression.pruning.unwrap import inside, slots_under_adapters
-from deepspeed.compression.pruning.verify import prove
+from deepspeed.compression.pruning.verify import prove, prove_experts
 from deepspeed.errors import CompressionError
 from deepspeed.foundation.transformers_model import HEAD_KEYS, config_number, config_of
 
@@ -155,8 +157,8 @@ class PruningPlan:
 
     def _config_refusal(self, shrink: Shrink, kept: int, of: int) -> str:
         """Why a config refuses a number of units; empty where it takes it."""
-        if shrink.kind == "experts" and kept < chosen_of(self.config):
-            return f"a token passes {chosen_of(self.config)}"
+        if shrink.kind == "experts" and kept < experts_per_token(self.config):
+            return f"a token passes {experts_per_token(self.config)}"
         config = shrink.config(self.config, kept, of)
         try:
             getattr(config, "validate", lambda: None)()

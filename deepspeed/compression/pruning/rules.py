@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.compression.pruning.dependency_groups import CONV, Family, ParameterSlice, out_axis
 from deepspeed.compression.pruning.distributed_topk import kept_of
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.unwrap import ADAPTER
+from deepspeed.compression.pruning.transformers_groups import ADAPTER
 from deepspeed.config.sections.compression import CompressionGroup, CompressionTraining
 from deepspeed.config.validate import pattern_of
 from deepspeed.errors import CompressionError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import TRANSPOSED, Family, ParameterSlice
-from deepspeed.compression.pruning.unwrap import inside
+from deepspeed.compression.pruning.transformers_groups import inside
 from deepspeed.foundation.transformers_model import config_of
 
 _PLAIN = (int, float, str, bool, type(None))
