@@ -106,19 +106,19 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
 
 def _units_row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
-    kept, of = shrink.kept_per_block(ratio), family.size // family.blocks
+    kept_units, of = shrink.kept_per_block(ratio), family.size // family.blocks
     try:
-        plan.check_said(family, kept)
+        plan.check_said(family, kept_units)
     except CompressionError as error:
         return {"kind": shrink.kind, "refused": str(error)}
-    small = on_meta(type(model), shrink.config(plan.config, kept, of))
+    small = on_meta(type(model), shrink.config(plan.config, kept_units, of))
     names = shrink.names()
     rows, left = shapes_of(model), shapes_of(small)
     routers = [rows[name].numel() - left[name].numel() for name in names if len(rows[name]) == 2]
     return {
         "kind": shrink.kind,
-        "config": {key: shrink.config(plan.config, kept, of).to_dict().get(key) for key in shrink.unit},
-        "units": f"{kept} of {of} in each of {len(shrink.families)} layers",
+        "config": {key: shrink.config(plan.config, kept_units, of).to_dict().get(key) for key in shrink.unit},
+        "units": f"{kept_units} of {of} in each of {len(shrink.families)} layers",
         "coupled_tensors": len(names),
         "first_layer": family.names(),
         **({"work": sum(routers)} if shrink.kind == "experts" else {}),
@@ -130,15 +130,15 @@ def _units_row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float
 def _layers_row(model: nn.Module, config: Any, ratio: float, total: int) -> dict[str, Any]:
     try:
         count = layers_of(config)
-        kept = max(1, round(count * ratio))
-        small = on_meta(type(model), with_layers(config, list(range(kept))))
+        kept_layers = max(1, round(count * ratio))
+        small = on_meta(type(model), with_layers(config, list(range(kept_layers))))
     except CompressionError as error:
         return {"kind": "layers", "refused": str(error)}
     after = sum(shape.numel() for shape in shapes_of(small).values())
     if after >= total:
-        return {"kind": "layers", "refused": f"{type(config).__name__} with {kept} layers is not smaller"}
+        return {"kind": "layers", "refused": f"{type(config).__name__} with {kept_layers} layers is not smaller"}
     lists = list(block_lists(model))
-    return {"kind": "layers", "units": f"{kept} of {count} layers", "lists": lists, "after": after}
+    return {"kind": "layers", "units": f"{kept_layers} of {count} layers", "lists": lists, "after": after}
 
 
 def _format_report(figures: dict[str, Any]) -> str:

@@ -71,11 +71,11 @@ class Compression:
             zeros = total - int(total * rule.ratio)
             tensors = len(rule.weights)
             return f"{rule.name}: {zeros:,} of {total:,} single weights in {tensors} tensors become zero {when}"
-        removal, kept = Removal(), 0
+        removal, kept_units = Removal(), 0
         for family in rule.families:
             width = family.size // family.blocks
             keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # which units, is not known yet
-            kept += int(keep.sum())
+            kept_units += int(keep.sum())
             for slot in family.slots:
                 removal.cut_slot(slot, keep)
         units = sum(family.size for family in rule.families)
@@ -87,7 +87,7 @@ class Compression:
         products = sum(count for name, count in cut.items() if 2 <= len(shapes[name]) <= most)
         work = f"up to {2 * products:,} FLOPs per {'position' if kind == 'channels' else 'token'}"
         how = "leave the engine" if rule.physical and rule.removable else "are masked"
-        text = f"{rule.name}: {units - kept:,} of {units:,} {kind} in {len(rule.families)} layers {how} {when}"
+        text = f"{rule.name}: {units - kept_units:,} of {units:,} {kind} in {len(rule.families)} layers {how} {when}"
         size = f"{sum(cut.values()):,} parameters of {len(shapes)} coupled tensors"
         return f"{text}: {size}, {4 * sum(cut.values()) / 2**20:.1f} MiB in fp32, {work}"
 

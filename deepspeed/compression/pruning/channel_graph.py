@@ -133,8 +133,8 @@ def not_proven(model: nn.Module, family: Family, run: Run) -> str:
     if family.size // family.blocks < 2:
         return "it has one unit per group"
     generator = torch.Generator().manual_seed(5)
-    kept = max(family.size // family.blocks // 2, 1) * family.blocks
-    keep = family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), kept)
+    kept_units = max(family.size // family.blocks // 2, 1) * family.blocks
+    keep = family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), kept_units)
     masked, small = copy.deepcopy(model), copy.deepcopy(model)
     params = dict(masked.named_parameters(remove_duplicate=False))
     removal = Removal()

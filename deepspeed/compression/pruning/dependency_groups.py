@@ -119,9 +119,9 @@ class Family:
                 flags &= (unit < 0) | keep[unit.clamp(min=0)]
         return flags
 
-    def choose(self, scores: torch.Tensor, kept: int) -> torch.Tensor:
-        """Flags of the `kept` units of the whole family with the highest scores, as many in every block."""
+    def choose(self, scores: torch.Tensor, count: int) -> torch.Tensor:
+        """Flags of the `count` units of the whole family with the highest scores, as many in every block."""
         from deepspeed.compression.pruning.distributed_topk import largest_units
 
         rows = scores.view(self.blocks, -1)
-        return torch.cat([largest_units(row, kept // self.blocks) for row in rows])
+        return torch.cat([largest_units(row, count // self.blocks) for row in rows])

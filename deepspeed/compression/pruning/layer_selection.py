@@ -38,9 +38,9 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
-    kept = {str(index): blocks[old] for index, old in enumerate(keep)}
+    kept_blocks = {str(index): blocks[old] for index, old in enumerate(keep)}
     blocks._modules.clear()
-    blocks._modules.update(kept)
+    blocks._modules.update(kept_blocks)
     if checked is None:
         return model
     outer, inner = inside(model, prefix)
@@ -137,7 +137,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
         for key, value in changed_attributes(before, module).items():
             setattr(target, key, value)
         # A stack may have a config of its own, as the decoder of a T5: caches are made by it.
-        configs = [config_of(one) for one in (target, before, module)]
+        configs = [config_of(owner) for owner in (target, before, module)]
         if all(config is not None for config in configs) and target.config is not before.config:
             for key, value in vars(module.config).items():  # pyright: ignore[reportArgumentType]
                 if vars(before.config).get(key) != value:  # pyright: ignore[reportArgumentType]

@@ -137,7 +137,7 @@ class PruningPlan:
         reason = self.refused.get("ffn" if kind == "rows" else kind, "no partners of these modules are known")
         return "; ".join(reasons) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
 
-    def check_said(self, family: Family, kept: int) -> None:
+    def check_said(self, family: Family, kept_units: int) -> None:
         """Check that the model's config can be saved with so many units of each run of a family.
 
         Raises:
@@ -146,20 +146,20 @@ class PruningPlan:
         shrink, width = self.shrink_of(family), family.size // family.blocks
         if shrink is None or self._config_refusal(shrink, width, width):
             return  # the dense config is refused too
-        reason = self._config_refusal(shrink, kept, width)
+        reason = self._config_refusal(shrink, kept_units, width)
         if reason:
-            order = sorted(range(1, width), key=lambda other: abs(other - kept))
+            order = sorted(range(1, width), key=lambda other: abs(other - kept_units))
             near = next((other for other in order if not self._config_refusal(shrink, other, width)), width)
             raise CompressionError(
-                f"{type(self.config).__name__} cannot say {kept} of {width} {shrink.kind} units: {reason}; the nearest "
+                f"{type(self.config).__name__} cannot say {kept_units} of {width} {shrink.kind} units: {reason}; the nearest "
                 f"number that can be exported is {near} (dense_ratio {near / width:.4g})"
             )
 
-    def _config_refusal(self, shrink: Shrink, kept: int, of: int) -> str:
+    def _config_refusal(self, shrink: Shrink, kept_units: int, of: int) -> str:
         """Why a config refuses a number of units; empty where it takes it."""
-        if shrink.kind == "experts" and kept < experts_per_token(self.config):
+        if shrink.kind == "experts" and kept_units < experts_per_token(self.config):
             return f"a token passes {experts_per_token(self.config)}"
-        config = shrink.config(self.config, kept, of)
+        config = shrink.config(self.config, kept_units, of)
         try:
             getattr(config, "validate", lambda: None)()
         except Exception as error:  # any type, by the config's class

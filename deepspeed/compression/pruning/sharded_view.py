@@ -107,8 +107,8 @@ class Owned:
         """Where [low, high) lies in this rank's master and gradient accumulator."""
         if self.member is None:
             return slice(self.low, self.high)
-        at = self.member.offset - self.member.group.low + self.low
-        return slice(at, at + self.high - self.low)
+        start = self.member.offset - self.member.group.low + self.low
+        return slice(start, start + self.high - self.low)
 
     @contextlib.contextmanager
     def values(self, changed: bool = False) -> Iterator[torch.Tensor]:

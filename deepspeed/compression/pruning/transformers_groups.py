@@ -50,11 +50,11 @@ class Shrink:
     unit: dict[str, int] = field(default_factory=dict)
     families: list[Family] = field(default_factory=list)
 
-    def config(self, config: Any, kept: int, of: int) -> Any:
-        """A copy of the config that keeps `kept` of `of` units."""
+    def config(self, config: Any, kept_units: int, of: int) -> Any:
+        """A copy of the config that keeps `kept_units` of `of` units."""
         small = copy.deepcopy(config)
         for key, value in self.changes.items():
-            setattr(small, key, value // of * kept if key in self.unit else value)
+            setattr(small, key, value // of * kept_units if key in self.unit else value)
         return small
 
     def names(self) -> set[str]:

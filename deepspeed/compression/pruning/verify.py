@@ -99,9 +99,9 @@ def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.Tensor]:
     """Flags of units that stay, equally many in every family and block."""
     generator = torch.Generator().manual_seed(seed)
-    kept = shrink.kept_per_block(ratio)
+    per_block = shrink.kept_per_block(ratio)
     return [
-        family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), kept * family.blocks)
+        family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), per_block * family.blocks)
         for family in shrink.families
     ]
 
@@ -200,9 +200,11 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
             f"experts of {model_class.__name__} cannot change places (difference {difference:.2g}): something else "
             f"knows their order"
         )
-    kept = max(experts_per_token(config), same.families[0].size // 2)
+    kept_experts = max(experts_per_token(config), same.families[0].size // 2)
     try:
-        small = outputs(removed(twin, config, same, flags_at_random(same, kept / same.families[0].size)), inputs)
+        small = outputs(
+            removed(twin, config, same, flags_at_random(same, kept_experts / same.families[0].size)), inputs
+        )
     except (CompressionError, RuntimeError, ValueError, IndexError) as error:
         raise CompressionError(f"a twin of {model_class.__name__} with fewer experts fails: {error}") from error
     if not torch.isfinite(small).all():
