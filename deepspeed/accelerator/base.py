@@ -1,4 +1,4 @@
-"""What every accelerator answers, whatever the device; a device's file adds its facts and its own methods."""
+"""The interface of all accelerators; the file of a device adds its facts and its own methods."""
 
 from __future__ import annotations
 

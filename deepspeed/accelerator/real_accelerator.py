@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: the one set by hand, the one DS_ACCELERATOR names, else what torch sees.
+"""Chooses the accelerator of this process: set by hand, named by DS_ACCELERATOR, else the device that torch sees.
 
 A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
 a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point

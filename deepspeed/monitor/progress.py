@@ -112,7 +112,7 @@ class Progress:
         self._drawn = live and not last
 
     def line(self) -> str:
-        """What is shown now."""
+        """The text that is shown now."""
         parts = [f"step {self._updates:,}"]
         if self._loss is not None:
             parts.append(f"loss {float(self._loss):.4g}")

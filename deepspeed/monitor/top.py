@@ -60,7 +60,7 @@ class LivePage:
 
 
 def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
-    """What the ranks of a run wrote last, by rank; pages that never were whole are left out."""
+    """The last page of each rank of a run, by rank; pages that never were whole are left out."""
     pages: dict[int, dict[str, Any]] = {}
     for path in (folder / FOLDER).glob("*.page"):
         with suppress(OSError, ValueError):

@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def state() -> str:
-    """What `library()` gives and why, in a few words."""
+    """The state of the library in a few words: which kernels run, or why none do."""
     return _load()[1]
 
 

@@ -151,8 +151,8 @@ class PruningPlan:
             order = sorted(range(1, width), key=lambda other: abs(other - kept_units))
             near = next((other for other in order if not self._config_refusal(shrink, other, width)), width)
             raise CompressionError(
-                f"{type(self.config).__name__} cannot say {kept_units} of {width} {shrink.kind} units: {reason}; the nearest "
-                f"number that can be exported is {near} (dense_ratio {near / width:.4g})"
+                f"{type(self.config).__name__} cannot say {kept_units} of {width} {shrink.kind} units: {reason}; the "
+                f"nearest number that can be exported is {near} (dense_ratio {near / width:.4g})"
             )
 
     def _config_refusal(self, shrink: Shrink, kept_units: int, of: int) -> str:
