@@ -29,15 +29,7 @@ def is_exhaustion(error: BaseException | None) -> bool:
 
 
 def raise_if_exhausted(doing: str, error: BaseException) -> None:
-    """Turn running out of memory into an error that suggests offload; nothing happens for any other error.
-
-    Args:
-        doing: what was done.
-        error: that ended it.
-
-    Raises:
-        MemoryExhaustedError: memory ran out.
-    """
+    """Turn running out of memory into an error that suggests offload; nothing happens for any other error."""
     if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
 

@@ -211,11 +211,7 @@ class _Birth:
         return names
 
     def check(self) -> None:
-        """See that what a module has not initialized itself was initialized by one around it. All ranks call together.
-
-        Raises:
-            UsageError: it was not.
-        """
+        """See that what a module has not initialized itself was initialized by one around it. All ranks call together."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
         lost = self._of_any(lost)  # a buffer is each rank's own
         for module in self._met:

@@ -79,11 +79,6 @@ def rest_bytes(state: GroupState, optimizer: str = DEVICE, parameters: str = DEV
     """What a group takes at rest: the one formula of estimates, predictions and documentation.
 
     The values are their own master where they have its width and rest in the optimizer's place.
-
-    Args:
-        state: the group.
-        optimizer: place of master, moments and accumulators (`offload_optimizer`).
-        parameters: place of split parameters (`offload_param`).
     """
     rests = parameters if state.gathered else DEVICE
     params = {rests: (state.own if state.gathered else state.numel) * state.itemsize}

@@ -32,11 +32,7 @@ def is_born(model: nn.Module) -> bool:
 
 
 def check_not_served(model: nn.Module) -> None:
-    """Parameters that an engine serves cannot be laid elsewhere.
-
-    Raises:
-        UsageError: one of them belongs to an engine.
-    """
+    """Parameters that an engine serves cannot be laid elsewhere."""
     for name, param in model.named_parameters():
         member = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
         if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
@@ -46,13 +42,7 @@ def check_not_served(model: nn.Module) -> None:
 
 
 def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
-    """Lay born parameters over other ranks. All ranks over which they were born call together.
-
-    Args:
-        params: by name, in an order that is the same on all of them; plain ones are left as they are.
-        unchanged: those that this rank goes on with; of the others nothing remains but an empty tensor.
-        axis: ranks that keep the same ones, over which they are sharded from now on; None: each has them whole.
-    """
+    """Lay born parameters over other ranks. All ranks over which they were born call together."""
     stay = set(unchanged)
     for name, param in params.items():
         if not is_managed(param):
@@ -68,14 +58,7 @@ def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], ax
 
 
 def lay(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
-    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values.
-
-    Args:
-        param: with its values.
-        name: for reports.
-        axis: the ranks.
-        tiers: where slices rest; None: on the device.
-    """
+    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values."""
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)
         ShardGroup(alone(axis), policy_for(3), layout, [ParamRecord(param, name)], tiers=tiers)

@@ -38,12 +38,7 @@ COMPRESSION = "compression."
 
 
 class Hold:
-    """Makes everything of a group that rests outside of memory real for a while.
-
-    Args:
-        view: the state it belongs to.
-        group: whose.
-    """
+    """Makes everything of a group that rests outside of memory real for a while."""
 
     def __init__(self, view: StateView, group: ShardGroup) -> None:
         self._view, self._group = view, group
@@ -117,9 +112,6 @@ class WindowView:
 
         Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
         have launched unequal numbers of rounds, as branches make them, are brought level.
-
-        Args:
-            agree: gives every rank's list.
         """
         if self.reducer is None or self.reducer.clean:
             return
@@ -231,16 +223,7 @@ class PlacedView:
 
 
 class StateView(WindowView, PlacedView):
-    """All parameters, buffers and optimizer state of a model under an engine.
-
-    Args:
-        module: the model.
-        groups: its groups.
-        world: all data-parallel ranks; None: this process alone.
-        optimizer: None for an engine that does not train.
-        reducer: where its gradients are; None likewise.
-        coordinates: of this rank along the axes of the mesh; those left out are 0.
-    """
+    """All parameters, buffers and optimizer state of a model under an engine."""
 
     def __init__(
         self,

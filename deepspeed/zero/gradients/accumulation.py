@@ -153,12 +153,7 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
-        """Inside, gradients are those of a loss that carries the loss scale; a bare backward after it is bare again.
-
-        Args:
-            way: how the loss counts.
-            by_window: divide by the number of micro-batches.
-        """
+        """Inside, gradients are those of a loss that carries the loss scale; a bare backward after it is bare again."""
         before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
@@ -195,16 +190,7 @@ class AccumulationWindow:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, way: Way, items: float | None = None) -> None:
-        """A micro-batch is run backward.
-
-        Args:
-            way: how its loss counts.
-            items: its share of the window's divisor, with `ITEMS` and `SAMPLES`.
-
-        Raises:
-            UsageError: the window has counted in a way that does not mix with this one.
-            ArgumentError: `items` is no count.
-        """
+        """A micro-batch is run backward."""
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
         mixed = _mixes(self.ways | int(way))
@@ -290,15 +276,7 @@ class AccumulationWindow:
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
-        """What this rank says of its window; see [Note: agreement].
-
-        Args:
-            purpose: why ranks meet.
-            detail: place of the parameter that is read or written, else 0.
-            edits: gradients that were changed in place.
-            rates: say hyperparameters too; stages of a model may have others.
-            known: see `Agreed`; ranks need not be equal in it.
-        """
+        """What this rank says of its window; see [Note: agreement]."""
         rates_row = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]

@@ -90,14 +90,7 @@ class BucketRow(NamedTuple):
 
 
 class Bucket:
-    """The gradient side of one group.
-
-    Args:
-        group: the parameters.
-        accumulator: dtype of the accumulated sum.
-        sums_locally: several micro-batches are summed here before they travel.
-        any_order: see `sum_in_rank_order`.
-    """
+    """The gradient side of one group."""
 
     def __init__(
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
@@ -143,15 +136,7 @@ class Bucket:
         return self.sum
 
     def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
-        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests.
-
-        Args:
-            parts: one contribution per rank, on the device.
-            scale: factor on their sum.
-
-        Returns:
-            What is still on its way from the device to the host, if anything is.
-        """
+        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests."""
         if self._leaving is not None:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
@@ -242,10 +227,6 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
     """Inside, tables that are large beside a batch give their gradient by rows.
 
     One whose gradient a hook of the user's is to see gives it whole.
-
-    Args:
-        embeddings: see `tables`.
-        batch: its tensors of whole numbers say how many rows are looked up at most.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
     large = [table for table in embeddings if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
@@ -267,26 +248,13 @@ def _is_plain(weight: torch.Tensor) -> bool:
 
 
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Whether `add_rows` takes this gradient.
-
-    Args:
-        gradient: as autograd gave it.
-        dtype: of what it is added to.
-        padded: the parameter has another shape where its gradient is summed.
-    """
+    """Whether `add_rows` takes this gradient."""
     fits = dtype in (gradient.dtype, torch.float32)
     return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
 
 
 def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add the rows of a gradient to where its sum is formed.
-
-    Args:
-        place: of the table's shape.
-        gradient: see `can_add`.
-        factor: on the gradient.
-        again: something is there already; else it is overwritten.
-    """
+    """Add the rows of a gradient to where its sum is formed."""
     if not again:
         place.zero_()
     rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()

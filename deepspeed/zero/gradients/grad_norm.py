@@ -42,12 +42,7 @@ def global_norm(
 
 
 def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
-    """What `global_norm` would give, where every rank knows it; None on all of them where one does not.
-
-    Args:
-        reducer: after `finish`.
-        agreed: what that returned.
-    """
+    """What `global_norm` would give, where every rank knows it; None on all of them where one does not."""
     total = reducer.squares.total
     return _root(total) if agreed.known and total is not None and _has_all(reducer) else None
 
@@ -62,14 +57,7 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices.
-
-    Args:
-        reducer: after `finish`.
-
-    Returns:
-        By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
-    """
+    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices."""
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in counted(reducer.buckets):
@@ -134,10 +122,6 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     """The first parameter whose gradient is not finite, its module, and the rank that sent it.
 
     First in the order of backward: all gradients formed after it are spoilt by it.
-
-    Args:
-        reducer: after `finish`. All ranks call together.
-        tags: two message tags.
     """
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])

@@ -20,14 +20,7 @@ _OURS = 2
 
 
 class _Gradient:
-    """A gradient that somebody is given.
-
-    Args:
-        member: whose.
-        tensor: what is given away.
-        source: where the same values stay for as long as nothing is added; None: nowhere on this rank.
-        own: it is this rank's part, before any reduction.
-    """
+    """A gradient that somebody is given."""
 
     def __init__(self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
         self.member, self.tensor, self.source, self.own = member, tensor, source, own
@@ -74,14 +67,7 @@ class GradViewTracker:
     def add(
         self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
     ) -> torch.Tensor:
-        """`tensor` is given away. What nobody holds any more is let go: reads one by one cost no memory.
-
-        Args:
-            member: whose gradient it is.
-            tensor: a copy.
-            source: what it is a copy of, in the same shape, where this rank has all of it.
-            own: it is this rank's part, before any reduction.
-        """
+        """`tensor` is given away. What nobody holds any more is let go: reads one by one cost no memory."""
         for _ in range(min(2, len(self._out))):
             key, oldest = next(iter(self._out.items()))
             if oldest.held or oldest.edited:
@@ -102,11 +88,7 @@ class GradViewTracker:
             del self._of[id(gradient.member)]
 
     def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
-        """What has been changed since it was given away, or since the last call: member, values, whether its own part.
-
-        Args:
-            of: look at the gradients of this member only.
-        """
+        """What has been changed since it was given away, or since the last call: member, values, whether its own part."""
         candidates = self._out.values() if of is None else self._of.get(id(of), ())
         edited = [gradient for gradient in candidates if gradient.edited]
         for gradient in edited:
@@ -118,11 +100,7 @@ class GradViewTracker:
         return [(gradient.member, gradient.tensor, gradient.own) for gradient in edited]
 
     def close(self, own: bool = False) -> None:
-        """More gradients are added: a change of what was given away comes too late from now on.
-
-        Args:
-            own: only this rank's parts, which are sent.
-        """
+        """More gradients are added: a change of what was given away comes too late from now on."""
         for gradient in [gradient for gradient in self._out.values() if gradient.own or not own]:
             if gradient.held:
                 values = gradient.values if gradient.source is None else gradient.values.clone()

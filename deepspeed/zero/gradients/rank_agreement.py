@@ -87,14 +87,7 @@ class Rows(NamedTuple):
 
 
 class GradAgreement:
-    """The meetings of an engine's ranks.
-
-    Args:
-        axes: all ranks, by what they share.
-        buckets: the gradient side of the engine's groups.
-        window: where its driver stands.
-        device: where messages start on axes whose backend is not on the CPU.
-    """
+    """The meetings of an engine's ranks."""
 
     def __init__(
         self, axes: ParallelGroups, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device
@@ -124,16 +117,7 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """Everybody's row. What stands of buckets is packed anew only when gradients have changed since.
-
-        Args:
-            meeting: who takes part; all of them call together.
-            purpose: why they meet.
-            of: the parameter that is read or written, if it is one.
-            edits: gradients that were changed in place.
-            revision: of the gradients of this rank.
-            known: this rank's part of their norm is what it told last.
-        """
+        """Everybody's row. What stands of buckets is packed anew only when gradients have changed since."""
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
             if purpose in (Purpose.STEP, Purpose.FLUSH):
@@ -150,15 +134,7 @@ class GradAgreement:
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """Slices and stages of a model go on together, or stop together.
-
-        Args:
-            trouble: what is wrong on this rank's axes.
-            purpose: why ranks meet.
-
-        Returns:
-            What is wrong anywhere.
-        """
+        """Slices and stages of a model go on together, or stop together."""
         meeting = self._everyone
         if meeting is None:
             return trouble

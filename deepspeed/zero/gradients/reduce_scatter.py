@@ -24,13 +24,7 @@ _GLANCE = 8
 
 
 class GradReduceScatter:
-    """Sends rounds and accumulates what arrives.
-
-    Args:
-        settings: how to sum.
-        largest: elements of the largest group; every transit buffer holds as many.
-        device: where buffers live.
-    """
+    """Sends rounds and accumulates what arrives."""
 
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
@@ -244,11 +238,7 @@ class GradReduceScatter:
             bucket.add([total], 1.0)
 
     def progress(self, most: int | None = None) -> None:
-        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order.
-
-        Args:
-            most: rounds to look at, the oldest first; None: all.
-        """
+        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order."""
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):
             handle, bucket, _ = entry

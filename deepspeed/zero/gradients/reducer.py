@@ -40,12 +40,7 @@ class GradScale(NamedTuple):
 
 
 class GradScales:
-    """The entries of an engine's buckets, each formed once for all gradients that meet the same window.
-
-    Args:
-        settings: how to sum.
-        window: where its driver stands.
-    """
+    """The entries of an engine's buckets, each formed once for all gradients that meet the same window."""
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
@@ -87,15 +82,7 @@ class GradScales:
 
 
 class Reducer:
-    """Collects, sends and accumulates the gradients of an engine.
-
-    Args:
-        axes: all ranks, by what they share; they enter `finish` together.
-        groups: the engine's groups.
-        settings: how to sum.
-        window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
-        on_complete: told of each group of which all gradients have arrived.
-    """
+    """Collects, sends and accumulates the gradients of an engine."""
 
     def __init__(
         self,
@@ -137,12 +124,7 @@ class Reducer:
     # -- arrival --------------------------------------------------------------------------------------------------
 
     def listen(self, member: ParamRecord, anew: bool = False) -> None:
-        """Take the gradients of `member` from now on (again, when it was unfrozen).
-
-        Args:
-            member: the parameter.
-            anew: it has another tensor under it: torch lists hooks with the object, and calls those of the tensor.
-        """
+        """Take the gradients of `member` from now on (again, when it was unfrozen)."""
         if anew and member.uid in self._hooks:
             self._hooks.pop(member.uid).remove()
             param: Any = member.param
@@ -244,19 +226,7 @@ class Reducer:
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
-        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
-
-        Args:
-            purpose: why the ranks meet.
-            of: the parameter that is read or written; only ranks that have it take part. None: all.
-
-        Returns:
-            What the ranks have agreed on.
-
-        Raises:
-            UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
-                has been changed after more were added to it; the window is dropped.
-        """
+        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together."""
         if self._handed_out.used:
             self._adopt_edits(of)
         self._launch_open()

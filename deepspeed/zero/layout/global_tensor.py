@@ -11,17 +11,7 @@ from deepspeed.zero.layout.regions import Region, RegionRange, copies
 
 
 def join_boxes(local: torch.Tensor | None, box: Region, axis: Axis, label: str) -> torch.Tensor | None:
-    """The global tensor. All ranks of the axis call together.
-
-    Args:
-        local: this rank's tensor, of the box's shape; None where it has none, which counts as zeros.
-        box: what it is of the global one.
-        axis: ranks whose boxes make it up.
-        label: for reports.
-
-    Returns:
-        A new tensor on every rank; None where no rank has anything.
-    """
+    """The global tensor. All ranks of the axis call together."""
     everyone = all_gather_objects(axis, (box, None if local is None else (local.dtype, local.device.type)))
     known = next((kind for _, kind in everyone if kind is not None), None)
     if known is None:

@@ -93,12 +93,7 @@ class ShardLayout:
 
 
 def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut the concatenation into equal slices (padding at the end).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices.
-    """
+    """Cut the concatenation into equal slices (padding at the end)."""
     total = sum(numels)
     step = -(-total // ranks)
     if total >= ranks * ALIGN:
@@ -107,12 +102,7 @@ def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices, as even as whole parameters allow.
-    """
+    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor)."""
     edges = [0, *accumulate(numels)]
     total, cuts = edges[-1], [0]
     for r in range(1, ranks):
@@ -124,10 +114,5 @@ def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_first(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices.
-    """
+    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM)."""
     return ShardLayout(tuple(numels), (0, *[sum(numels)] * ranks))

@@ -179,12 +179,7 @@ class RegionRange:
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """How a range of a tensor is filled from another one; elements that the source lacks are left out.
-
-    Args:
-        source: indices in the copies count from its `start`.
-        into: likewise. Padding gets nothing.
-    """
+    """How a range of a tensor is filled from another one; elements that the source lacks are left out."""
     if source.box == into.box and source.box.packed is source.box:
         low, high = max(source.start, into.start), min(source.stop, into.stop)
         if low < high:
@@ -321,11 +316,7 @@ def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, into_s
 
 
 def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
-    """The first element of a tensor that no box has; None when every element is in one.
-
-    Args:
-        boxes: of one tensor.
-    """
+    """The first element of a tensor that no box has; None when every element is in one."""
     edges = [
         sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
         for dim, size in enumerate(boxes[0].shape)

@@ -164,11 +164,6 @@ def share_counters(optimizer: torch.optim.Optimizer, axis: Axis, state: Optimize
     """Counters that a step leaves in a group come from the first rank that updates parameters of it. All ranks call.
 
     Some optimizers count only where a group has parameters, and a rank may own none of it.
-
-    Args:
-        optimizer: the inner one.
-        axis: the ranks that share out its parameters.
-        state: of the optimizer; a rank that has no parameter learns from the others what it holds.
     """
     own = [
         {key: value for key, value in group.items() if key != "params"} if group["params"] else None

@@ -176,13 +176,7 @@ class _Moments:
 
 
 class OptimizerShard:
-    """Leaves and state of one group.
-
-    Args:
-        bucket: the gradient side of the group.
-        optimizer: the inner optimizer, whose state is keyed by the leaves.
-        foreign: its class is not one that is known to write into its parameters, so it may put others in their place.
-    """
+    """Leaves and state of one group."""
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
         self.bucket, self.group = bucket, bucket.group
@@ -291,13 +285,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
-        """One state tensor, real inside.
-
-        Args:
-            leaf: whose.
-            key: its name.
-            changed: it may be written.
-        """
+        """One state tensor, real inside."""
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]
 
@@ -323,11 +311,7 @@ class OptimizerShard:
             self._moments.take_away(self.fragments, changed=True)
 
     def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
-        """What takes part in a step.
-
-        Args:
-            marks: which parameters of the group have a gradient on any rank.
-        """
+        """What takes part in a step."""
         if all(marks):
             return self.members, self.fragments
         members = [member for member in self.members if marks[member.index]]
@@ -361,10 +345,6 @@ def make_room_for_state(optimizer: torch.optim.Optimizer, shards: Sequence[Optim
     """Before the first update: state comes to stay, and would do so in holes of blocks that the next forward needs.
 
     What the first backward has freed goes back to the device, so that state gets memory of its own.
-
-    Args:
-        optimizer: the inner one; has it state already, nothing is done.
-        shards: all groups.
     """
     rests = [s.group.device.type for s in shards if s.group.tiers.optimizer is RESIDENT]
     if not optimizer.state and any(kind not in ("cpu", "meta") for kind in rests):

@@ -39,13 +39,7 @@ class Owner(Protocol):
 
 
 class ParamState(MutableMapping[str, Any]):
-    """The optimizer state of one parameter of the model; what is changed in it is changed for the optimizer.
-
-    Args:
-        state: of all.
-        member: the parameter.
-        fragment: this rank's part of it; None: it has none.
-    """
+    """The optimizer state of one parameter of the model; what is changed in it is changed for the optimizer."""
 
     __slots__ = ("_fragment", "_member", "_state")
 
@@ -78,11 +72,7 @@ class ParamState(MutableMapping[str, Any]):
         return self
 
     def note(self, filled: bool) -> None:
-        """Other ranks have an entry for a parameter of which this one has no part, or have none.
-
-        Args:
-            filled: they have one, and it holds something.
-        """
+        """Other ranks have an entry for a parameter of which this one has no part, or have none."""
         self._state.elsewhere.pop(self._member.uid, None)
         if filled:
             self._state.elsewhere[self._member.uid] = True
@@ -250,11 +240,7 @@ class OptimizerState(defaultdict[Any, Any]):
         }
 
     def note_updated(self, members: Sequence[ParamRecord]) -> None:
-        """The optimizer has updated these parameters: those that have no part here have state on other ranks.
-
-        Args:
-            members: that some rank had a gradient for.
-        """
+        """The optimizer has updated these parameters: those that have no part here have state on other ranks."""
         owner = self._owner()
         if owner is not None:
             absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
@@ -391,11 +377,7 @@ def _kept(value: Any) -> Any:
 
 
 def follow(owner: Owner) -> None:
-    """Have an optimizer's `state_dict` be made of its state by leaf, and what `load_state_dict` puts there adopted.
-
-    Args:
-        owner: of the inner optimizer, whoever calls that.
-    """
+    """Have an optimizer's `state_dict` be made of its state by leaf, and what `load_state_dict` puts there adopted."""
     inner, whose = owner.optimizer, weakref.ref(owner)
 
     def loaded(_optimizer: torch.optim.Optimizer) -> None:
@@ -422,12 +404,6 @@ def adopt(owner: Owner) -> OptimizerState:
     """Have the inner optimizer's state, and that of an optimizer inside of it, looked up by parameter too.
 
     Somebody may have put another dict there: `load_state_dict` does, and so do clients that reset everything.
-
-    Args:
-        owner: the optimizer over slices.
-
-    Returns:
-        The state of the inner optimizer.
     """
     inner = owner.optimizer
     before = inner.state

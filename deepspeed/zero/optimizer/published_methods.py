@@ -25,13 +25,7 @@ class MethodRunner(Protocol):
 
 
 class PublishedMethods:
-    """The methods of one optimizer, replaced until `remove`.
-
-    Args:
-        optimizer: the inner one.
-        traits: which of its methods write.
-        runner: what runs them.
-    """
+    """The methods of one optimizer, replaced until `remove`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, traits: UpdateTraits, runner: MethodRunner) -> None:
         self._optimizer = optimizer

@@ -63,12 +63,7 @@ class Away(torch.Tensor):
 
     @classmethod
     def of(cls, value: torch.Tensor, borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]) -> Away:
-        """A placeholder of a tensor.
-
-        Args:
-            value: of its shape and dtype.
-            borrow: lends the values for a while, told whether they will be changed.
-        """
+        """A placeholder of a tensor."""
         made = torch.empty_like(value, device="meta").as_subclass(cls)
         made._ds_borrow = borrow
         return made
@@ -143,11 +138,7 @@ class Piece:
         return group.tiers.optimizer.lends_on(group.device) if isinstance(self.local, Away) else self.local.device
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of an operand that meets the elements of this rank.
-
-        Args:
-            value: whole, or of a shape that broadcasts to the whole.
-        """
+        """The part of an operand that meets the elements of this rank."""
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:

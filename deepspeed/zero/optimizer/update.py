@@ -42,11 +42,7 @@ _BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
 
 
 class StepGuard:
-    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches.
-
-    Args:
-        check: called without arguments before each step.
-    """
+    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -56,13 +52,7 @@ class StepGuard:
 
 
 class UpdateStep:
-    """Groups that are updated by one step of the inner optimizer.
-
-    Args:
-        shards: their leaves and state.
-        members: the parameters that have a gradient.
-        touched: this rank's fragments of them.
-    """
+    """Groups that are updated by one step of the inner optimizer."""
 
     def __init__(self, shards: list[OptimizerShard], members: list[ParamRecord], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
@@ -80,15 +70,7 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Inside, state is at hand and the optimizer knows the gradient of every touched leaf.
-
-        Args:
-            optimizer: the inner one.
-            factor: of the gradients.
-
-        Yields:
-            Whether its step rounds the masters too.
-        """
+        """Inside, state is at hand and the optimizer knows the gradient of every touched leaf."""
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
@@ -153,15 +135,7 @@ def waves_of(
     late: bool = False,
     at_once: bool = False,
 ) -> list[UpdateStep]:
-    """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
-
-    Args:
-        shards: all groups.
-        reducer: knows who had a gradient.
-        optimizer: the inner one.
-        late: new values may arrive after the step: what the next forward needs first is updated first.
-        at_once: the optimizer has to see all gradients in one step.
-    """
+    """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`."""
     resting: list[UpdateStep] = []
     waves: list[UpdateStep] = []
     for shard in shards:
@@ -281,16 +255,7 @@ def update(
 def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
-    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls.
-
-    Args:
-        optimizer: the inner one.
-        waves: contexts in which the optimizer's own step is that of a wave.
-        note: called before the first, once hooks have run.
-
-    Raises:
-        OptimizerError: what was put around the step calls it several times.
-    """
+    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls."""
     places = list[str]()  # of the own step: "begun", "ended"
 
     def begins(*_: Any) -> None:  # the last hook of those before the step
@@ -334,14 +299,7 @@ def _unfold(optimizer: HostOptimizer) -> None:
 
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
-    """Step hooks, of this optimizer and of all, run before the first wave and after the last.
-
-    Args:
-        optimizer: the inner one.
-        first: it is the first wave.
-        last: it is the last.
-        then: called after the hooks that run before the first of several waves.
-    """
+    """Step hooks, of this optimizer and of all, run before the first wave and after the last."""
     if first and last:
         yield
         return
@@ -363,16 +321,7 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies.
-
-    Args:
-        groups: in the order in which all ranks send them.
-        rounded: the masters are rounded.
-        late: the values of whole groups may arrive when they are first used, where nobody holds a view of them.
-
-    Returns:
-        Messages that are to be waited for now.
-    """
+    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies."""
     handles = []
     for group in groups:
         if not rounded:

@@ -76,11 +76,7 @@ class LentGroup(ParameterGroup, Protocol):
 
 
 class BufferViews:
-    """The memory of a group's full buffer, and the tensors over it that are not the group's own.
-
-    Args:
-        group: with its full buffer and its views.
-    """
+    """The memory of a group's full buffer, and the tensors over it that are not the group's own."""
 
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
@@ -283,13 +279,7 @@ class _Place:
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Let autograd keep places instead of views, and of parameters themselves.
-
-    Args:
-        outputs: of a forward.
-        since: `now()` before it; older nodes are left alone.
-        groups: whose views are meant; gathered.
-    """
+    """Let autograd keep places instead of views, and of parameters themselves."""
     of = {group.aliases.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):
@@ -324,15 +314,7 @@ def _keep_place(saved: Any, view: Any, of: dict[int, LentGroup]) -> None:
 
 
 def keep_parameters(node: Any, since: int) -> None:
-    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph.
-
-    Args:
-        node: of an output of a forward; its backward has not begun.
-        since: `now()` before that forward; older nodes are left alone.
-
-    Raises:
-        RuntimeError: torch's, when a parameter has been changed since.
-    """
+    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph."""
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
             param: Any = None if saved.unpack_hook is not None else saved.data

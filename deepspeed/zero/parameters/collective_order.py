@@ -29,12 +29,7 @@ Item = tuple[Any, Any, int]  # bucket, round, sequence number
 
 
 class LaunchOrder:
-    """Holds rounds back until it is their turn.
-
-    Args:
-        buckets: all that may have rounds, in the order in which backward completes them; the same on all ranks.
-        depart: sends one.
-    """
+    """Holds rounds back until it is their turn."""
 
     def __init__(self, buckets: Sequence[Any], depart: Callable[[Any, Any, int], None]) -> None:
         self._all, self._depart = buckets, depart
@@ -44,12 +39,7 @@ class LaunchOrder:
         self._rare: defaultdict[int, deque[Item]] = defaultdict(deque)
 
     def add(self, item: Item, usual: bool) -> None:
-        """A round is complete.
-
-        Args:
-            item: what `depart` is given.
-            usual: it travels in the dtype that its group usually travels in.
-        """
+        """A round is complete."""
         (self._usual if usual else self._rare)[id(item[0])].append(item)
         cycle = self._expected()
         while cycle and (waiting := self._usual[id(cycle[self._at % len(cycle)])]):
@@ -61,12 +51,7 @@ class LaunchOrder:
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
     def flush(self, used: Sequence[Any] | None = None) -> None:
-        """Launch what waits: all ranks have as many rounds of each group now, and all call together.
-
-        Args:
-            used: buckets that had rounds in this window on some rank; the next one is expected to be like it. None: the
-                window goes on, and what is expected stays.
-        """
+        """Launch what waits: all ranks have as many rounds of each group now, and all call together."""
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
         while waiting:
@@ -130,11 +115,7 @@ class GatherOrder:
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
-        """`group` is about to be gathered.
-
-        Raises:
-            OrderError: on all ranks, when another rank is about to do something else.
-        """
+        """`group` is about to be gathered."""
         usual, place = self._usual.get(self._kind, ()), len(self._now)
         self._as_usual = self._as_usual and place < len(usual) and usual[place] is group
         self._now.append(group)
@@ -158,16 +139,7 @@ class GatherOrder:
 
 
 def gather_all(group: Any, tag: int, label: str) -> Handle:
-    """Start the collective that brings every slice of a group to all ranks of its axis.
-
-    Args:
-        group: a ShardGroup, its full buffer grown and the own slice in it or on its way.
-        tag: the message tag, where messages have one.
-        label: for reports.
-
-    Raises:
-        OrderError: on all ranks, when they are about to gather different groups where messages carry no names.
-    """
+    """Start the collective that brings every slice of a group to all ranks of its axis."""
     meet_before(group.axis, label)
     if group.gather_order is not None:
         group.gather_order.before(group)

@@ -94,11 +94,7 @@ class DeferredAllGather:
         self._values = values
 
     def arrive(self, publish: Handle) -> None:
-        """The publish of new values is under way, and nobody has waited for it.
-
-        Args:
-            publish: its message; the stream that is current now is the one of the step.
-        """
+        """The publish of new values is under way, and nobody has waited for it."""
         self._arriving = publish, get_accelerator().current_stream()
         for member in self.members:
             if member.param.__class__ is ManagedParameter:

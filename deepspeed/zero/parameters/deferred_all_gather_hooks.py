@@ -18,10 +18,6 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, group_of
 class DeferredAllGatherHooks:
     """Lets the values of whole groups arrive after `step`; see [Note: arriving] in
     `deepspeed/zero/parameters/deferred_all_gather.py`.
-
-    Args:
-        module: whose units read them.
-        groups: of the engine; whole ones between devices take part.
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:

@@ -62,13 +62,7 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Consecutive parameters, at most `limit` elements together, one at least.
-
-    Args:
-        items: parameters, or what stands for them.
-        limit: elements.
-        numel: of one.
-    """
+    """Consecutive parameters, at most `limit` elements together, one at least."""
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -89,21 +83,7 @@ def plan_groups(
     dtypes: Mapping[Parameter, torch.dtype],
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """The groups of a model.
-
-    Args:
-        module: the model.
-        names: its parameters.
-        updated: parameters the optimizer has.
-        policy: what the stage splits.
-        plan: sizes.
-        dtypes: compute dtypes of the parameters that are to be cast.
-        signatures: of parameters that do not stand as in plain data parallelism.
-
-    Returns:
-        (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
-        or not.
-    """
+    """The groups of a model."""
     unit_of = _announced_units(module) if policy.gathers_before_use else {}
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     persistent = 0
@@ -171,17 +151,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
-
-    Args:
-        holders: the ranks around it.
-        policy: what is split.
-        params: the members, with equal values on all ranks.
-        names: their names.
-        plan: sizes.
-        dtypes: (compute dtype, master dtype or None).
-        tiers: where its state rests.
-    """
+    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped."""
     away = tiers is not None and tiers.parameters is not RESIDENT
     # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():

@@ -42,11 +42,7 @@ class LocalShard(DeferredAllGather):
     veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
-        """Store the slice in its tier.
-
-        Args:
-            values: 1-D, of the compute dtype, on the device.
-        """
+        """Store the slice in its tier."""
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
@@ -174,11 +170,7 @@ class LocalShard(DeferredAllGather):
         self.draw_veil()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
-        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent.
-
-        Args:
-            keeps: not all of it will be written: it must hold what the values hold.
-        """
+        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent."""
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:
             return None

@@ -76,13 +76,7 @@ def in_backward() -> bool:
 
 
 class ModuleHooks:
-    """Gathers and frees the groups of one module tree.
-
-    Args:
-        module: the root.
-        keeper: the groups and the limits.
-        gather_order: compares what ranks gather; None where gathers are one-sided, or carry names.
-    """
+    """Gathers and frees the groups of one module tree."""
 
     def __init__(self, module: nn.Module, keeper: PrefetchScheduler, gather_order: GatherOrder | None = None) -> None:
         self.module, self.keeper, self.gather_order = module, keeper, gather_order

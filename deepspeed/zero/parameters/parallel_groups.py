@@ -108,11 +108,7 @@ class GroupRanks:
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """Where this rank's counterpart of a global rank stands among `everyone`.
-
-        Raises:
-            ArgumentError: it has none.
-        """
+        """Where this rank's counterpart of a global rank stands among `everyone`."""
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")
@@ -129,14 +125,7 @@ def alone(axis: Axis) -> GroupRanks:
 
 
 class RankResolver:
-    """From signatures to ranks, on one mesh. All ranks make it together.
-
-    Args:
-        mesh: of the engine.
-        splits: each rank holds a slice of the optimizer's state only.
-        tied: stages that hold each tied weight, by name; the same on all ranks.
-        signatures: of the tied weights that this rank has, by name.
-    """
+    """From signatures to ranks, on one mesh. All ranks make it together."""
 
     def __init__(
         self,
@@ -198,11 +187,7 @@ def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter,
 def find_tied(
     mesh: Mesh, names: Mapping[Parameter, str], signatures: Mapping[Parameter, Signature]
 ) -> dict[str, frozenset[int]]:
-    """The stages that hold each tied weight, by its name. All ranks call together.
-
-    Raises:
-        MeshError: ranks that should have equal copies of a parameter have not.
-    """
+    """The stages that hold each tied weight, by its name. All ranks call together."""
     if mesh.is_data_parallel:
         return {}
     if simulating():  # the other stages are not there

@@ -73,11 +73,7 @@ class ModuleOrder:
         self.restarts = 0
 
     def restart(self, kind: Hashable = None) -> None:
-        """A new pass begins (an engine's forward).
-
-        Args:
-            kind: the order of the last pass of the same kind is expected.
-        """
+        """A new pass begins (an engine's forward)."""
         if self._now.groups:
             known = self._passes.pop(self._kind, None)
             if known is None or known.groups != self._now.groups or known.units != self._now.units:
@@ -154,12 +150,7 @@ class ModuleOrder:
 
 
 class PrefetchScheduler:
-    """Applies the limits: frees what may not stay, starts what will be needed.
-
-    Args:
-        groups: the groups that are gathered before use.
-        limits: how much may be here.
-    """
+    """Applies the limits: frees what may not stay, starts what will be needed."""
 
     def __init__(self, groups: list[ShardGroup], limits: PrefetchLimits) -> None:
         self.groups, self.limits, self.trace = groups, limits, ModuleOrder()

@@ -277,11 +277,7 @@ class ParamRecord:
                 )
 
     def rejoin(self) -> None:
-        """Take back values that were put under the gathered parameter by `param.data = …`.
-
-        Raises:
-            UsageError: they have another shape or dtype, as after `module.half()`.
-        """
+        """Take back values that were put under the gathered parameter by `param.data = …`."""
         view, param = self.group.views[self.index], self.param
         self.address = view.data_ptr()
         if param.data_ptr() == self.address and param.dtype == view.dtype:

@@ -34,12 +34,7 @@ Table = dict[str, Parameter | None]
 
 
 class Replaced:
-    """Finds what was replaced under an engine.
-
-    Args:
-        listen: takes the gradients of a member, after it was given another tensor.
-        arrived: told of a gradient that autograd has put on a parameter meanwhile.
-    """
+    """Finds what was replaced under an engine."""
 
     def __init__(self, listen: Callable[[ParamRecord, bool], None], arrived: Callable[[ParamRecord], None]) -> None:
         self._listen, self._arrived = listen, arrived
@@ -59,16 +54,7 @@ class Replaced:
         self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
     def leaves(self, member: ParamRecord, kind: type) -> None:
-        """`swap_tensors` is about to put another tensor under a parameter.
-
-        Args:
-            member: its record.
-            kind: the class that it gets.
-
-        Raises:
-            UsageError: that is no plain parameter: nothing was swapped.
-            ShardedParameterError: each rank holds a slice of the values: nothing was swapped.
-        """
+        """`swap_tensors` is about to put another tensor under a parameter."""
         if member.group.policy.gathers_before_use:
             reject_write("swap_tensors", member)
         if kind is not Parameter:
@@ -79,11 +65,7 @@ class Replaced:
         self._left[member.uid] = member, dict(vars(member.param))
 
     def settle(self) -> None:
-        """Take over what was replaced on this rank.
-
-        Raises:
-            UsageError: it has another shape or dtype, or only all ranks together could take it over.
-        """
+        """Take over what was replaced on this rank."""
         while self._left:
             uid, (member, marks) = next(iter(self._left.items()))
             member.check_fit()

@@ -178,12 +178,7 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace one member's values on this rank: slice, master, and the full buffer if it is here.
-
-        Args:
-            member: the parameter.
-            values: dense, any shape of the right number of elements, the same on all ranks.
-        """
+        """Replace one member's values on this rank: slice, master, and the full buffer if it is here."""
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
@@ -291,14 +286,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def reshard(self, edits_allowed: bool = False) -> None:
-        """Give the memory of the full buffer back.
-
-        Args:
-            edits_allowed: in-place changes of the parameters have been taken care of.
-
-        Raises:
-            ShardedParameterError: when a parameter was changed in place while gathered: the change would be lost.
-        """
+        """Give the memory of the full buffer back."""
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
         self.wait_all_gather()
@@ -330,11 +318,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """The slices have new values: bring them under what is gathered, and under views that somebody holds.
-
-        Raises:
-            ShardedParameterError: somebody does, and only a collective of all ranks could bring them.
-        """
+        """The slices have new values: bring them under what is gathered, and under views that somebody holds."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
@@ -409,11 +393,7 @@ class ShardGroup(LocalShard):
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
 
     def serve(self, any_graph: bool) -> None:
-        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory.
-
-        Args:
-            any_graph: ranks may need groups in different orders.
-        """
+        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory."""
         shared, memory = self.axis.shared, self.values.memory
         if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
             memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
@@ -476,11 +456,7 @@ def group_of(member: ParamRecord) -> ShardGroup:
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together.
-
-    Args:
-        groups: of one engine.
-    """
+    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together."""
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:
