@@ -84,7 +84,7 @@ class StructuredPruning:
         self._view.settle()
         if components.lifecycle is not None:
             components.lifecycle.settle()
-            components.lifecycle.keeper.free_idle()
+            components.lifecycle.prefetcher.free_idle()
         self._gather_facts()
         for name, param in state.module.named_parameters(remove_duplicate=False):
             self._before.setdefault(id(param), []).append(name)
@@ -200,7 +200,7 @@ class StructuredPruning:
             reshape(member.param, values.clone())
         if shard and params:
             names = {member.param: member.name for member in group.members}
-            build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
+            build_group(group.ranks, group.policy, params, names, GroupingPlan(), (group.dtype, None))
         group.drop()
 
     def _cut_plain(self) -> None:

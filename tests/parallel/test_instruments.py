@@ -210,7 +210,7 @@ def norms_before_a_change_of_one_rank(stage: int) -> None:
         for changing in (False, True, False):
             engine.backward(loss_of(engine, rows(0, dist.get_rank())))
             before = engine.gradient_norms()
-            bucket = next(b for b in engine.optimizer.reducer.buckets if b.group.holders.counted)
+            bucket = next(b for b in engine.optimizer.reducer.buckets if b.group.ranks.counted)
             if changing and dist.get_rank() == 1:
                 with bucket.total.borrowed() as total:
                     bucket.own(total).mul_(1000)

@@ -28,7 +28,7 @@ from deepspeed.errors import MemoryExhaustedError
 from deepspeed.foundation.cgroup import CgroupMemory
 from deepspeed.foundation.malloc import IN_HEAP, heap, limits_addresses
 from deepspeed.optim.precision import DTYPES
-from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
+from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState
 from deepspeed.zero.layout.stages import Policy, policy_for
 from deepspeed.zero.layout.units import units_of
 from deepspeed.zero.out_of_memory import is_exhaustion
@@ -148,7 +148,7 @@ class Holding:
         state = GroupState(
             self.trained, own, policy.gathers_before_use, itemsize, master, accumulator, self.moments, whole
         )
-        nbytes = rest_bytes(state, setting.optimizer, setting.parameters)
+        nbytes = state.rest_bytes(setting.optimizer, setting.parameters)
         total = sum(nbytes.at(place) for place in self.near)
         return total + self.frozen * itemsize / (self.ranks if policy.gathers_before_use else 1)
 

@@ -91,7 +91,11 @@ class _Birth:
         if module in self._met:
             return
         self._met.add(module)
-        rule, before = _rule_of(module) or rule, self._count
+        own_rule, before = getattr(module, "_init_weights", None), self._count
+        if callable(own_rule) and not isinstance(own_rule, nn.Module):
+            with contextlib.suppress(TypeError):  # it cannot be called with a module alone
+                inspect.signature(own_rule).bind(module)
+                rule = own_rule
         for name, child in module.named_children():
             self.visit(f"{path}.{name}".lstrip("."), child, rule)
         self.at = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
@@ -158,17 +162,19 @@ class _Birth:
             return
         free = {*blank, *tied} if rule is None else {*blank}
         copies = {name: _own(module)[name].detach().clone() for name in names if name not in free}
-        parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
+        parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # elements that the rule wrote, and their values
+        for name in blank if rule is not None else ():
+            tensor = _own(module)[name]
+            if (written := _written(tensor)) is not None and written.any():
+                parts[name] = written, tensor.detach()[written]
         with self._during("reset"):
             reset()
         if rule is not None:
             self._rule_again(module, rule, blank)
         for name, value in copies.items():
             _own(module)[name].detach().copy_(value)
-        for name, part in parts.items():
-            if part is not None:
-                written, values = part
-                _own(module)[name].detach()[written] = values
+        for name, (written, values) in parts.items():
+            _own(module)[name].detach()[written] = values
 
     def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
         """A rule that reads what the class gives has met nothing: now there is something. It draws nothing anew."""
@@ -211,7 +217,7 @@ class _Birth:
         return names
 
     def check(self) -> None:
-        """See that what a module has not initialized itself was initialized by one around it. All ranks call together."""
+        """Raise for tensors that neither their module nor one around it has initialized. All ranks call together."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
         lost = self._of_any(lost)  # a buffer is each rank's own
         for module in self._met:
@@ -244,21 +250,9 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in {**module._buffers, **module._parameters}.items() if value is not None}
 
 
-def _rule_of(module: nn.Module) -> Rule | None:
-    """Its `_init_weights`, where that can be called with a module alone."""
-    rule = getattr(module, "_init_weights", None)
-    if not callable(rule) or isinstance(rule, nn.Module):
-        return None
-    try:
-        inspect.signature(rule).bind(module)
-    except TypeError:
-        return None
-    return rule
-
-
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
-    if _has_nan(like):
+    if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
     tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
     _bytes(tensor).fill_(_NOBODYS)
@@ -270,26 +264,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _has_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _nans(tensor: torch.Tensor) -> torch.Tensor:
+def _written(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which elements are not NaN; None for integers and truth values, which cannot be NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
     small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
-    return (tensor.float() if small else tensor).isnan()
+    return ~(tensor.float() if small else tensor).isnan()
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
     """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
-    if _has_nan(tensor):
-        return bool(_nans(tensor).any())
+    written = _written(tensor)
+    if written is not None:
+        return not written.all()
     untouched = is_managed(tensor) or tensor._version == version
     return untouched and tensor.numel() > 0 and bool((_bytes(tensor) == _NOBODYS).all())
-
-
-def _written_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where a tensor is not blank, and the values there."""
-    if not _has_nan(tensor):
-        return None
-    written = ~_nans(tensor)
-    return (written, tensor.detach()[written]) if bool(written.any()) else None

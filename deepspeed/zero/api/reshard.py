@@ -21,9 +21,8 @@ from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.parameters.grouping import release
 from deepspeed.zero.parameters.parallel_groups import alone
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import ParamRecord
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
-from deepspeed.zero.parameters.tiers import Tiers
 
 
 def is_born(model: nn.Module) -> bool:

@@ -24,7 +24,6 @@ from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
 from deepspeed.zero.optimizer.update import publish
-from deepspeed.zero.parameters.buffer_views import version_of
 from deepspeed.zero.parameters.parallel_groups import signature_of
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
@@ -78,15 +77,6 @@ class StateRange:
     hold: Hold | None = None
 
 
-def _peek(stored: StoredTensor) -> torch.Tensor:
-    """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
-    if stored.memory is not None:
-        return stored.memory
-    lent = stored.acquire()
-    stored.release(changed=False)
-    return lent
-
-
 class WindowView:
     """The gradients of a window that is not over."""
 
@@ -120,7 +110,7 @@ class WindowView:
             for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
                 if order is not None:
                     order.flush()
-            self.reducer.wire.settle()
+            self.reducer.reduce_scatter.settle()
         else:
             self.reducer.finish()
 
@@ -244,7 +234,12 @@ class StateView(WindowView, PlacedView):
         named = dict(module.named_parameters())
         own = own_state(module)
         self.plain = {name: param for name, param in named.items() if not is_managed(param) and param not in own}
-        self.buffers = _persistent_buffers(module) | {name: param for name, param in named.items() if param in own}
+        self.buffers = {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, child in module.named_modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None and name not in child._non_persistent_buffers_set
+        } | {name: param for name, param in named.items() if param in own}
         first = {id(tensor): name for name, tensor in named.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
@@ -315,7 +310,16 @@ class StateView(WindowView, PlacedView):
         """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
-        return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
+        return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
+
+    @staticmethod
+    def _peek(stored: StoredTensor) -> torch.Tensor:
+        """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
+        if stored.memory is not None:
+            return stored.memory
+        lent = stored.acquire()
+        stored.release(changed=False)
+        return lent
 
     def _slot(
         self, member: ParamRecord, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
@@ -354,7 +358,7 @@ class StateView(WindowView, PlacedView):
         bucket = self.bucket(member.group)
         bucket_offset = member.offset - bucket.low
         span = slice(bucket_offset + start, bucket_offset + stop)
-        return self._slot(member, (start, stop), bucket.dtype, lambda: _peek(bucket.total)[span])
+        return self._slot(member, (start, stop), bucket.dtype, lambda: self._peek(bucket.total)[span])
 
     # -- before a save and after a load -------------------------------------------------------------------------------
 
@@ -423,7 +427,7 @@ class StateView(WindowView, PlacedView):
         publish(self.groups)
         for group in self.groups:
             for member in group.members:
-                member.version, member.exposed = version_of(member), False
+                member.version, member.exposed = member.current_version, False
             group.advance()
         for group in self.groups:
             group.refresh()
@@ -435,12 +439,3 @@ def layout_rule(layout: ShardLayout) -> str:
         if rule(layout.numels, layout.ranks) == layout:
             return name
     raise ValueError(f"the layout {layout.cuts} follows none of the rules {', '.join(LAYOUT_RULES)}")
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    buffers: dict[str, torch.Tensor] = {}
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}" if prefix else name] = buffer
-    return buffers

@@ -33,6 +33,16 @@ class Way(enum.IntFlag):
     ITEMS = 4  # of sums over items (`num_items`)
     SAMPLES = 8  # over real samples (`engine.loop`)
 
+    def describe(self) -> str:
+        return " with ".join(words for way, words in _WORDS.items() if self & way) or "no backward"
+
+    @property
+    def mixture(self) -> str:
+        """The ways of a window that cannot be one mean, in words; empty when they can."""
+        counting = int(self) & _BY_COUNT
+        alone = counting == int(self) and counting != _BY_COUNT
+        return self.describe() if counting and not alone else ""
+
 
 _BY_COUNT = int(Way.ITEMS | Way.SAMPLES)  # `step` divides by the global count
 _WORDS = {
@@ -59,7 +69,7 @@ _CALLS = ("step()", "flush()", "zero_grad()", "a read of a gradient", "a change 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a window's ranks hold together.
+    """What the ranks of a window have agreed on.
 
     Args:
         items: items or samples of all ranks.
@@ -70,6 +80,14 @@ class Agreed:
     items: float
     ways: Way
     known: bool = False
+
+    @classmethod
+    def of(cls, table: Sequence[Sequence[float]]) -> Agreed:
+        """Join the rows of all ranks; see `AccumulationWindow.row`."""
+        ways = 0
+        for row in table:
+            ways |= int(row[1])
+        return cls(sum(row[0] for row in table), Way(ways), all(row[_COMPARED] for row in table))
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,7 @@ class AccumulationWindow:
         self.holding = False  # gradients are not to be reduced (`no_sync`)
         self.flushing = False  # the update that comes is that of a window that is not full
         self.samples: float | None = None  # real samples of the micro-batch, when a loop counts them
-        self.rates: Callable[[], list[float]] = list  # hyperparameters, told by the optimizer
+        self._rates: Callable[[], list[float]] = list  # hyperparameters of the optimizer, see `set_rates`
         self.leaf_writes = 0  # in-place changes of the optimizer's own parameters between updates
         self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
         self._travel: float | None = None
@@ -148,7 +166,7 @@ class AccumulationWindow:
 
     @property
     def travel_factor(self) -> float:
-        """The factor of the last announced pass, or what one would have: sums are narrowed for the wire by it."""
+        """The factor of the last announced pass, or of a plain one: sums are cast to the communication dtype by it."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
@@ -193,9 +211,8 @@ class AccumulationWindow:
         """A micro-batch is run backward."""
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
-        mixed = _mixes(self.ways | int(way))
-        if mixed:
-            raise UsageError(f"a window mixes {mixed}; use one of them throughout")
+        if mixture := Way(self.ways | int(way)).mixture:
+            raise UsageError(f"a window mixes {mixture}; use one of them throughout")
         self.ways |= int(way)
         self.items += items or 0.0
 
@@ -257,6 +274,10 @@ class AccumulationWindow:
         self.scaler = scaler
         self.refresh()
 
+    def set_rates(self, rates: Callable[[], list[float]]) -> None:
+        """Compare what `rates` returns, this rank's hyperparameters, over the ranks before each update."""
+        self._rates = rates
+
     def set_micro(self, micro: int) -> None:
         """Change the number of samples per rank and micro-batch."""
         self.micro = micro
@@ -277,7 +298,7 @@ class AccumulationWindow:
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
         """What this rank says of its window; see [Note: agreement]."""
-        rates_row = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
+        rates_row = tuple(self._rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
 
@@ -302,41 +323,19 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
 _COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 
 
-def agreed(table: Sequence[Sequence[float]]) -> Agreed:
-    """What the rows of all ranks come to."""
-    ways = 0
-    for row in table:
-        ways |= int(row[1])
-    return Agreed(sum(row[0] for row in table), Way(ways), all(row[_COMPARED] for row in table))
-
-
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
-    """What differs between the rows of all ranks, in words; None when nothing does."""
+    """Describe what differs between the rows of all ranks; None when nothing does."""
     rows = [row[2:_COMPARED] for row in table]
     if any(row != rows[0] for row in rows):
-        return "; ".join(_differences(rows))
-    ways = agreed(table).ways
-    mixed = _mixes(ways)
-    if mixed:
-        ways_by_rank = ", ".join(f"rank {r}: {_describe_ways(Way(int(row[1])))}" for r, row in enumerate(table))
-        return f"the window mixes {mixed} ({ways_by_rank})"
+        return "; ".join(
+            ", ".join(f"rank {rank} {what} {say(value)}" for rank, value in enumerate(values))
+            for (what, say), values in zip(_FIELDS, zip(*rows, strict=True), strict=True)
+            if len(set(values)) > 1
+        )
+    ways = Agreed.of(table).ways
+    if mixture := ways.mixture:
+        ways_by_rank = ", ".join(f"rank {r}: {Way(int(row[1])).describe()}" for r, row in enumerate(table))
+        return f"the window mixes {mixture} ({ways_by_rank})"
     if rows[0][0] == Purpose.FLUSH and ways & Way.MEAN and ways & Way.SUM:
         return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
     return None
-
-
-def _differences(rows: Sequence[Sequence[float]]) -> Iterator[str]:
-    for (what, say), values in zip(_FIELDS, zip(*rows, strict=True), strict=True):
-        if len(set(values)) > 1:
-            yield ", ".join(f"rank {rank} {what} {say(value)}" for rank, value in enumerate(values))
-
-
-def _mixes(ways: int) -> str:
-    """The ways of a window that cannot be one mean; empty when they can."""
-    counting = ways & _BY_COUNT
-    alone = counting == ways and counting != _BY_COUNT
-    return _describe_ways(Way(ways)) if counting and not alone else ""
-
-
-def _describe_ways(ways: Way) -> str:
-    return " with ".join(words for way, words in _WORDS.items() if ways & way) or "no backward"

@@ -1,4 +1,4 @@
-"""Gradient buckets: the round that is collected, the accumulator, and sparse rows of embedding tables.
+"""Gradient buckets: the round that is collected, the accumulator, its square, and sparse rows of embedding tables.
 
 [Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched at once
 where the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks
@@ -11,10 +11,15 @@ and added. Where a driver knows what is looked up (a pipeline's does), autograd 
 to the accumulator where they belong. What is summed in the gradient's own precision is summed by row first and then
 added once: in fp32, with one lookup of the table in a micro-batch, sums have the bits of whole gradients. Where the
 accumulator is wider every hit is added to it, unrounded.
+
+[Note: known norm] `gradient_norms` reads every sum, and its ranks exchange the squares. Where no rank has added or
+written anything since, the update's norm is known to all of them. Each rank says whether that holds in the row of the
+agreement that the update begins with (`accumulation.AccumulationWindow.row`), which saves a message.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,17 +49,17 @@ class ReduceSettings:
     Args:
         accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
-        wire: dtype gradients travel in (`communication_data_type`); None: as they are.
-        overlap: send while backward still runs (`zero_optimization.overlap_comm`).
-        in_flight: elements that may be on the wire at once.
-        prescale: factor applied before the wire to low-precision gradients (`prescale_gradients`); None: after it.
+        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: their own.
+        overlap: reduce while backward still runs (`zero_optimization.overlap_comm`).
+        in_flight: elements that may be in flight at once.
+        prescale: factor on low-precision gradients before they are reduced (`prescale_gradients`); None: after it.
         in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
         watch_ranks: be able to tell which rank sent non-finite values.
     """
 
     accumulates: bool = False
     accumulator: torch.dtype = torch.float32
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     overlap: bool = True
     in_flight: int = 500_000_000
     prescale: float | None = None
@@ -183,6 +188,19 @@ class Bucket:
         low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
         return total if low == 0 and high == total.numel() else total[low:high]
 
+    @property
+    def counted(self) -> bool:
+        """Whether this rank adds its part of the bucket to the norm."""
+        return self.filled and self.group.ranks.counted
+
+    def is_finite(self, member: ParamRecord) -> bool:
+        """Whether this rank's part of the sum of a parameter is finite."""
+        low, high = max(member.offset, self.low), min(member.offset + member.numel, self.high)
+        if not self.filled or low >= high:
+            return True
+        with self.total.borrowed() as total:
+            return bool(torch.isfinite(total[low - self.low : high - self.low]).all())
+
     def note_factor(self, factor: float) -> None:
         """A round in low precision is sent, whose sum the owner multiplies by `factor`."""
         if self.factor in (0.0, factor):
@@ -208,6 +226,50 @@ class Bucket:
         self.sent = []
 
 
+class SumOfSquaresCache:
+    """What one rank has read, and what all have told each other of it."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []  # whose norm an update forms
+        self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
+        self.total: float | None = None  # of all ranks that hold one copy of the model; None: not exchanged
+        self._revision = -1  # of the gradients when they were read
+        self._read: dict[int, tuple[tuple[int, int] | None, float]] = {}  # by bucket: state of its sum, own part
+
+    def begin(self, revision: int) -> None:
+        """Forget what was read; the gradients have this revision."""
+        self._revision, self._read, self.total = revision, {}, None
+
+    def note(self, bucket: Bucket, own: float) -> None:
+        """This rank's part of a bucket is `own`."""
+        self._read[id(bucket)] = self._state(bucket), own
+
+    def own(self, revision: int) -> float | None:
+        """This rank's part of the norm of an update; None where gradients were added or written since, or not read."""
+        if revision != self._revision:
+            return None
+        parts = []
+        for bucket in self.buckets:
+            if not bucket.counted:
+                continue
+            state, own = self._read.get(id(bucket), (None, 0.0))
+            if state is None or state != self._state(bucket):
+                return None
+            parts.append(own)
+        return math.fsum(parts) if parts else None
+
+    def hold(self, revision: int) -> bool:
+        """Whether `total` is still right as far as this rank knows."""
+        return self.total is not None and self.own(revision) is not None
+
+    def _state(self, bucket: Bucket) -> tuple[int, int] | None:
+        """Differs where something was written to the sum, or it lies elsewhere; None where that would not be seen."""
+        memory = bucket.total.memory
+        if memory is None or memory.is_inference() or self.lends_views:
+            return None
+        return memory.data_ptr(), memory._version
+
+
 _FEW = 4  # times as many rows as are looked up make a table large
 
 
@@ -229,7 +291,15 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
     One whose gradient a hook of the user's is to see gives it whole.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
-    large = [table for table in embeddings if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
+    large = []
+    for table in embeddings:
+        weight = table.weight
+        if not most or table.num_embeddings <= _FEW * most:
+            continue
+        if isinstance(weight, ManagedParameter) and weight.requires_grad:
+            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # one of them is the reducer's
+            if not weight._backward_hooks and hooks is not None and len(hooks) == 1:
+                large.append(table)
     for table in large:
         table.sparse = True
     try:
@@ -237,14 +307,6 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
     finally:
         for table in large:
             table.sparse = False
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    """A managed parameter with no hooks beside its reducer's."""
-    if not isinstance(weight, ManagedParameter) or not weight.requires_grad:
-        return False
-    after = getattr(weight, "_post_accumulate_grad_hooks", None)
-    return not weight._backward_hooks and after is not None and len(after) == 1
 
 
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:

@@ -88,7 +88,7 @@ class GradViewTracker:
             del self._of[id(gradient.member)]
 
     def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
-        """What has been changed since it was given away, or since the last call: member, values, whether its own part."""
+        """Gradients changed since they were read, or since the last call: member, values, whether its own part."""
         candidates = self._out.values() if of is None else self._of.get(id(of), ())
         edited = [gradient for gradient in candidates if gradient.edited]
         for gradient in edited:

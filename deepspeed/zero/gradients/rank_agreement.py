@@ -24,11 +24,6 @@ from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import group_of
 
 
-def _by_order(axis: Axis) -> bool:
-    """Whether messages are paired by their order alone."""
-    return not axis.tagged and axis.group is not None
-
-
 @dataclass(eq=False)
 class RankComparison:
     """Ranks that agree on the groups whose parameters they all have."""
@@ -44,7 +39,11 @@ class RankComparison:
 
     def put_in_order(self, depart: Callable[[Bucket, ReductionRound, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
-        untagged = [bucket for bucket in self.buckets if any(map(_by_order, bucket.group.holders.summing))]
+        untagged = [
+            bucket
+            for bucket in self.buckets
+            if any(not axis.tagged and axis.group is not None for axis in bucket.group.ranks.summing)
+        ]
         # Backward goes through the model from its end, and a group is complete with the first of its parameters.
         untagged.sort(key=lambda bucket: min(member.place for member in bucket.group.members), reverse=True)
         if untagged:
@@ -85,6 +84,23 @@ class Rows(NamedTuple):
             yield [BucketRow.unpack(tail[offset : offset + size], len(bucket.touched)) for tail in self.tails]
             offset += size
 
+    def mismatch(self, buckets: Sequence[Bucket]) -> str | None:
+        """Describe a difference that sending zeros cannot level; None when there is none."""
+        if self.equal:
+            return None
+        for bucket, table in zip(buckets, self.by_bucket(buckets), strict=True):
+            launches, factors = [row.launches for row in table], {row.factor for row in table} - {0.0}
+            frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
+            if frozen and any(max(counts) > 0 for counts in launches):
+                return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
+            mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
+            if len(factors) > 1 or mixed:
+                return (
+                    f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
+                    f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
+                )
+        return None
+
 
 class GradAgreement:
     """The meetings of an engine's ranks."""
@@ -95,10 +111,10 @@ class GradAgreement:
         self._window, self._device = window, device
         self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
-        where = {axes.dp_sp_group, *(bucket.group.holders.everyone for bucket in buckets)}
+        where = {axes.dp_sp_group, *(bucket.group.ranks.everyone for bucket in buckets)}
         self._meetings = [RankComparison(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in buckets:
-            next(m for m in self._meetings if m.axis is bucket.group.holders.everyone).buckets.append(bucket)
+            next(m for m in self._meetings if m.axis is bucket.group.ranks.everyone).buckets.append(bucket)
         apart = axes.everyone is not axes.dp_sp_group
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
@@ -106,7 +122,7 @@ class GradAgreement:
         """All meetings, or the one of ranks that have a parameter: those of other slices do not look at it."""
         if of is None:
             return self._meetings
-        return [meeting for meeting in self._meetings if meeting.axis is group_of(of).holders.everyone]
+        return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
 
     def exchange(
         self,
@@ -143,21 +159,3 @@ class GradAgreement:
         others = [str(meeting.axis.ranks[rank]) for rank, numbers in enumerate(table) if numbers[-1]]
         reference = f"rank {', '.join(others)} says why" if others else None
         return trouble or disagreement([numbers[:-1] for numbers in table]) or reference
-
-
-def uneven(buckets: Sequence[Bucket], rows: Rows) -> str | None:
-    """What the rows say that no zeros can mend; None when there is nothing."""
-    if rows.equal:
-        return None
-    for bucket, table in zip(buckets, rows.by_bucket(buckets), strict=True):
-        launches, factors = [row.launches for row in table], {row.factor for row in table} - {0.0}
-        frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
-        if frozen and any(max(counts) > 0 for counts in launches):
-            return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
-        mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
-        if len(factors) > 1 or mixed:
-            return (
-                f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
-                f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
-            )
-    return None

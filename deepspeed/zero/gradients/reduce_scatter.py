@@ -66,7 +66,7 @@ class GradReduceScatter:
         while self._in_flight and self._elements + numel > limit:
             # A round of several stages waits for theirs, which come elsewhere in their schedule.
             first = next(
-                (flight for flight in self._in_flight.values() if not flight[1].group.holders.across_stages), None
+                (flight for flight in self._in_flight.values() if not flight[1].group.ranks.across_stages), None
             )
             if first is None:
                 break
@@ -125,12 +125,12 @@ class GradReduceScatter:
         exact = int(current.buffer.dtype == self.settings.accumulator)
         seq = 2 * bucket.launches[exact] + exact
         bucket.launches[exact] += 1
-        if group.axis.size == 1 and group.holders.copies is None:
+        if group.axis.size == 1 and group.ranks.copies is None:
             self._keep(bucket, current)
         elif bucket.order is None:
             self.depart(bucket, current, seq)
         else:
-            usual = (self.settings.wire or bucket.group.dtype) == current.buffer.dtype
+            usual = (self.settings.comm_dtype or bucket.group.dtype) == current.buffer.dtype
             bucket.order.add((bucket, current, seq), usual)
 
     def depart(self, bucket: Bucket, current: ReductionRound, seq: int) -> None:
@@ -140,7 +140,7 @@ class GradReduceScatter:
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             flying = [entry[1] for entry in self._in_flight.values()]
-            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.holders.across_stages]
+            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.ranks.across_stages]
             # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
             self.settle(None if len(here) == len(flying) else here)
         elif bucket.group.axis.shared is not None:
@@ -170,7 +170,7 @@ class GradReduceScatter:
         def share(parts: list[torch.Tensor]) -> Handle:
             return self._share(bucket, parts, current, seq)
 
-        copies = group.holders.copies
+        copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
             copies, scale = (
                 copies.reductions,
@@ -192,13 +192,13 @@ class GradReduceScatter:
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
-        if bucket.group.holders.copies is not None:
+        if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(
                 parts, total, current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
             )
             self._finished(parts)
-            return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
+            return self._across_copies(bucket, bucket.group.ranks.copies.reductions, total, seq)
         leaving = bucket.add(parts, current.post_reduce_scale)
         self._finished(parts)
         return leaving

@@ -16,14 +16,21 @@ from deepspeed.comm.process_groups.axis import separate_reductions
 from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
-from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReduceSettings, ReductionRound, add_rows, can_add
+from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, disagreement
+from deepspeed.zero.gradients.buckets import (
+    Bucket,
+    BucketRow,
+    ReduceSettings,
+    ReductionRound,
+    SumOfSquaresCache,
+    add_rows,
+    can_add,
+)
 from deepspeed.zero.gradients.grad_views import GradViewTracker
-from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows, uneven
+from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows
 from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
-from deepspeed.zero.gradients.sum_of_squares import SumOfSquaresCache
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
-from deepspeed.zero.parameters.parameter import clear_raw_grad, raw_grad
+from deepspeed.zero.parameters.parameter import raw_grad, set_raw_grad
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.replaced_parameters import Replaced
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -62,12 +69,12 @@ class GradScales:
         if self.summed_first(bucket) or window.weight is not None:
             dtype = settings.accumulator
         else:
-            dtype = settings.wire or bucket.group.dtype
+            dtype = settings.comm_dtype or bucket.group.dtype
         exact = dtype == settings.accumulator
         if exact:
             at_entry, at_owner = window.factor * (1.0 if window.weight is None else window.weight), 1.0
         else:
-            at_entry, at_owner = self.before_wire, window.factor / self.before_wire
+            at_entry, at_owner = self.prescale, window.factor / self.prescale
         sends_now = window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
         return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
@@ -76,7 +83,7 @@ class GradScales:
         return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     @property
-    def before_wire(self) -> float:
+    def prescale(self) -> float:
         """Factor on low-precision gradients before they travel."""
         return 1.0 if self._settings.prescale is None else self._settings.prescale
 
@@ -105,11 +112,11 @@ class Reducer:
         self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
-        self.wire = GradReduceScatter(settings, largest, self.device)
+        separate_reductions((axis for group in groups for axis in group.ranks.summing), axes.everyone)
+        self.reduce_scatter = GradReduceScatter(settings, largest, self.device)
         self._agreement = GradAgreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
-            meeting.put_in_order(self.wire.depart)
+            meeting.put_in_order(self.reduce_scatter.depart)
         self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out = GradViewTracker()
         self._hooks: dict[int, Any] = {}
@@ -141,7 +148,7 @@ class Reducer:
             return
         if collectives.PLANTED_DELAY is not None:
             collectives.delay(f"gradient of {member.name}")
-        clear_raw_grad(member.param)
+        set_raw_grad(member.param, None)
         if self.muted:
             return
         self.clean = False
@@ -199,9 +206,9 @@ class Reducer:
     def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> ReductionRound:
         expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
-        if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
+        if local is not None and local.dtype == dtype and not bucket.filled and not self.reduce_scatter.busy(bucket):
             return ReductionRound(local, at_owner, False, expected)
-        return ReductionRound(self.wire.acquire(bucket, dtype), at_owner, True, expected)
+        return ReductionRound(self.reduce_scatter.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the open round of a bucket."""
@@ -210,17 +217,17 @@ class Reducer:
             current = self._narrowed(bucket, current)
             if current.buffer.dtype != self.settings.accumulator:
                 bucket.note_factor(current.post_reduce_scale)
-            self.wire.launch(bucket, current)
+            self.reduce_scatter.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
-        """A round in the dtype that was asked for the wire, also when it was summed in another before."""
-        dtype = self.settings.wire
+        """A round in the communication dtype, also when it was summed in another before."""
+        dtype = self.settings.comm_dtype
         if dtype is None or current.buffer.dtype == dtype:
             return current
-        narrow = self.wire.acquire(bucket, dtype)
-        at_owner = self.window.travel_factor / self._entries.before_wire
+        narrow = self.reduce_scatter.acquire(bucket, dtype)
+        at_owner = self.window.travel_factor / self._entries.prescale
         torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
-        self.wire.release(bucket, current)
+        self.reduce_scatter.release(bucket, current)
         return ReductionRound(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
@@ -238,11 +245,11 @@ class Reducer:
             rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
             trouble = trouble or disagreement(rows.heads)
             if not meeting.knows(rows, self.revision):
-                trouble = trouble or uneven(meeting.buckets, rows)
+                trouble = trouble or rows.mismatch(meeting.buckets)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
             if agreement is None or meeting.axis is self.axes.dp_sp_group:
-                agreement = agreed(rows.heads)
+                agreement = Agreed.of(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
@@ -255,14 +262,14 @@ class Reducer:
                 f"it: read .grad again and change that"
             )
         with self.timing():
-            self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+            self.reduce_scatter.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if agreement is None:
             raise RuntimeError("a bucket without a meeting")
         return agreement
 
     def _reject_window(self, trouble: str) -> None:
         """All ranks drop the window and raise the same error."""
-        self.wire.settle()
+        self.reduce_scatter.settle()
         self.clear()
         self.window.restart()
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
@@ -276,7 +283,10 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
-            elif bucket.group.holders.across_stages and simulating() and not self.clean and _is_untouched(bucket):
+            elif bucket.group.ranks.across_stages and simulating() and not self.clean and not any(bucket.launches):
+                if not any(member.param.requires_grad for member in bucket.group.members):
+                    continue
+                # Only stages that are simulated have the gradients of this window: this one holds a copy, without any.
                 bucket.prepare()
                 bucket.touched = bytearray(b"\1" * len(bucket.touched))
                 self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
@@ -304,10 +314,10 @@ class Reducer:
         self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
 
     def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
-        low = self.settings.wire or bucket.group.dtype
+        low = self.settings.comm_dtype or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
-        bucket.round = ReductionRound(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
+        bucket.round = ReductionRound(self.reduce_scatter.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
@@ -348,14 +358,14 @@ class Reducer:
 
     def set_accumulates(self, accumulates: bool) -> None:
         """The number of micro-batches per window has changed, between windows."""
-        self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
+        self.settings = self.reduce_scatter.settings = replace(self.settings, accumulates=accumulates)
 
     def detach(self) -> None:
         """Stop listening."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self.wire.close()
+        self.reduce_scatter.close()
 
     # -- what users see -------------------------------------------------------------------------------------------
 
@@ -434,8 +444,3 @@ class _GradHook:
         member = self._member()
         if member is not None and member.reducer is not None:
             member.reducer.arrived(member)
-
-
-def _is_untouched(bucket: Bucket) -> bool:
-    """Whether only stages that are not there have the gradients of a window: this one holds a copy, and has none."""
-    return any(member.param.requires_grad for member in bucket.group.members) and not any(bucket.launches)

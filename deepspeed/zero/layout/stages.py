@@ -60,6 +60,8 @@ KEPT_WHOLE = _TABLE[2]
 
 def policy_for(stage: int, pipeline: int = 1) -> Policy:
     """The policy of a ZeRO stage."""
+    # With several stages of a pipeline, ZeRO 2 reduces a window's gradients once, at its end, and so keeps them whole
+    # until then, as ZeRO 1 does: else they would be sent once per micro-batch.
     if stage not in _TABLE:
         raise ArgumentError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
     return _TABLE[1 if stage == 2 and pipeline > 1 else stage]

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.comm.process_groups.axis import Axis, tag_of
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
 from deepspeed.optim.separability import MethodTraits, UpdateTraits
+from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.grad_norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.gradients.reducer import Reducer
-from deepspeed.zero.optimizer.optimizer_shard import (
-    Fragment,
-    OptimizerShard,
-    count_update,
-    cut_state,
-    make_room_for_state,
-    whole_state,
-)
+from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
 from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
-from deepspeed.zero.optimizer.published_methods import PublishedMethods
 from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
-from deepspeed.zero.parameters.deferred_all_gather_hooks import DeferredAllGatherHooks
-from deepspeed.zero.parameters.module_hooks import ModuleHooks
+from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, ModuleHooks
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Pruner
-from deepspeed.zero.parameters.shard_group import edited, group_of, meet_before_change
+from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -93,7 +89,17 @@ class OptimizerSurface:
         What rests in memory is given as it lies there, what rests on a disk as a copy. A write is found by nobody:
         `safe_set_full_fp32_param` sets masters.
         """
-        return [_whole(group) for group in self.groups if group.under_leaves is not None]
+        partitions = []
+        for group in self.groups:
+            if group.under_leaves is None:
+                continue
+            memory = group.updated.memory
+            if memory is not None:
+                partitions.append(memory.detach())
+            else:
+                with group.updated.borrowed() as lent:
+                    partitions.append(lent.detach().clone())
+        return partitions
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
@@ -150,44 +156,6 @@ class RankState(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
-
-
-def _whole(group: ShardGroup) -> torch.Tensor:
-    stored = group.updated
-    if stored.memory is not None:
-        return stored.memory.detach()
-    with stored.borrowed() as lent:
-        return lent.detach().clone()
-
-
-def share_counters(optimizer: torch.optim.Optimizer, axis: Axis, state: OptimizerState) -> None:
-    """Counters that a step leaves in a group come from the first rank that updates parameters of it. All ranks call.
-
-    Some optimizers count only where a group has parameters, and a rank may own none of it.
-    """
-    own = [
-        {key: value for key, value in group.items() if key != "params"} if group["params"] else None
-        for group in groups_of(optimizer)
-    ]
-    told = all_gather_objects(axis, (own, state.outline()))
-    by_rank = [groups for groups, _ in told]
-    state.of_others = next((outline for _, outline in told if outline), {})
-    for number, group in enumerate(groups_of(optimizer)):
-        values = next((groups[number] for groups in by_rank if groups[number] is not None), {})
-        group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
-
-
-def numbers_of(group: dict[str, Any]) -> Iterator[float]:
-    """The numbers in a group of an optimizer; NaN, which is no number, as one that nobody sets."""
-    for key, value in group.items():
-        for each in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.numel() == 1:
-                each = each.item()
-            if isinstance(each, (int, float)):
-                yield -(2.0**-40) if each != each else float(each)
 
 
 _HOOK_TABLES = tuple(
@@ -266,7 +234,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._channel, self._rounds = reducer.axes.dp_sp_group.channel(), 0
         self._norm_channel, self._norms = reducer.axes.model_replica_group.channel(), 0
         self.window = reducer.window
-        self.window.rates = self._rates
+        self.window.set_rates(self._rates)
         self.masks: Pruner | None = None
         self.bit16_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
@@ -287,12 +255,12 @@ class ZeroOptimizer(OptimizerSurface):
         follow(self)
         self._split_groups()
         for group in self._whole:
-            group.aliases.track_writes()  # nobody else has anything over the memory yet
+            group.buffer_views.track_writes()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         adopt(self)
         for shard in self.shards:
             shard.store_state()
-        self._methods = PublishedMethods(self.optimizer, self.traits, self)
+        self._replace_methods()
         self._writes = self._leaf_writes
 
     def _split_groups(self) -> None:
@@ -310,7 +278,7 @@ class ZeroOptimizer(OptimizerSurface):
                 member.owner = self
                 leaves_of[id(param)] = [fragment.leaf for fragment in fragments]
                 for fragment in fragments if state else ():
-                    self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
+                    self.optimizer.state[fragment.leaf] = fragment.cut_state(state)
         every = self.optimizer.param_groups if self.traits.known else groups_of(self.optimizer)
         for param in (param for group in every for param in group["params"]):
             if id(param) not in leaves_of and param.requires_grad:
@@ -331,6 +299,25 @@ class ZeroOptimizer(OptimizerSurface):
         if inner is not None and not name.startswith("_") and callable(getattr(type(inner), name, None)):
             return getattr(inner, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def _replace_methods(self) -> None:
+        """Let the client's own object too run methods that write outside of `step` by `run_method`.
+
+        They see leaves over the masters of this rank, so what they write has to reach the model on all ranks.
+        """
+        self._replaced: dict[str, Any] = {}
+        for name, traits in self.traits.methods.items():
+            if name not in vars(self.optimizer):  # not what a user has put there
+                self._replaced[name] = vars(self.optimizer)[name] = self._published(name, traits)
+
+    def _published(self, name: str, traits: MethodTraits) -> Callable[..., Any]:
+        optimizer, own = self.optimizer, getattr(type(self.optimizer), name)
+
+        @functools.wraps(own)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self.run_method(lambda: own(optimizer, *args, **kwargs), traits)
+
+        return method
 
     def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
         """Call a method of the inner optimizer that writes parameters or state. All ranks call together.
@@ -368,7 +355,7 @@ class ZeroOptimizer(OptimizerSurface):
         finally:
             self._stepping = False
         self._show_new_values()
-        count_update([member for shard in self.shards for member in shard.members])
+        self._count_update([member for shard in self.shards for member in shard.members])
         return result
 
     def shard_of(self, member: ParamRecord) -> OptimizerShard:
@@ -408,8 +395,15 @@ class ZeroOptimizer(OptimizerSurface):
         return self.settings.clip
 
     def _rates(self) -> list[float]:
-        """Hyperparameters as this rank has them: one that a rank sets alone would update its slices by another rule."""
-        return [number for group in self.optimizer.param_groups for number in numbers_of(group)]
+        """Hyperparameters as this rank has them: one that a rank sets alone would update its shards by another rule."""
+        rates = []
+        for key, value in (entry for group in self.optimizer.param_groups for entry in group.items()):
+            for number in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
+                if isinstance(number, torch.Tensor) and number.device.type == "cpu" and number.numel() == 1:
+                    number = number.item()
+                if isinstance(number, (int, float)):  # NaN, which equals nothing, as a number that nobody sets
+                    rates.append(-(2.0**-40) if number != number else float(number))
+        return rates
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -515,6 +509,15 @@ class ZeroOptimizer(OptimizerSurface):
                 "of the optimizer that initialize returned"
             )
 
+    def _make_room_for_state(self) -> None:
+        """Give what the first backward has freed back to the device, so that state gets memory of its own.
+
+        State comes to stay, and would do so in holes of blocks that the next forward needs.
+        """
+        kinds = {shard.group.device.type for shard in self.shards if shard.group.tiers.optimizer is RESIDENT}
+        if not self.optimizer.state and not kinds <= {"cpu", "meta"}:
+            get_accelerator().empty_cache()
+
     def _warn_of_hooks(self) -> None:
         """A user's hook before the inner step sees the gradient shards of this rank."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
@@ -529,7 +532,7 @@ class ZeroOptimizer(OptimizerSurface):
         """What the user has changed in the model's parameters becomes the masters'."""
         for group in self._whole:
             group.wait()
-        changed = [member for group in self._whole for member in edited(group)]
+        changed = [member for group in self._whole for member in group.edited_members()]
         for member in changed:
             member.tell_holder()
             member.step_aside()  # read all before any is written: two may have been exchanged
@@ -545,7 +548,7 @@ class ZeroOptimizer(OptimizerSurface):
             )
         state = adopt(self)
         if not self._updated:
-            make_room_for_state(self.optimizer, self.shards)
+            self._make_room_for_state()
             self._warn_of_hooks()
         self._updated = True
         self._stepping = True
@@ -565,8 +568,15 @@ class ZeroOptimizer(OptimizerSurface):
             handle.wait()
         self._show_new_values()
         for wave in waves:
-            count_update(wave.members)
+            self._count_update(wave.members)
             state.note_updated(wave.members)
+
+    @staticmethod
+    def _count_update(members: Sequence[ParamRecord]) -> None:
+        """Count a step as an in-place change: backward of an older forward raises, as in torch."""
+        increment_version([member.param for member in members])
+        for member in members:
+            member.version += 1
 
     def _show_new_values(self) -> None:
         """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
@@ -579,17 +589,30 @@ class ZeroOptimizer(OptimizerSurface):
 
     def share_counters(self) -> None:
         """Have ranks without parameters of a group know what others count and hold, where that differs."""
-        if not self.traits.counts_alone or not self.traits.by_parameter:
-            share_counters(self.optimizer, self.reducer.axes.dp_sp_group, adopt(self))
+        if self.traits.counts_alone and self.traits.by_parameter:
+            return
+        groups, state = groups_of(self.optimizer), adopt(self)
+        own = [
+            {key: value for key, value in group.items() if key != "params"} if group["params"] else None
+            for group in groups
+        ]
+        everyone = all_gather_objects(self.reducer.axes.dp_sp_group, (own, state.outline()))
+        state.of_others = next((outline for _, outline in everyone if outline), {})
+        for number, group in enumerate(groups):  # counters come from the first rank that updates parameters of it
+            values = next((counters[number] for counters, _ in everyone if counters[number] is not None), {})
+            group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
     def import_edits(self, member: ParamRecord) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)
-        if member.param.data_ptr() != group.views[member.index].data_ptr() and group.aliases.outlived():
+        if member.param.data_ptr() != group.views[member.index].data_ptr() and group.buffer_views.outlived():
             group.move_out()
-            group.aliases.track_writes()
+            group.buffer_views.track_writes()
             self.shard_of(member).point()
         member.tell_holder()
         member.rejoin()
@@ -597,7 +620,7 @@ class ZeroOptimizer(OptimizerSurface):
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.
             member.version, member.exposed = (
                 member.param._version,
-                group.master is not None and group.aliases.track_writes(),
+                group.master is not None and group.buffer_views.track_writes(),
             )
             group.import_edits(member)
 
@@ -618,7 +641,13 @@ class ZeroOptimizer(OptimizerSurface):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return self._rank_state(optimizer=whole_state(self.optimizer, self.shards), loss_scaler=scaler)
+        with contextlib.ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.at_hand())
+            state = self.optimizer.state_dict()
+            if any(shard.moves for shard in self.shards):
+                state = copy.deepcopy(state)  # what is at hand is lent
+        return self._rank_state(optimizer=state, loss_scaler=scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
@@ -632,11 +661,14 @@ class ZeroOptimizer(OptimizerSurface):
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are not in use."""
         if self.lifecycle is not None:
-            self.lifecycle.keeper.free_idle()
+            self.lifecycle.prefetcher.free_idle()
 
     def release_inner(self) -> None:
         """Give the inner optimizer its own methods back, and take the hooks off."""
-        self._methods.remove()
+        for name, replaced in self._replaced.items():
+            if vars(self.optimizer).get(name) is replaced:
+                del vars(self.optimizer)[name]
+        self._replaced.clear()
         for guard in self._guards:
             guard.remove()
 
@@ -645,7 +677,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()
-        self.window.rates = list
+        self.window.set_rates(list)
         self.release_inner()
         for shard in self.shards:
             shard.drop()

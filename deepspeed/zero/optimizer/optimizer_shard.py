@@ -8,18 +8,15 @@ values. Inside `OptimizerShard.at_hand` both are real.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT, Evicted
@@ -56,24 +53,16 @@ class Fragment:
         start = self.range.at - self.bucket.low
         return slice(start, start + self.range.numel)
 
-
-def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
-    """The part of an optimizer state, made for the whole parameter, that belongs to a fragment."""
-    fragments = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == fragment.member.shape and value.dim():
-            flat = value.detach().reshape(-1)[fragment.range.start : fragment.range.stop]
-            fragments[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
-        else:
-            fragments[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return fragments
-
-
-def count_update(members: Sequence[ParamRecord]) -> None:
-    """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
-    increment_version([member.param for member in members])
-    for member in members:
-        member.version += 1
+    def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of an optimizer state, made for the whole parameter, that belongs to a self."""
+        fragments = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == self.member.shape and value.dim():
+                flat = value.detach().reshape(-1)[self.range.start : self.range.stop]
+                fragments[key] = flat.clone().view(self.leaf.shape).to(self.leaf.device)
+            else:
+                fragments[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return fragments
 
 
 # State tensors begin at multiples of this many bytes in the buffer they share.
@@ -103,11 +92,6 @@ class _StateTensor:
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         flat = buffer[self.start : self.start + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
-
-
-def _strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Those of a tensor that fills its memory, in any order: products of matrices differ in the last bits by it."""
-    return torch.empty_like(value, device="meta").stride()
 
 
 class _Moments:
@@ -140,7 +124,9 @@ class _Moments:
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    wanted.append(_StateTensor(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
+                    # Any order of dims that fills the memory is kept: the last bits of matrix products depend on it.
+                    strides = torch.empty_like(value, device="meta").stride()
+                    wanted.append(_StateTensor(fragment.leaf, key, value.shape, strides, value.dtype, end))
                     states.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
@@ -152,7 +138,7 @@ class _Moments:
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
                 changed = True
-            placeholder = Away.of(value, functools.partial(_borrow, self._lend, entry.leaf, entry.key))
+            placeholder = Away.of(value, functools.partial(self._borrow, self._lend, entry.leaf, entry.key))
             self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
             old.release(changed=False)
@@ -160,6 +146,17 @@ class _Moments:
         if self._stored is not None:
             self._stored.release(changed)
         self._buffer = None
+
+    @staticmethod
+    def _borrow(
+        lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        method = lend()
+        if method is None:
+            raise UsageError(
+                f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier"
+            )
+        return method(leaf, key, changed)
 
     def _new(self, nbytes: int) -> StoredTensor | None:
         group = self._group
@@ -320,32 +317,3 @@ class OptimizerShard:
     def drop(self) -> None:
         """The optimizer is gone."""
         self._moments.drop()
-
-
-def _borrow(
-    lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
-) -> contextlib.AbstractContextManager[torch.Tensor]:
-    method = lend()
-    if method is None:
-        raise UsageError(f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier")
-    return method(leaf, key, changed)
-
-
-def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, Any]:
-    """The optimizer's `state_dict` with real tensors; those that rest on disk are copied into memory, all of them."""
-    with contextlib.ExitStack() as stack:
-        for shard in shards:
-            stack.enter_context(shard.at_hand())
-        state = optimizer.state_dict()
-        # What is at hand is lent.
-        return copy.deepcopy(state) if any(shard.moves for shard in shards) else state
-
-
-def make_room_for_state(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
-    """Before the first update: state comes to stay, and would do so in holes of blocks that the next forward needs.
-
-    What the first backward has freed goes back to the device, so that state gets memory of its own.
-    """
-    rests = [s.group.device.type for s in shards if s.group.tiers.optimizer is RESIDENT]
-    if not optimizer.state and any(kind not in ("cpu", "meta") for kind in rests):
-        get_accelerator().empty_cache()

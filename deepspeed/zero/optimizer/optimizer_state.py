@@ -10,6 +10,7 @@ that what ranks decide by a look at the state they decide alike.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 from deepspeed.errors import UsageError
 from deepspeed.optim.nested import join_states, nested_optimizers
 from deepspeed.optim.separability import UpdateTraits
-from deepspeed.zero.optimizer.optimizer_shard import Fragment, cut_state
+from deepspeed.zero.optimizer.optimizer_shard import Fragment
 from deepspeed.zero.optimizer.state_tensor import Away, Piece, StateTensor
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord
@@ -86,7 +87,11 @@ class ParamState(MutableMapping[str, Any]):
 
     def taken(self) -> dict[str, Any]:
         """The values, for whoever takes them out."""
-        return {key: _kept(value) for key, value in self.items()}
+        taken = {}
+        for key, value in self.items():  # a tensor must stay when what it is in is dropped
+            rests = value._ds_piece.local if isinstance(value, StateTensor) else value
+            taken[key] = value.clone() if isinstance(rests, Away) else value
+        return taken
 
     @property
     def _entries(self) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class ParamState(MutableMapping[str, Any]):
         there = isinstance(live, torch.Tensor) and live.shape == fragment.leaf.shape
         dtype = (live if there else fragment.leaf).dtype  # type: ignore[union-attr]
         if self._cut:
-            value = cut_state({key: value}, fragment)[key]
+            value = fragment.cut_state({key: value})[key]
         return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
 
     def __delitem__(self, key: str) -> None:
@@ -282,9 +287,9 @@ class OptimizerState(defaultdict[Any, Any]):
                 f"deepspeed.utils.safe_set_full_optimizer_state sets one of them"
             )
         elif not (isinstance(value, ParamState) and value._member is view._member):
-            kept = dict(value)
+            entries = dict(value)
             view.create().clear()
-            view.update(kept)
+            view.update(entries)
 
     def __delitem__(self, key: Any) -> None:
         view = self.view(key)
@@ -367,47 +372,42 @@ class OptimizerState(defaultdict[Any, Any]):
         return [view for view in map(self.view, params) if view is not None]
 
 
-def _kept(value: Any) -> Any:
-    """A tensor that stays when what it was in is dropped."""
-    if isinstance(value, Away):
-        return value.clone()
-    if isinstance(value, StateTensor) and isinstance(value._ds_piece.local, Away):
-        return value.clone()
-    return value
-
-
 def follow(owner: Owner) -> None:
-    """Have an optimizer's `state_dict` be made of its state by leaf, and what `load_state_dict` puts there adopted."""
-    inner, whose = owner.optimizer, weakref.ref(owner)
+    """Make an optimizer's `state_dict` of its state by leaf, and adopt what `load_state_dict` puts there."""
+    inner, reference = owner.optimizer, weakref.ref(owner)
+
+    def pack(packing: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if isinstance(optimizer.state, OptimizerState):
+            optimizer.state.packing = packing
 
     def loaded(_optimizer: torch.optim.Optimizer) -> None:
-        owner = whose()
+        owner = reference()
         if owner is not None and owner.fragments:
             adopt(owner)
 
-    inner.register_state_dict_pre_hook(_pack)
-    inner.register_state_dict_post_hook(_unpack)
+    inner.register_state_dict_pre_hook(functools.partial(pack, True))
+    inner.register_state_dict_post_hook(functools.partial(pack, False))
     inner.register_load_state_dict_post_hook(loaded)
 
 
-def _pack(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer.state, OptimizerState):
-        optimizer.state.packing = True
-
-
-def _unpack(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> None:
-    if isinstance(optimizer.state, OptimizerState):
-        optimizer.state.packing = False
-
-
 def adopt(owner: Owner) -> OptimizerState:
-    """Have the inner optimizer's state, and that of an optimizer inside of it, looked up by parameter too.
+    """Make the state of the inner optimizer, and of an optimizer inside of it, an `OptimizerState`; returns the former.
 
     Somebody may have put another dict there: `load_state_dict` does, and so do clients that reset everything.
     """
     inner = owner.optimizer
     before = inner.state
-    _adopt(inner, owner)
+    if not (isinstance(before, OptimizerState) and before.belongs_to(owner)):
+        state, loaded = OptimizerState(owner), False
+        for key, value in list(dict.items(before) if isinstance(before, dict) else before.items()):
+            loaded = loaded or not is_managed(key)
+            if value or not is_managed(key):  # a look into a plain dict has put nothing there
+                state[key] = value
+        for view in state.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
+            if view.leaf is None:
+                view.note(True)
+        with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
+            inner.state = state
     if owner.traits.known:
         return inner.state  # type: ignore[return-value]
     nested = list(nested_optimizers(inner).values())
@@ -417,20 +417,3 @@ def adopt(owner: Owner) -> OptimizerState:
     if nested:
         join_states(inner)
     return inner.state  # type: ignore[return-value]
-
-
-def _adopt(inner: torch.optim.Optimizer, owner: Owner) -> None:
-    state = inner.state
-    if isinstance(state, OptimizerState) and state.belongs_to(owner):
-        return
-    made = OptimizerState(owner)
-    loaded = False
-    for key, value in list(dict.items(state) if isinstance(state, dict) else state.items()):
-        loaded = loaded or not is_managed(key)
-        if value or not is_managed(key):  # a look into a plain dict has put nothing there
-            made[key] = value
-    for view in made.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
-        if view.leaf is None:
-            view.note(True)
-    with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
-        inner.state = made

@@ -68,6 +68,13 @@ class UpdateStep:
             shard.prefetch()
             shard.bucket.total.prefetch()
 
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """A span of the recorder, named by the group where one is updated alone."""
+        if not recorder.on:
+            return contextlib.nullcontext()
+        alone = self.shards[0].group if len(self.shards) == 1 else None
+        return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
+
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
         """Inside, state is at hand and the optimizer knows the gradient of every touched leaf."""
@@ -124,7 +131,7 @@ class UpdateStep:
             out = rounded.get(id(fragment.member.group))
             folds[fragment.leaf] = Fold(gradient, None if out is None else out[fragment.span])
         optimizer.folds, optimizer.factor = folds, factor
-        stack.callback(_unfold, optimizer)
+        stack.callback(vars(optimizer).update, folds=None, factor=1.0)
         return len(rounded) == len(groups)
 
 
@@ -149,19 +156,13 @@ def waves_of(
         resting.reverse()
     if at_once:
         return _joined(resting + waves, 1) or [UpdateStep([], [], [])]
-    return _joined(resting, _pieces(resting, optimizer)) + waves or [UpdateStep([], [], [])]
-
-
-def _pieces(resting: list[UpdateStep], optimizer: torch.optim.Optimizer) -> int:
-    """Into how many waves an update of what rests on a device is cut, so that what is updated travels meanwhile.
-
-    Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
-    """
-    known = type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer)
-    if not known or not all(shard.group.publishes_beside for wave in resting for shard in wave.shards):
-        return 1
-    elements = sum(shard.group.high - shard.group.low for wave in resting for shard in wave.shards)
-    return min(PIECES, max(1, elements // PIECE))
+    # What rests on a device is cut, so that what is updated travels meanwhile. Only optimizers that are known to treat
+    # each parameter by itself are run several times in a step unasked.
+    pieces, groups = 1, [shard.group for wave in resting for shard in wave.shards]
+    if type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer):
+        if all(group.publishes_beside for group in groups):
+            pieces = min(PIECES, max(1, sum(group.high - group.low for group in groups) // PIECE))
+    return _joined(resting, pieces) + waves or [UpdateStep([], [], [])]
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
@@ -234,7 +235,7 @@ def update(
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 before[0].restore()
-            with _recorded(wave):
+            with wave.recorded():
                 yield
             for shard in wave.shards:
                 shard.adopt_replaced()
@@ -285,18 +286,6 @@ def _inside(
             pass
 
 
-def _recorded(wave: UpdateStep) -> contextlib.AbstractContextManager[None]:
-    """A span: of one group where it is updated alone."""
-    if not recorder.on:
-        return contextlib.nullcontext()
-    alone = wave.shards[0].group if len(wave.shards) == 1 else None
-    return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
-
-
-def _unfold(optimizer: HostOptimizer) -> None:
-    optimizer.folds, optimizer.factor = None, 1.0
-
-
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
     """Step hooks, of this optimizer and of all, run before the first wave and after the last."""
@@ -329,7 +318,8 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
         else:
             group.deliver_staged()
             group.draw_veil()
-        arrives = late and group.publishes_beside and not group.aliases.track_writes()  # messages hold views themselves
+        # Asked before the all-gather, which holds views itself.
+        arrives = late and group.publishes_beside and not group.buffer_views.track_writes()
         handle = group.start_all_gather_updated()
         if handle is not None and arrives:
             group.arrive(handle)

@@ -56,7 +56,7 @@ class LentGroup(ParameterGroup, Protocol):
     own_pages: bool
 
     @property
-    def aliases(self) -> BufferViews:
+    def buffer_views(self) -> BufferViews:
         """Its memory, and who holds views of it."""
         ...
 
@@ -117,6 +117,13 @@ class BufferViews:
         for _, node in alive:
             yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
+    def gather_for(self, node: Any) -> None:
+        """Gather the group when the backward of a function written in Python runs, whatever leads to it."""
+        if not any(reference() is node for reference in self.functions):
+            group = self._group
+            self.functions.append(weakref.ref(node))
+            node.register_prehook(lambda _grads: group.wait_all_gather())
+
     def may_be_saved(self) -> bool:
         """Whether autograd may have saved a gathered parameter itself."""
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
@@ -128,7 +135,7 @@ class BufferViews:
         for member in self._group.members:
             if member.saved:
                 member.saved = False
-                _put_under(member)
+                member.lay_where_it_rests()
         self.saved = 0
         self._give_back()
 
@@ -198,11 +205,11 @@ class BufferViews:
         """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
         if not self.lent or self._gathered:
             return
-        written = [m for m in self._group.members if version_of(m) != m.version or self.written(m)]
+        written = [m for m in self._group.members if m.current_version != m.version or self.written(m)]
         if not written:
             return
         for member in written:
-            member.version, member.snapshot = version_of(member), None
+            member.version, member.snapshot = member.current_version, None
         self._leave()
         names = ", ".join(f"'{member.name}'" for member in written)
         raise ShardedParameterError(
@@ -216,11 +223,11 @@ class BufferViews:
         group.new_buffer()
         if saved:
             group.full.copy_(before)
-            group.aliases.saved = saved
+            group.buffer_views.saved = saved
             for member in group.members:
-                _put_under(member)
+                member.lay_where_it_rests()
         elif not group.keep_unsharded_storage:
-            group.aliases.shrink()
+            group.buffer_views.shrink()
 
     def check_no_stale_views(self) -> None:
         """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
@@ -233,18 +240,6 @@ class BufferViews:
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
-
-
-def _put_under(member: ParamRecord) -> None:
-    """Lay the freed parameter where it rests."""
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.data.__set__(member.param, member.under(member.param))  # type: ignore[attr-defined]
-
-
-def version_of(member: ParamRecord) -> int:
-    """How often a member was changed in place, also while it is freed."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return member.param._version
 
 
 @dataclass(frozen=True)
@@ -261,7 +256,7 @@ class _Place:
     def view(self) -> torch.Tensor:
         """The values of now: a view of the full buffer, or a copy when the group has to be gathered for it."""
         group = self.group
-        if self.version is not None and self.version != version_of(self.member):
+        if self.version is not None and self.version != self.member.current_version:
             raise ShardedParameterError(
                 f"backward needs parameter '{self.member.name}' as it was in forward, and it has been changed since "
                 f"(by a step or in place); run backward before, or the forward again"
@@ -270,47 +265,47 @@ class _Place:
             view = torch.as_strided(self._source(), self.size, self.stride, self.offset)
             return view if group.users else view.clone()
 
+    def keep(self, saved: Any) -> None:
+        """Let autograd keep the place instead of what it has saved."""
+        saved.register_hooks(lambda _view: self, _Place.view)
+
+    @staticmethod
+    def keep_view(saved: Any, view: Any, groups: dict[int, LentGroup]) -> None:
+        """Let autograd keep a place instead of a view of one of these groups, which are keyed by their memory."""
+        if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
+            return
+        group = groups.get(view.untyped_storage()._cdata)
+        if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
+            return
+        offset = int(view.storage_offset())
+        member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
+        counts = view._version == member.param._version
+        place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
+        del view
+        place.keep(saved)
+
     def _source(self) -> torch.Tensor:
         """The full buffer, as a tensor whose version is not raised by the next gather."""
         param = self.member.param
-        if self.version is not None and param.untyped_storage()._cdata == self.group.aliases.key:
+        if self.version is not None and param.untyped_storage()._cdata == self.group.buffer_views.key:
             return param.detach()  # a backward through what is made of it now is refused after a step
         return self.group.full.data
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
     """Let autograd keep places instead of views, and of parameters themselves."""
-    of = {group.aliases.key: group for group in groups}
+    by_memory = {group.buffer_views.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):
             if saved.unpack_hook is not None:  # somebody's hooks keep it already
                 continue
             view = saved.data
             if is_managed(view) and isinstance(node, torch.autograd.function.BackwardCFunction):
-                _gather_for(node, of.get(view.untyped_storage()._cdata))  # it may want attributes of the object
+                group = by_memory.get(view.untyped_storage()._cdata)  # its backward may want attributes of the object
+                if group is not None:
+                    group.buffer_views.gather_for(node)
             else:
-                _keep_place(saved, view, of)
-
-
-def _gather_for(node: Any, group: LentGroup | None) -> None:
-    """Have the group here when the backward of a function written in Python runs, whatever leads to it."""
-    if group is not None and not any(reference() is node for reference in group.aliases.functions):
-        group.aliases.functions.append(weakref.ref(node))
-        node.register_prehook(lambda _grads: group.wait_all_gather())
-
-
-def _keep_place(saved: Any, view: Any, of: dict[int, LentGroup]) -> None:
-    if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
-        return
-    group = of.get(view.untyped_storage()._cdata)
-    if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
-        return
-    offset = int(view.storage_offset())
-    member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
-    counts = view._version == member.param._version
-    place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
-    del view
-    _keep(saved, place)
+                _Place.keep_view(saved, view, by_memory)
 
 
 def keep_parameters(node: Any, since: int) -> None:
@@ -322,20 +317,9 @@ def keep_parameters(node: Any, since: int) -> None:
                 getattr(user, name)  # unpacks it as torch does, which looks at its version
                 member, group = param._ds_member, param._ds_member.group
                 start = int(group.full.storage_offset()) + member.offset
-                _keep(saved, _Place(group, member, version_of(member), member.shape, member.strides, start))
-
-
-def _keep(saved: Any, place: _Place) -> None:
-    saved.register_hooks(lambda _view: place, _Place.view)
+                _Place(group, member, member.current_version, member.shape, member.strides, start).keep(saved)
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def lies_elsewhere(param: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether `param.data = …` has put other values under a gathered parameter."""
-    if param.data_ptr() == view.data_ptr():
-        return False
-    return param.dtype != view.dtype or not torch.equal(param.detach(), view)

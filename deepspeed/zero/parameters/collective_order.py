@@ -21,7 +21,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from deepspeed.comm.collectives.collectives import Handle, spread
 from deepspeed.comm.collectives.same_error import OrderCheck, meet_before
 from deepspeed.comm.process_groups.axis import Axis
 
@@ -136,11 +135,3 @@ class GatherOrder:
     def _compare(self, what: str) -> None:
         if self._always or not self._promised:
             self.meet(what)
-
-
-def gather_all(group: Any, tag: int, label: str) -> Handle:
-    """Start the collective that brings every slice of a group to all ranks of its axis."""
-    meet_before(group.axis, label)
-    if group.gather_order is not None:
-        group.gather_order.before(group)
-    return spread(group.axis, group.full, group.layout.cuts, tag, label)

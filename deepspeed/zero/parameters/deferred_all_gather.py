@@ -3,7 +3,7 @@
 [Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the publish.
 A group whose publish is under way *arrives*: its parameters wear `ArrivingParameter`, so that the first torch function
 that reads or writes one of them orders the current stream, and the stream of the step, behind the message; hooks do the
-same for a whole unit before its forward (`deepspeed/zero/parameters/deferred_all_gather_hooks.py`), and the package's
+same for a whole unit before its forward (`module_hooks.DeferredAllGatherHooks`), and the package's
 own reads of the buffer pass the properties below. Whoever holds a view of the buffer makes the step wait at once. What
 no class can see is what the key's user promises not to do: addresses kept from before, a captured graph, a kernel given
 a parameter past torch.
@@ -38,8 +38,8 @@ class ArrivingParameter(ManagedParameter):
             return func(*args, **kwargs)
 
 
-def landed(value: Any) -> Any:
-    """`value`, which may be read: what wraps tensors below their classes (torch.func's transforms) asks it first."""
+def arrived(value: Any) -> Any:
+    """Wait for `value` before it is wrapped below its class, as transforms of torch.func do; returns it."""
     if isinstance(value, ArrivingParameter):
         value._ds_member.group.wait()
     return value

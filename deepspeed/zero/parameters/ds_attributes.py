@@ -77,7 +77,7 @@ class ClientSurface:
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
         """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
-        for group in _groups_of(param_list or [self]):
+        for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
@@ -90,7 +90,7 @@ class ClientSurface:
             param_list: the parameters that it named.
             has_been_updated: every rank has changed them alike, and the change stays.
         """
-        for group in _groups_of(param_list or [self]):
+        for group in {param._ds_member.group: None for param in param_list or [self]}:
             group.users, group.editors = max(0, group.users - 1), max(0, group.editors - 1)
             if has_been_updated:
                 group.keep_own()
@@ -119,11 +119,9 @@ class ClientSurface:
             dtype = group.dtype if param.is_floating_point() else param.dtype
             param.data = param.data.to(group.device, dtype)
             broadcast_tensors(group.axis, [param.data], f"birth of '{member.name}.converted{number}'")
-            shard_group, layout = (
-                ParamRecord(param, f"{member.name}.converted{number}"),
-                by_group([param.numel()], group.axis.size),
-            )
-            type(group)(group.holders, policy_for(3), layout, [shard_group], tiers=group.tiers)
+            record = ParamRecord(param, f"{member.name}.converted{number}")
+            layout = by_group([param.numel()], group.axis.size)
+            type(group)(group.ranks, policy_for(3), layout, [record], tiers=group.tiers)
 
     def partition_numel(self) -> int:
         """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".
@@ -155,13 +153,3 @@ class ClientSurface:
     def ds_active_sub_modules(self) -> set[Any]:
         """Kept for clients that clear it; use counts live in the group."""
         return self._ds_member.active_modules
-
-
-def elements_here(member: ParamRecord) -> int:
-    """Elements of this rank's fragment."""
-    span = member.own_span()
-    return span.stop - span.start
-
-
-def _groups_of(params: list[Any]) -> list[Any]:
-    return list({id(param._ds_member.group): param._ds_member.group for param in params}.values())

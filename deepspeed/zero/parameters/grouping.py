@@ -22,9 +22,8 @@ from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy
 from deepspeed.zero.layout.units import repeated_blocks, units_of
 from deepspeed.zero.parameters.parallel_groups import DATA_PARALLEL, GroupRanks, Signature
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import ParamRecord
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
-from deepspeed.zero.parameters.tiers import Tiers
 
 # A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
 # never smaller than this many elements on account of it.
@@ -48,6 +47,14 @@ class GroupingPlan:
     one_owner: bool = False
     persist_below: int = 0
     persist_total: int = 1 << 62
+
+    def cut(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
+        """The layout of a group."""
+        if self.one_owner and policy.owns_a_slice:
+            return by_first(numels, ranks)
+        if self.whole_tensors and policy.owns_a_slice:
+            return by_owner(numels, ranks)
+        return by_group(numels, ranks)
 
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
@@ -84,7 +91,11 @@ def plan_groups(
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
     """The groups of a model."""
-    unit_of = _announced_units(module) if policy.gathers_before_use else {}
+    unit_of: dict[Parameter, nn.Module] = {}
+    if policy.gathers_before_use:
+        unit_of = units_of(module)
+        if blocks := repeated_blocks(module):
+            log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     persistent = 0
     for param in names:
@@ -113,22 +124,6 @@ def plan_groups(
     return groups
 
 
-def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
-    blocks = repeated_blocks(module)
-    if blocks:
-        log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
-    return units_of(module)
-
-
-def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
-    """The layout of a group."""
-    if plan.one_owner and policy.owns_a_slice:
-        return by_first(numels, ranks)
-    if plan.whole_tensors and policy.owns_a_slice:
-        return by_owner(numels, ranks)
-    return by_group(numels, ranks)
-
-
 def release(params: Iterable[Any]) -> None:
     """Give parameters that zero.Init has sharded back as plain, whole ones. All ranks that split them call together."""
     managed = [param for param in params if is_managed(param)]
@@ -143,7 +138,7 @@ def release(params: Iterable[Any]) -> None:
 
 
 def build_group(
-    holders: GroupRanks,
+    ranks: GroupRanks,
     policy: Policy,
     params: list[Parameter],
     names: dict[Parameter, str],
@@ -160,8 +155,8 @@ def build_group(
             group.wait_all_gather()
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
-        layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
-        shard_group = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+        layout = plan.cut(policy, [p.numel() for p in params], ranks.shard.size)
+        shard_group = ShardGroup(ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()

@@ -13,8 +13,7 @@ from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
 from deepspeed.zero.parameters.deferred_all_gather import DeferredAllGather
-from deepspeed.zero.parameters.record import ParamRecord
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
 
 
 class LocalShard(DeferredAllGather):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.module_tree import children_of, own_parameters
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.saved_tensors import now
-from deepspeed.zero.layout.units import repeated_blocks
+from deepspeed.zero.layout.units import owners_of, repeated_blocks
 from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
+from deepspeed.zero.parameters.deferred_all_gather import arrived
+from deepspeed.zero.parameters.functorch import feed_transforms
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchScheduler
-from deepspeed.zero.parameters.shard_group import ShardGroup, State
+from deepspeed.zero.parameters.shard_group import ShardGroup, State, group_of
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
 
@@ -53,10 +56,6 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def _no_externals() -> list[Any]:
-    return []
-
-
 @dataclass(eq=False)
 class _Call:
     """One forward of a unit, until its backward is over."""
@@ -78,8 +77,10 @@ def in_backward() -> bool:
 class ModuleHooks:
     """Gathers and frees the groups of one module tree."""
 
-    def __init__(self, module: nn.Module, keeper: PrefetchScheduler, gather_order: GatherOrder | None = None) -> None:
-        self.module, self.keeper, self.gather_order = module, keeper, gather_order
+    def __init__(
+        self, module: nn.Module, prefetcher: PrefetchScheduler, gather_order: GatherOrder | None = None
+    ) -> None:
+        self.module, self.prefetcher, self.gather_order = module, prefetcher, gather_order
         self.units: dict[nn.Module, list[ShardGroup]] = {}
         self.depth = 0  # forward passes running right now
         self.running: list[nn.Module] = []  # units whose forward is on the stack
@@ -91,10 +92,10 @@ class ModuleHooks:
         # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self._managed = {id(g) for g in keeper.groups}
+        self._managed = {id(g) for g in prefetcher.groups}
         self._find_units(set(repeated_blocks(module)))
         self.attach()
-        for group in keeper.groups:
+        for group in prefetcher.groups:
             group.lifecycle, group.gather_order = self, gather_order
 
     def _find_units(self, blocks: set[nn.Module]) -> None:
@@ -113,7 +114,7 @@ class ModuleHooks:
 
     def bound(self) -> str:
         """How many elements may be gathered at once, and what decides it, in words."""
-        limits = self.keeper.limits
+        limits = self.prefetcher.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
         units = [
             (sum(g.numel for g in groups), names.get(unit) or getattr(unit, "name", "?"))
@@ -132,11 +133,15 @@ class ModuleHooks:
 
     def attach(self) -> None:
         """Put the hooks on (again)."""
-        vars(self.module)[_EXTERNALS] = Hook(_no_externals)
+        vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
         self.forward_hooks.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
         self.forward_hooks.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
+
+    @staticmethod
+    def _no_externals() -> list[Any]:
+        return []
 
     def attach_unit(self, unit: nn.Module) -> None:
         """Hooks of one unit."""
@@ -157,7 +162,7 @@ class ModuleHooks:
     @property
     def param_coordinator(self) -> ModuleOrder:
         """The order of the last pass, which clients forget after a pass of another kind."""
-        return self.keeper.trace
+        return self.prefetcher.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
         """`module` also uses `group`, which is not below it."""
@@ -188,13 +193,13 @@ class ModuleHooks:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
-            self.keeper.free_idle()
+            self.prefetcher.free_idle()
             self._turned = True  # without a backward to come, what follows is another pass
 
     def _begin_pass(self, first: nn.Module) -> None:
         """The order of the last pass that began like this one is expected."""
         kind = (first, torch.is_grad_enabled())
-        self.keeper.trace.restart(kind)
+        self.prefetcher.trace.restart(kind)
         if self.gather_order is not None:
             self.gather_order.begin(kind)
         self._with_grad, self._turned = torch.is_grad_enabled(), False
@@ -207,7 +212,7 @@ class ModuleHooks:
         """
         if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
             if not torch.is_grad_enabled():
-                self.keeper.free_idle()  # what the last pass expected and did not use
+                self.prefetcher.free_idle()  # what the last pass expected and did not use
             self._begin_pass(unit)
             self._alone.add(unit)
         elif self._alone:
@@ -242,14 +247,14 @@ class ModuleHooks:
         for group in self.units[unit]:
             group.users -= 1
             if not in_backward():
-                self.keeper.release(group)
+                self.prefetcher.release(group)
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
         """Keep no memory until backward for what autograd has saved of a unit's groups."""
         groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
-        viewed = any(group.aliases.others() > len(group.members) for group in groups)
+        viewed = any(group.buffer_views.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
-        if viewed or (unit is not self.module and any(group.aliases.may_be_saved() for group in groups)):
+        if viewed or (unit is not self.module and any(group.buffer_views.may_be_saved() for group in groups)):
             buffer_views.keep_places(outputs, since, groups)
 
     def _gather(self, unit: nn.Module) -> None:
@@ -257,7 +262,7 @@ class ModuleHooks:
         groups = self.units[unit]
         for group in groups:
             group.users += 1
-        self.keeper.gather(*groups)
+        self.prefetcher.gather(*groups)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -309,7 +314,7 @@ class ModuleHooks:
         call.using = False
         for group in self.units[call.unit]:
             group.users = max(0, group.users - 1)
-            self.keeper.release(group)
+            self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
         """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
@@ -325,9 +330,56 @@ class ModuleHooks:
         self.running.clear()
         self._calls.clear()
         self.depth = 0
-        for group in self.keeper.groups:
+        for group in self.prefetcher.groups:
             group.users = 0
-        self.keeper.free_idle()
-        for group in self.keeper.groups:
-            group.aliases.check_no_unsaved_writes()
-            group.aliases.check_no_stale_views()
+        self.prefetcher.free_idle()
+        for group in self.prefetcher.groups:
+            group.buffer_views.check_no_unsaved_writes()
+            group.buffer_views.check_no_stale_views()
+
+
+class DeferredAllGatherHooks:
+    """Lets the values of whole groups arrive after `step`: each unit waits for its own before its forward.
+
+    See [Note: arriving] in `deepspeed/zero/parameters/deferred_all_gather.py`. Groups between devices take part.
+    """
+
+    def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
+        self._module, self._groups = module, [group for group in groups if group.publishes_beside]
+        self._units: dict[nn.Module, list[ShardGroup]] = {}
+        for param, unit in owners_of(module) if self._groups else ():  # all of them: who runs first is not known
+            if is_managed(param):
+                known, group = self._units.setdefault(unit, []), group_of(param._ds_member)  # type: ignore[attr-defined]
+                if group not in known and group.publishes_beside:
+                    known.append(group)
+        self._hooks: list[Any] = []
+
+    @property
+    def allowed(self) -> bool:
+        """Whether values may arrive late on this rank: a compiled module would be traced with a class that goes."""
+        for module in (self._module, *self._units):
+            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+                self.detach()
+                return False
+        if self._groups and not self._hooks:
+            feed_transforms(arrived, arrived)
+            for unit, groups in self._units.items():
+                wait = Hook(partial(self._wait_for, groups))
+                self._hooks.append(unit.register_forward_pre_hook(wait, prepend=True))
+        return bool(self._groups)
+
+    @staticmethod
+    def _wait_for(groups: list[ShardGroup], *_: Any) -> None:
+        for group in groups:
+            group.wait()
+
+    def wait(self) -> None:
+        """Wait for all on the current stream."""
+        self._wait_for(self._groups)
+
+    def detach(self) -> None:
+        """Take the hooks off, with nothing on its way."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

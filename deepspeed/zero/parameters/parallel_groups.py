@@ -1,4 +1,4 @@
-"""The ranks of a parameter group: those that shard it, those that replicate it, those that are counted.
+"""The mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
 
 A signature is what a parameter's row (`zero/layout/placement`) says of the model dims of the mesh; parameters of one
 group share it. Relations turn signatures into ranks.
@@ -7,7 +7,7 @@ group share it. Relations turn signatures into ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,20 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.torch_api import all_gather_object
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.comm.process_groups.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
+from deepspeed.comm.process_groups.mesh import (
+    DATA,
+    DIMS,
+    MODEL,
+    REPLICATED,
+    SHARD,
+    Asked,
+    Mesh,
+    mesh_for,
+    mesh_of_unit,
+    ranks_started,
+    resolve,
+)
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.zero.layout.placement import Relation, placement_of
@@ -49,6 +62,37 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     return (tp, pp), name if pp is Relation.PARTIAL else ""
 
 
+def find_mesh(
+    config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
+) -> Mesh:
+    """Build the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks call together.
+
+    Args:
+        config: as `DeepSpeedConfig.for_init` reads it, or None.
+        mpu: a client's model-parallel unit, or None.
+        mesh_param: sizes by axis name, or (data-parallel ranks, ranks of a sequence), or None.
+        device: where messages start.
+        also: further sizes, with what names them.
+
+    Raises:
+        MeshError: they contradict one another, or the ranks do not make such a mesh.
+    """
+    sizes = [*(config.mesh_sizes() if config is not None else ())]
+    if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2:
+        mesh_param = dict(zip(("dp", "sp"), mesh_param, strict=True))
+    if mesh_param is not None:
+        if not isinstance(mesh_param, Mapping) or not all(type(size) is int for size in mesh_param.values()):
+            raise ArgumentError(
+                f"mesh_param is {mesh_param!r}; it takes sizes by axis name, as {{'dp_shard': 4}}, or (data-parallel "
+                f"ranks, ranks of a sequence)"
+            )
+        sizes += [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]
+    sizes += also
+    if mpu is not None:
+        return mesh_of_unit(mpu, sizes, device)
+    return mesh_for(resolve(ranks_started(), sizes), None, device)
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
     """The ranks of an engine's mesh by what they share.
@@ -68,6 +112,11 @@ class ParallelGroups:
     data: Axis
     shard: Axis
     model_replica_group: Axis
+
+    @property
+    def whole_model_agrees(self) -> bool:
+        """Whether the ranks that agree on a window hold a whole copy of the model: no other slices or stages exist."""
+        return set(self.model_replica_group.ranks) <= set(self.dp_sp_group.ranks)
 
 
 def axes_of(mesh: Mesh) -> ParallelGroups:
@@ -147,7 +196,7 @@ class RankResolver:
             ranks = self._find(signatures[name])
             self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
 
-    def holders(self, signature: Signature) -> GroupRanks:
+    def resolve(self, signature: Signature) -> GroupRanks:
         """The ranks around parameters of a signature."""
         if signature not in self._known:
             self._known[signature] = self._find(signature)

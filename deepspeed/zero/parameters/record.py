@@ -1,4 +1,4 @@
-"""The record of one parameter in a group: its name, its offset and its stand-in while it is sharded.
+"""The record of one parameter in a group, and what it knows of the group, its gradients and its storage tiers.
 
 Those objects know the record; the record knows them by these roles alone, so that imports, types included, form no
 circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
@@ -20,11 +20,11 @@ from torch.nn import Parameter
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.storage.tier import StoredTensor
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.storage.tier import StoredTensor, Tier
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.placement import Placement, placement_of
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.tiers import Tiers
 
 
 class ZeroParamStatus(enum.Enum):
@@ -33,6 +33,19 @@ class ZeroParamStatus(enum.Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """In which storage tiers the state of a group rests.
+
+    Args:
+        optimizer: master, gradient accumulators, moments (`offload_optimizer`).
+        parameters: the shards of parameters that are gathered before use (`offload_param`).
+    """
+
+    optimizer: Tier = RESIDENT
+    parameters: Tier = RESIDENT
 
 
 class Gatherer(Protocol):
@@ -93,7 +106,7 @@ class ParameterGroup(Protocol):
     lifecycle: Gatherer | None
 
     @property
-    def aliases(self) -> Exposed:
+    def buffer_views(self) -> Exposed:
         """Its memory, and who holds views of it."""
         ...
 
@@ -229,6 +242,17 @@ class ParamRecord:
                     values.narrow(cut.dim, offset, length).zero_()
                 offset += length
         return values
+
+    @property
+    def current_version(self) -> int:
+        """How often the parameter was changed in place, also while it is freed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param._version
+
+    def lay_where_it_rests(self) -> None:
+        """Put under the freed parameter what it lies in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self.param, self.under(self.param))  # type: ignore[attr-defined]
 
     def flat(self) -> torch.Tensor:
         """Its place in the full buffer, 1-D; values while that has its memory."""

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
+from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
@@ -26,8 +27,8 @@ from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.buffer_views import BufferViews, lies_elsewhere
-from deepspeed.zero.parameters.collective_order import GatherOrder, gather_all
+from deepspeed.zero.parameters.buffer_views import BufferViews
+from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.parallel_groups import GroupRanks
@@ -41,8 +42,7 @@ from deepspeed.zero.parameters.parameter import (
     unmanage,
     was_replaced,
 )
-from deepspeed.zero.parameters.record import Gatherer, ParamRecord, ZeroParamStatus
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
 
 
 class State(enum.Enum):
@@ -64,7 +64,7 @@ class ShardGroup(LocalShard):
     """A group of parameters under one policy.
 
     Args:
-        holders: the ranks around it.
+        ranks: the ranks around it.
         policy: what is split.
         layout: how the concatenation is cut.
         members: the parameters, in the order of the layout, with their values in `param.data`.
@@ -76,7 +76,7 @@ class ShardGroup(LocalShard):
 
     def __init__(
         self,
-        holders: GroupRanks,
+        ranks: GroupRanks,
         policy: Policy,
         layout: ShardLayout,
         members: list[ParamRecord],
@@ -86,8 +86,8 @@ class ShardGroup(LocalShard):
         tiers: Tiers | None = None,
     ) -> None:
         first = members[0].param
-        axis = holders.shard
-        self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
+        axis = ranks.shard
+        self.ranks, self.axis, self.policy, self.layout, self.members = ranks, axis, policy, layout, members
         self.offsets: Sequence[int] = layout.offsets
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
@@ -96,7 +96,7 @@ class ShardGroup(LocalShard):
         # So is who gathers under a limit on addresses.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
-        self.channel, self.copies_channel = holders.open_channels()
+        self.channel, self.copies_channel = ranks.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.editors = 0  # contexts that say what becomes of changes
@@ -151,7 +151,7 @@ class ShardGroup(LocalShard):
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]
-        self.aliases = BufferViews(self)
+        self.buffer_views = BufferViews(self)
 
     def move_out(self) -> None:
         """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
@@ -182,10 +182,10 @@ class ShardGroup(LocalShard):
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
-        if self.state is State.GATHERED or self.aliases.lent or self.aliases.saved:
-            self.aliases.check_no_unsaved_writes()
+        if self.state is State.GATHERED or self.buffer_views.lent or self.buffer_views.saved:
+            self.buffer_views.check_no_unsaved_writes()
             member.flat().copy_(flat)
-            self.aliases.snapshot([member])
+            self.buffer_views.snapshot([member])
         if self.policy.gathers_before_use:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
             with self.values.borrowed(changed=True) as lent:
@@ -203,9 +203,9 @@ class ShardGroup(LocalShard):
         """Begin to gather; nothing to do unless the group is sharded."""
         if self.state is not State.SHARDED:
             return
-        self.aliases.check_no_unsaved_writes()
+        self.buffer_views.check_no_unsaved_writes()
         label = f"gather of {self.name}"
-        self.aliases.grow()
+        self.buffer_views.grow()
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
         arrival = None
@@ -218,9 +218,20 @@ class ShardGroup(LocalShard):
         else:
             # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
-                self._handle = gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label)
+                self._handle = self._all_gather(label)
         self._arrival = arrival
         self.state = State.INFLIGHT
+
+    def _all_gather(self, label: str) -> Handle:
+        """Start the collective that brings every shard to all ranks of the axis.
+
+        Raises `OrderError`, on all ranks, when they are about to gather different groups where messages carry no names.
+        """
+        tag = tag_of(self.channel, SPREAD, next(self._seq))
+        meet_before(self.axis, label)
+        if self.gather_order is not None:
+            self.gather_order.before(self)
+        return spread(self.axis, self.full, self.layout.cuts, tag, label)
 
     @outside_transforms
     def wait_all_gather(self) -> None:
@@ -244,8 +255,8 @@ class ShardGroup(LocalShard):
                     replaced.append(member)
                 param.data = view
                 member.version, member.saved = param._version, False
-            self.aliases.saved = 0
-            self.aliases.snapshot()
+            self.buffer_views.saved = 0
+            self.buffer_views.snapshot()
             for member in replaced:
                 reject_write("set_", member)
 
@@ -270,8 +281,8 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
-            gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label).wait()
-        self.aliases.snapshot()
+            self._all_gather(label).wait()
+        self.buffer_views.snapshot()
 
     def retain(self) -> None:
         """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
@@ -281,7 +292,7 @@ class ShardGroup(LocalShard):
         """
         if self.tiers.parameters is not RESIDENT:
             return
-        self.aliases.grow()
+        self.buffer_views.grow()
         self.keep_unsharded_storage = True
 
     @outside_transforms
@@ -293,7 +304,9 @@ class ShardGroup(LocalShard):
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
-            changed = version != member.version or lies_elsewhere(param, view) or self.aliases.written(member)
+            moved = param.data_ptr() != view.data_ptr()  # by `param.data = …`
+            replaced = moved and (param.dtype != view.dtype or not torch.equal(param.detach(), view))
+            changed = version != member.version or replaced or self.buffer_views.written(member)
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None
@@ -302,11 +315,11 @@ class ShardGroup(LocalShard):
                     f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
                 )
             member.version = version
-            member.saved = self.aliases.saves(member)
+            member.saved = self.buffer_views.saves(member)
             param.data = member.under(param)
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
-        self.aliases.release_storage()
+        self.buffer_views.release_storage()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -325,17 +338,27 @@ class ShardGroup(LocalShard):
             self._fill_again()
             return
         self.reshard()
-        self.aliases.forget_saved()
-        if self.aliases.held():
-            self.aliases.check_no_stale_views()
+        self.buffer_views.forget_saved()
+        if self.buffer_views.held():
+            self.buffer_views.check_no_stale_views()
             self.wait_all_gather()
             self.reshard()
+
+    def edited_members(self) -> list[ParamRecord]:
+        """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
+        dtype, changed = self.dtype, []
+        for member in self.members:
+            param = member.param
+            moved = param.data_ptr() != member.address
+            if moved or param._version != member.version or member.exposed or param.dtype != dtype:
+                changed.append(member)
+        return changed
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def read(self, member: ParamRecord) -> torch.Tensor:
         """A private dense copy of one member."""
-        self.aliases.check_no_unsaved_writes()
+        self.buffer_views.check_no_unsaved_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
         if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
@@ -376,7 +399,7 @@ class ShardGroup(LocalShard):
         for member in self.members:
             self.import_edits(member)
             member.version = member.param._version
-        self.aliases.snapshot()
+        self.buffer_views.snapshot()
         self.advance()
 
     def advance(self) -> None:
@@ -415,7 +438,7 @@ class ShardGroup(LocalShard):
             self.wait_all_gather()
         if self.keep_unsharded_storage and self.state is State.SHARDED:
             self.keep_unsharded_storage = False
-            self.aliases.release_storage()
+            self.buffer_views.release_storage()
         self.keep_unsharded_storage = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
@@ -436,18 +459,7 @@ class ShardGroup(LocalShard):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
-        self.aliases = BufferViews(self)
-
-
-def edited(group: ShardGroup) -> list[ParamRecord]:
-    """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
-    dtype, changed = group.dtype, []
-    for member in group.members:
-        param = member.param
-        moved = param.data_ptr() != member.address
-        if moved or param._version != member.version or member.exposed or param.dtype != dtype:
-            changed.append(member)
-    return changed
+        self.buffer_views = BufferViews(self)
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
@@ -456,7 +468,7 @@ def group_of(member: ParamRecord) -> ShardGroup:
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together."""
+    """Wait until peers have pulled what they need: shards change outside of `step` next. All ranks call together."""
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:
