@@ -247,7 +247,7 @@ def build(
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
+    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_shard, tied, own)
     fp32_modules = config.data_types.keep_in_fp32_modules
     stay = () if fp32_modules in (None, "auto") else fp32_modules
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}

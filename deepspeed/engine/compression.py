@@ -142,7 +142,7 @@ class StructuredPruning:
 
     def _whole(self, member: ParamRecord, part: torch.Tensor) -> torch.Tensor:
         group = member.group
-        if not group.policy.owns_a_slice:
+        if not group.policy.owns_a_shard:
             return part[member.offset : member.offset + member.numel].view(member.shape)
         wire = part.to(torch.uint8) if part.dtype is torch.bool else part
         whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")

@@ -157,13 +157,13 @@ def state_of_group(
     accumulates = config.gradient_accumulation_steps > 1
     return GroupState(
         numel=layout.padded,
-        own=layout.slice_numel(rank) if policy.owns_a_slice else layout.padded,
+        own=layout.shard_numel(rank) if policy.owns_a_shard else layout.padded,
         gathered=policy.gathers_before_use,
         itemsize=dtype.itemsize,
         master=master.itemsize if master is not None else 0,
         accumulator=accumulator_dtype(config).itemsize,
         moments=moments_bytes(optimizer, master),
-        sums_whole=not policy.owns_a_slice or (accumulates and not policy.reduces_as_gradients_arrive),
+        sums_whole=not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive),
     )
 
 

@@ -115,14 +115,14 @@ class Init:
     Args:
         module: shard this existing module at once instead of waiting for new ones.
         data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: where slices rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+        remote_device: where shards rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
             the device; None: as `offload_param` says.
         config_dict_or_path: the JSON, for the dtype; may still hold "auto".
         config: another name of it.
         enabled: False makes the context do nothing.
         dtype: dtype of floating parameters; None: by the JSON, else what the model says.
         mpu: a client's unit with `get_data_parallel_group`.
-        pin_memory: page-locked host memory for slices on the host.
+        pin_memory: page-locked host memory for shards on the host.
         mem_efficient_linear: has no effect; the arguments not named here are not available yet.
 
     Example:

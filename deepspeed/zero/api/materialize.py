@@ -43,7 +43,7 @@ def is_without_values(model: nn.Module) -> bool:
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Give values to a model's tensors on the meta device, and shard its parameters as `zero.Init` does.
 
-    All ranks of the axis call together; no rank has more than one module beside its slices.
+    All ranks of the axis call together; no rank has more than one module beside its shards.
 
     Args:
         model: changed in place; parameters stay the objects they are, but for those of recurrent layers.

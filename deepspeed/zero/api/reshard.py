@@ -1,7 +1,7 @@
 """Reshards parameters over other ranks, one at a time, or releases them.
 
 A model that is cut into stages is born over the ranks of all of them. Here each stage takes what it keeps, and no rank
-ever holds more than that beside its slices of the rest.
+ever holds more than that beside its shards of the rest.
 """
 
 from __future__ import annotations

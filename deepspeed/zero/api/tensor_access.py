@@ -87,7 +87,7 @@ class _Access:
                 values = pick(fragment)
                 if values is not None:
                     shard[fragment.span].copy_(values.reshape(-1))
-        if not group.policy.owns_a_slice:
+        if not group.policy.owns_a_shard:
             return shard[member.offset : member.offset + member.numel].view(member.shape)
         return group.assemble(member, shard, READ, label).view(member.shape)
 

@@ -101,7 +101,7 @@ class Bucket:
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
     ) -> None:
         self.group, self._any_order = group, any_order
-        self.whole = not group.policy.owns_a_slice
+        self.whole = not group.policy.owns_a_shard
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike

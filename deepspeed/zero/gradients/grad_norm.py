@@ -77,7 +77,7 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices."""
+    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its shards."""
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in reducer.buckets:

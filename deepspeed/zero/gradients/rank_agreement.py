@@ -33,7 +33,7 @@ class RankComparison:
     buckets: list[Bucket] = field(default_factory=list)
     count: int = 0
     order: LaunchOrder | None = None
-    told: bytes = b""  # what this rank last said of the buckets
+    sent: bytes = b""  # the row of the buckets that this rank sent last
     as_of: int = -1  # the reducer's revision then
     _known: tuple[int, list[bytes]] | None = None
 
@@ -140,12 +140,12 @@ class GradAgreement:
                 self._gather_order.step()
         if meeting.as_of != revision:
             alone = meeting.axis.size == 1
-            meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
+            meeting.sent = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
             meeting.as_of = revision
         place = of.place if of is not None else 0
         head = array("d", self._window.row(purpose, place, edits, known=known)).tobytes()
         label, tag = "agreement on gradients", meeting.tag()
-        rows = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
+        rows = scalars.current.rows(meeting.axis, head + meeting.sent, tag, label, self._device)
         cut = len(head)
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 

@@ -204,7 +204,7 @@ class GradReduceScatter:
         return leaving
 
     def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
-        """The same slice lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
+        """The same shard lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
         channel = bucket.group.copies_channel
         n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)

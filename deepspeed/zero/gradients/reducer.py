@@ -425,7 +425,7 @@ class Reducer:
                 total.zero_()
             range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
             if range_ is not None:
-                start = range_.at - bucket.low
+                start = range_.group_start - bucket.low
                 place = total[start : start + range_.numel]
                 if flat is None:
                     place.zero_()

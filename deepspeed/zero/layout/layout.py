@@ -14,19 +14,19 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ParamRange:
-    """The part of one parameter that lies in one rank's slice.
+    """The part of one parameter that lies in one rank's shard.
 
     Args:
         index: which parameter of the group.
         start: first element, counted in the flattened parameter.
         stop: one past the last element, in the flattened parameter.
-        at: where it begins, counted in the group.
+        group_start: first element, counted in the group.
     """
 
     index: int
     start: int
     stop: int
-    at: int
+    group_start: int
 
     @property
     def numel(self) -> int:
@@ -36,7 +36,7 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The concatenation of a group's parameters, and where it is cut into slices.
+    """The concatenation of a group's parameters, and where it is cut into shards.
 
     Args:
         numels: elements of each parameter, in order.
@@ -63,15 +63,15 @@ class ShardLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of slices."""
+        """Number of shards."""
         return len(self.cuts) - 1
 
-    def slice_numel(self, rank: int) -> int:
-        """Elements of a rank's slice."""
+    def shard_numel(self, rank: int) -> int:
+        """Elements of a rank's shard."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def ranges(self, rank: int) -> list[ParamRange]:
-        """What of each parameter lies in a rank's slice, in order; parameters without a part there are left out."""
+        """What of each parameter lies in a rank's shard, in order; parameters without a part there are left out."""
         return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
@@ -93,7 +93,7 @@ class ShardLayout:
 
 
 def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut the concatenation into equal slices (padding at the end)."""
+    """Cut the concatenation into equal shards (padding at the end)."""
     total = sum(numels)
     step = -(-total // ranks)
     if total >= ranks * ALIGN:

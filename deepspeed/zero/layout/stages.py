@@ -17,9 +17,9 @@ class Policy:
     """What a stage splits; the rest of the code asks the four questions below, often: an answer is kept.
 
     Args:
-        splits_parameters: each rank keeps its slice of the parameters between uses.
-        splits_gradients: each rank keeps the sum of its slice of the gradients only.
-        splits_optimizer: each rank holds master weights and optimizer state of its slice only.
+        splits_parameters: each rank keeps its shard of the parameters between uses.
+        splits_gradients: each rank keeps the sum of its shard of the gradients only.
+        splits_optimizer: each rank holds master weights and optimizer state of its shard only.
     """
 
     splits_parameters: bool
@@ -37,13 +37,13 @@ class Policy:
         return self.splits_gradients
 
     @cached_property
-    def owns_a_slice(self) -> bool:
-        """The optimizer updates a slice, not everything."""
+    def owns_a_shard(self) -> bool:
+        """The optimizer updates a shard, not everything."""
         return self.splits_optimizer
 
     @cached_property
     def all_gathers_after_step(self) -> bool:
-        """Updated slices are sent to the other ranks at once."""
+        """Updated shards are sent to the other ranks at once."""
         return self.splits_optimizer and not self.splits_parameters
 
 

@@ -58,7 +58,7 @@ class TrainingEngine(Protocol):
 
 
 class OptimizerSurface:
-    """What an optimizer over slices can be asked."""
+    """What an optimizer over shards can be asked."""
 
     optimizer: torch.optim.Optimizer  # over the leaves
     fragments: dict[int, list[Fragment]]
@@ -84,7 +84,7 @@ class OptimizerSurface:
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's slice of each flat group that is updated: 1-D, in the dtype of the master.
+        """This rank's shard of each flat group that is updated: 1-D, in the dtype of the master.
 
         What rests in memory is given as it lies there, what rests on a disk as a copy. A write is found by nobody:
         `safe_set_full_fp32_param` sets masters.
@@ -183,7 +183,7 @@ class StepSettings:
 
 
 class ZeroOptimizer(OptimizerSurface):
-    """A torch optimizer over the slices of this rank.
+    """A torch optimizer over the shards of this rank.
 
     Args:
         inner: the client's or the JSON's optimizer; its group dicts are kept, their `params` replaced.
@@ -219,7 +219,7 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Take the parameters in the inner optimizer's groups over, from these groups of slices.
+        """Take the parameters in the inner optimizer's groups over, from these groups of shards.
 
         Args:
             reducer: where gradients come from.
@@ -521,7 +521,7 @@ class ZeroOptimizer(OptimizerSurface):
     def _warn_of_hooks(self) -> None:
         """A user's hook before the inner step sees the gradient shards of this rank."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
-        if hooks and any(group.policy.owns_a_slice and group.axis.size > 1 for group in self.groups):
+        if hooks and any(group.policy.owns_a_shard and group.axis.size > 1 for group in self.groups):
             warn_once(
                 f"a pre-step hook of {type(self.optimizer).__name__} sees the gradients of this rank's shards alone: a "
                 f"norm over them is not the global one; set gradient_clipping, or read engine.get_global_grad_norm()",
@@ -579,7 +579,7 @@ class ZeroOptimizer(OptimizerSurface):
             member.version += 1
 
     def _show_new_values(self) -> None:
-        """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
+        """Ranks that ask for the new shards get them; counters of groups without parameters follow the others."""
         self._writes = self._leaf_writes
         self.share_counters()
         for group in self._gathered:

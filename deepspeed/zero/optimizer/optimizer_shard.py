@@ -50,7 +50,7 @@ class Fragment:
     @property
     def span(self) -> slice:
         """Where the fragment lies in this rank's master and in the accumulator."""
-        start = self.range.at - self.bucket.low
+        start = self.range.group_start - self.bucket.low
         return slice(start, start + self.range.numel)
 
     def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class OptimizerShard:
     def writes(self) -> int:
         """How often leaves were written in place, where the model does not compute with them."""
         group = self.group
-        if group.master is None and not group.policy.owns_a_slice:
+        if group.master is None and not group.policy.owns_a_shard:
             return 0
         return sum(fragment.leaf._version for fragment in self.fragments)
 

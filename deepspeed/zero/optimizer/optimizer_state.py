@@ -31,7 +31,7 @@ _NOTHING: Any = object()
 
 
 class Owner(Protocol):
-    """The optimizer over slices; see `optimizer.ZeroOptimizer`."""
+    """The optimizer over shards; see `optimizer.ZeroOptimizer`."""
 
     optimizer: torch.optim.Optimizer
     fragments: dict[int, list[Fragment]]  # of this rank, by the member's uid
@@ -104,7 +104,7 @@ class ParamState(MutableMapping[str, Any]):
     def _cut(self) -> bool:
         """Whether other ranks have other elements."""
         group = self._member.group
-        return group.policy.owns_a_slice and group.axis.size > 1
+        return group.policy.owns_a_shard and group.axis.size > 1
 
     def __getitem__(self, key: str) -> Any:
         entries, member, fragment = self._entries, self._member, self._fragment
@@ -208,7 +208,7 @@ class OptimizerState(defaultdict[Any, Any]):
         self._inside = 0
 
     def belongs_to(self, owner: Owner) -> bool:
-        """Whether it is the state of an optimizer over slices."""
+        """Whether it is the state of an optimizer over shards."""
         return self._owner() is owner
 
     @contextlib.contextmanager

@@ -144,7 +144,7 @@ class Piece:
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:
-            if self.member.group.policy.gathers_before_use:  # its own slice is cut as the state is
+            if self.member.group.policy.gathers_before_use:  # its own shard is cut as the state is
                 return self.member.own_values().to(self.device).view(self.local.shape)
         if value.shape != self.shape:
             value = value.expand(self.shape)

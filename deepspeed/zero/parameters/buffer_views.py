@@ -3,7 +3,7 @@
 [Note: aliases] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for as
 long as somebody holds it. So the buffer of a freed group is given back only when nobody does: a storage counts its
 tensors, and the group knows how many are its own. While somebody holds one, the memory stays, and the new values are
-brought under it when the slices change (`ShardGroup.refresh`).
+brought under it when the shards change (`ShardGroup.refresh`).
 
 Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
 backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;

@@ -51,7 +51,7 @@ class DeferredAllGather:
     Attributes:
         full: the full buffer.
         views: the parameters' places in it.
-        values: this rank's slice.
+        values: this rank's shard.
     """
 
     members: list[ParamRecord]
@@ -84,7 +84,7 @@ class DeferredAllGather:
 
     @property
     def values(self) -> StoredTensor:
-        """This rank's slice of the values."""
+        """This rank's shard of the values."""
         if self._arriving is not None:
             self.wait()
         return self._values

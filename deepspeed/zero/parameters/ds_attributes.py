@@ -126,13 +126,13 @@ class ClientSurface:
     def partition_numel(self) -> int:
         """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".
 
-        A group of parameters is cut where its equal slices fall, so `ds_tensor`, this rank's own part, may have more or
+        A group of parameters is cut where its equal shards fall, so `ds_tensor`, this rank's own part, may have more or
         fewer.
         """
         return -(-int(self.ds_numel) // self._ds_member.group.axis.size)
 
     def aligned_size(self) -> int:
-        """Elements with padding: slices are cut where they fall, so there is none."""
+        """Elements with padding: shards are cut where they fall, so there is none."""
         return self.ds_numel
 
     def padding_size(self) -> int:

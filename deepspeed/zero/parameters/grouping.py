@@ -50,9 +50,9 @@ class GroupingPlan:
 
     def cut(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
         """The layout of a group."""
-        if self.one_owner and policy.owns_a_slice:
+        if self.one_owner and policy.owns_a_shard:
             return by_first(numels, ranks)
-        if self.whole_tensors and policy.owns_a_slice:
+        if self.whole_tensors and policy.owns_a_shard:
             return by_owner(numels, ranks)
         return by_group(numels, ranks)
 
@@ -146,7 +146,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped."""
+    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old shards dropped."""
     away = tiers is not None and tiers.parameters is not RESIDENT
     # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():

@@ -20,7 +20,7 @@ class LocalShard(DeferredAllGather):
     """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
 
     Attributes:
-        master: the copy of it that the optimizer updates; None where the slice itself is updated.
+        master: the copy of it that the optimizer updates; None where the shard itself is updated.
         low: first element this rank updates, counted in the group.
         high: one past the last.
     """
@@ -35,13 +35,13 @@ class LocalShard(DeferredAllGather):
     master: StoredTensor | None = None
     low: int
     high: int
-    owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
+    owes_own = False  # the own shard is on its way from its tier, and not in the full buffer yet
     _brings = False  # … and comes straight to its place there
     _staged: torch.Tensor | None = None
     veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
-        """Store the slice in its tier."""
+        """Store the shard in its tier."""
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
@@ -56,10 +56,10 @@ class LocalShard(DeferredAllGather):
         """Whether its messages are waited for by streams, not by the host."""
         return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
-    # -- the own slice, to its place in the full buffer -----------------------------------------------------------
+    # -- the own shard, to its place in the full buffer -----------------------------------------------------------
 
     def expect_own(self) -> None:
-        """The slice will be brought: start what takes time, straight into its place where nobody else asks for it."""
+        """The shard will be brought: start what takes time, straight into its place where nobody else asks for it."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -67,7 +67,7 @@ class LocalShard(DeferredAllGather):
             self.values.prefetch()
 
     def bring_own(self) -> PendingCopy | None:
-        """Have the slice in its place; from another device, what is under way."""
+        """Have the shard in its place; from another device, what is under way."""
         self.owes_own = False
         if self._brings:
             self._brings = False
@@ -95,7 +95,7 @@ class LocalShard(DeferredAllGather):
         if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as master:
-            start = range_.at - self.low
+            start = range_.group_start - self.low
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
@@ -104,9 +104,9 @@ class LocalShard(DeferredAllGather):
         if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as lent:
-            master = lent[range_.at - self.low :][: range_.numel]
+            master = lent[range_.group_start - self.low :][: range_.numel]
             values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
-            same = self._seen(lent)[range_.at - self.low :][: range_.numel] == values
+            same = self._seen(lent)[range_.group_start - self.low :][: range_.numel] == values
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:

@@ -132,8 +132,8 @@ class GroupRanks:
     Args:
         shard: those that split its state.
         everyone: all that have these parameters, with equal values.
-        copies: those with the same slice, whose gradients are parts of one sum; None where a slice exists once.
-        counted: whether this rank's slice is the one, of equal ones on several model ranks, that stands in norms.
+        copies: those with the same shard, whose gradients are parts of one sum; None where a shard exists once.
+        counted: whether this rank's shard is the one, of equal ones on several model ranks, that stands in norms.
         first: whether it is the one, of all equal ones, that stands in checkpoints.
         channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
         peers: for any rank, the ranks that stand to it as `everyone` stands to this one.

@@ -142,7 +142,7 @@ class ManagedParameter(ClientSurface, Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
 
-        At stages 2 and 3 every rank holds a slice only, so this gathers: all ranks read together. In-place changes of
+        At stages 2 and 3 every rank holds a shard only, so this gathers: all ranks read together. In-place changes of
         the tensor handed out are taken over before more gradients are added and by `step`; one that comes after more
         have been added is refused by `step`, on all ranks.
         """

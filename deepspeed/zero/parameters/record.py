@@ -135,7 +135,7 @@ class ParameterGroup(Protocol):
         ...
 
     def advance(self) -> None:
-        """The slice has new values."""
+        """The shard has new values."""
 
     def thaw(self, dtype: torch.dtype) -> None:
         """Give a frozen group its master copy."""
@@ -145,7 +145,7 @@ class ParameterGroup(Protocol):
 
 
 class Pruner(Protocol):
-    """What masks the slices of an optimizer."""
+    """What masks the shards of an optimizer."""
 
     def on_gradients(self) -> None:
         """The window's gradients are complete, and not yet part of a norm."""
@@ -202,7 +202,7 @@ class ParamRecord:
     reducer: Gradients | None = field(default=None, repr=False)
     owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
-    version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    version: int = 0  # the parameter's version counter when it was last known to agree with its shard
     address: int = 0  # of its place in the full buffer, when it was last looked at
     saved: bool = False  # autograd has saved the parameter itself, so it lies in the full buffer though it is freed
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
@@ -270,14 +270,14 @@ class ParamRecord:
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
-        """Where this rank's part of the values lies in the group's slice; possibly empty."""
+        """Where this rank's part of the values lies in the group's shard; possibly empty."""
         group, cuts = self.group, self.group.layout.cuts_of(self.index)
         rank = group.axis.rank
         low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
     def own_values(self) -> torch.Tensor:
-        """This rank's part of the values, 1-D: a view of the slice where that rests in memory, else a copy."""
+        """This rank's part of the values, 1-D: a view of the shard where that rests in memory, else a copy."""
         values = self.group.values
         with values.borrowed() as lent:
             own = lent[self.own_span()]

@@ -1,10 +1,10 @@
 """Takes over tensors that were put in the place of a managed parameter, or rejects them.
 
-[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and slices know it.
+[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and shards know it.
 `torch.utils.swap_tensors`, which torch's conversions of modules may use, leaves the object and exchanges everything
 in it; `module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` leave the module with another object. Either
 is found before the next forward in training, and at the latest before the update: the values are the parameter's from
-then on. Where each rank holds a slice only, a rank cannot take them over alone, and raises.
+then on. Where each rank holds a shard only, a rank cannot take them over alone, and raises.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Replaced:
 
     def _take_over(self, places: list[tuple[Table, str, ParamRecord]]) -> None:
         member = places[0][2]
-        param, found = member.param, [table[name] for table, name, _ in places]
-        new, how = found[0], f"parameter '{member.name}' was replaced by another tensor after initialize"
+        param, tensors = member.param, [table[name] for table, name, _ in places]
+        new, how = tensors[0], f"parameter '{member.name}' was replaced by another tensor after initialize"
         everywhere = sum(other is member for _, _, other in self._places)
         if new is None or new.shape != member.shape or new.dtype.is_floating_point != param.dtype.is_floating_point:
             raise UsageError(
@@ -104,11 +104,11 @@ class Replaced:
             )
         if member.group.policy.gathers_before_use:
             raise UsageError(
-                f"{how}, and the optimizer has the old one, of which each rank holds a slice. Put it back, and copy "
+                f"{how}, and the optimizer has the old one, of which each rank holds a shard. Put it back, and copy "
                 f"the values into it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or with "
                 f"deepspeed.utils.safe_set_full_fp32_param"
             )
-        if len(found) < everywhere or any(other is not new for other in found):
+        if len(tensors) < everywhere or any(other is not new for other in tensors):
             raise UsageError(
                 f"{how} in one of the {everywhere} places that share it: share other weights before "
                 f"deepspeed.initialize, or put the parameter back"

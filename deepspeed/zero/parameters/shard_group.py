@@ -71,7 +71,7 @@ class ShardGroup(LocalShard):
         dtype: compute dtype; None: that of the parameters.
         master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
             the values are the master.
-        tiers: where slice, master and gradient accumulators rest; None: on the device.
+        tiers: where shard, master and gradient accumulators rest; None: on the device.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class ShardGroup(LocalShard):
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
-        self.changes = 0  # how often the slice has got new values
+        self.changes = 0  # how often the shard has got new values
         self._handle: Handle | None = None
-        self._arrival: PendingCopy | None = None  # the own slice, on its way from another device
+        self._arrival: PendingCopy | None = None  # the own shard, on its way from another device
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -117,8 +117,8 @@ class ShardGroup(LocalShard):
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
         # What the optimizer updates here.
-        self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
-        span = self.full[low:high] if policy.owns_a_slice else self.full
+        self.low, self.high = (low, high) if policy.owns_a_shard else (0, layout.padded)
+        span = self.full[low:high] if policy.owns_a_shard else self.full
         self.values: StoredTensor = Resident(f"values of {self.name}", span)
         if master is not None:
             self.add_master(master)
@@ -178,7 +178,7 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace one member's values on this rank: slice, master, and the full buffer if it is here."""
+        """Replace one member's values on this rank: shard, master, and the full buffer if it is here."""
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
@@ -194,7 +194,7 @@ class ShardGroup(LocalShard):
     # -- gather and free ------------------------------------------------------------------------------------------
 
     def expect_gather(self) -> None:
-        """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
+        """The group will be gathered soon: a shard that is to be sent begins to come from where it rests."""
         if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
             self.values.prefetch()
 
@@ -216,7 +216,7 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
-            # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
+            # Behind the copy of the own shard, which what is computed meanwhile need not wait for.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
                 self._handle = self._all_gather(label)
         self._arrival = arrival
@@ -272,7 +272,7 @@ class ShardGroup(LocalShard):
             self.fetch = fetch
 
     def _fill_again(self) -> None:
-        """Bring the slices' values under a gathered group once more."""
+        """Bring the shards' values under a gathered group once more."""
         label = f"gather of {self.name}"
         self.wait_all_gather()
         arrival = self.bring_own()
@@ -331,7 +331,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """The slices have new values: bring them under what is gathered, and under views that somebody holds."""
+        """The shards have new values: bring them under what is gathered, and under views that somebody holds."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
@@ -375,7 +375,7 @@ class ShardGroup(LocalShard):
 
         Args:
             member: the parameter.
-            of: 1-D over this rank's slice: values, master, gradients or optimizer state.
+            of: 1-D over this rank's shard: values, master, gradients or optimizer state.
             kind: kind of message.
             label: for reports.
 
@@ -390,7 +390,7 @@ class ShardGroup(LocalShard):
         return dense
 
     def keep_own(self) -> None:
-        """Take this rank's part of the full buffer as the new slice (after an edit of gathered parameters)."""
+        """Take this rank's part of the full buffer as the new shard (after an edit of gathered parameters)."""
         meet_before_change([self])
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
@@ -403,13 +403,13 @@ class ShardGroup(LocalShard):
         self.advance()
 
     def advance(self) -> None:
-        """The slice has new values: ranks that ask for this version are served now."""
+        """The shard has new values: ranks that ask for this version are served now."""
         self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """Send the updated slice to the other ranks; None when nothing travels."""
+        """Send the updated shard to the other ranks; None when nothing travels."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
@@ -427,7 +427,7 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
-        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+        if self.fetch is not None:  # dropped without an end, its shard is still pulled by slower ranks
             self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
             self._dropped.atexit = False
 
