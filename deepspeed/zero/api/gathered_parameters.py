@@ -84,7 +84,7 @@ class GatheredParameters:
                 group.reshard(edits_allowed=True)
 
     def _take_over(self) -> set[int]:
-        """Send the modifier's values to all; the groups that hold them."""
+        """Broadcast the values of the modifier rank; returns the ids of the groups that hold them."""
         changed = set()
         for member in self._members:
             group = member.group

@@ -205,7 +205,7 @@ class Init:
 
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> Init:
-        """One that shards over ranks that are known.
+        """Make a context that shards over these ranks, which make the same model on `device`.
 
         Args:
             axis: the ranks, which make the same model.
@@ -239,7 +239,7 @@ class Init:
             raise exhausted("a model was made under zero.Init", error) from error
 
     def shard_late(self, module: nn.Module) -> None:
-        """Shard parameters that modules below `module` were given after they were born, as by `weight_norm`."""
+        """Shard parameters that modules below `module` were given after their `__init__`, as by `weight_norm`."""
         self._born.add(module)
         for child in module.modules():
             if child in self._born and child is not module:
@@ -314,7 +314,7 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 
 
 def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts.
+    """Write to a parameter that was sharded with a child of the module; the result of axis rank 0 counts.
 
     Or to a part of one, as Transformers does to an embedding's row for padding.
     """
@@ -336,7 +336,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """No context is active inside (`initialize` builds helpers that must not be sharded)."""
+    """Close all contexts inside: `initialize` builds helpers that must not be sharded."""
     paused = _open[:]
     _open.clear()
     try:

@@ -87,7 +87,7 @@ class _Birth:
         self._owed: dict[str, int] = {}  # where, version: not written as yet
 
     def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
-        """Children first, as `Module.apply` has them."""
+        """Initialize children first, as `Module.apply` does."""
         if module in self._met:
             return
         self._met.add(module)
@@ -103,7 +103,7 @@ class _Birth:
         self._context.shard(module)
 
     def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module writes to another one's parameter: not where it had values, nor a reset where a rule wrote."""
+        """Write to a parameter of another module, unless it had values, or a rule wrote it and this is a reset."""
         param = args[0]._ds_member.param
         if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
             return args[0]
@@ -112,7 +112,7 @@ class _Birth:
         return write_whole(name, func, args, kwargs)
 
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
-        """Values for a module's own tensors; it may change those of modules in it, of which some have been given."""
+        """Initialize a module's own tensors; this may change tensors of modules in it that have values already."""
         earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
         names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
@@ -138,7 +138,7 @@ class _Birth:
 
     @contextlib.contextmanager
     def _keeping(self, module: nn.Module, names: list[str]) -> Iterator[None]:
-        """What had values before keeps them."""
+        """Keep the values of tensors that had some before."""
         originals = {
             name: tensor.detach().clone()
             for name, tensor in _own(module).items()
@@ -177,7 +177,7 @@ class _Birth:
             _own(module)[name].detach()[written] = values
 
     def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
-        """A rule that reads what the class gives has met nothing: now there is something. It draws nothing anew."""
+        """Call the rule again, which may read what the class has set by now; random numbers are not drawn anew."""
         before = {name: _own(module)[name].detach().clone() for name in blank}
         kind = self._device.type
         with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
@@ -233,7 +233,7 @@ class _Birth:
             )
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
-        """What some rank says, in one order: a rule may write on one rank only."""
+        """Union of what all ranks say, in one order: a rule may write on one rank only."""
         everywhere = {
             where for rank_places in all_gather_objects(self._context.axis, list(places)) for where in rank_places
         }
@@ -251,7 +251,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
+    """Fill with NaN, or with bytes that are hardly ever written, so that elements nobody writes are detected."""
     if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
     tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -260,7 +260,7 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as bytes: all of them, in memory of its own."""
+    """The elements as bytes, in memory of their own."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -273,7 +273,7 @@ def _written(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
+    """Whether some elements are unwritten. NaN decides rather than the version, since `.data` does not count."""
     written = _written(tensor)
     if written is not None:
         return not written.all()

@@ -41,18 +41,16 @@ class StateBytes:
     gradients: dict[str, float]
 
     def at(self, place: str) -> float:
-        """Everything in one place."""
         return sum(part.get(place, 0.0) for part in (self.params, self.optimizer, self.gradients))
 
     @property
     def total(self) -> float:
-        """Everything everywhere."""
         return sum(self.at(place) for place in (DEVICE, HOST, NVME))
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """What decides how many bytes a group takes on one rank at rest.
+    """The sizes that decide how many bytes a group takes on one rank at rest.
 
     Args:
         numel: its elements.
@@ -75,7 +73,7 @@ class GroupState:
     sums_whole: bool = False
 
     def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
-        """What a group takes at rest: the one formula of estimates, predictions and documentation.
+        """Bytes of a group at rest: the one formula of estimates, predictions and documentation.
 
         The values are their own master where they have its width and rest in the optimizer's place.
         """

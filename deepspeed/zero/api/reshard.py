@@ -26,12 +26,12 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def is_born(model: nn.Module) -> bool:
-    """Whether some of a model's parameters are those of `zero.Init`."""
+    """Whether `zero.Init` has sharded some of a model's parameters."""
     return any(is_managed(param) for param in model.parameters())
 
 
 def check_not_served(model: nn.Module) -> None:
-    """Parameters that an engine serves cannot be laid elsewhere."""
+    """Raise for a parameter that belongs to another engine."""
     for name, param in model.named_parameters():
         member = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
         if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
@@ -41,7 +41,10 @@ def check_not_served(model: nn.Module) -> None:
 
 
 def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
-    """Lay born parameters over other ranks. All ranks over which they were born call together."""
+    """Shard parameters of `zero.Init` over the ranks of `axis`. All ranks that held them call together.
+
+    With axis None parameters are unsharded; those not in `unchanged` become empty tensors.
+    """
     stay = set(unchanged)
     for name, param in params.items():
         if not is_managed(param):

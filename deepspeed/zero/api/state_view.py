@@ -37,14 +37,13 @@ COMPRESSION = "compression."
 
 
 class Hold:
-    """Makes everything of a group that rests outside of memory real for a while."""
+    """Brings the state of a group that rests outside of memory into memory for a while."""
 
     def __init__(self, view: StateView, group: ShardGroup) -> None:
         self._view, self._group = view, group
 
     @contextmanager
     def __call__(self, changed: bool = False) -> Iterator[None]:
-        """Inside, slots of the group have values; they are kept if `changed` says so."""
         with ExitStack() as stack:
             stack.enter_context(self._group.updated.borrowed(changed))
             for shard in self._view.shards(self._group):
@@ -78,7 +77,7 @@ class StateRange:
 
 
 class WindowView:
-    """The gradients of a window that is not over."""
+    """The gradients of an unfinished accumulation window."""
 
     members: dict[str, ParamRecord]
     reducer: Reducer | None
@@ -89,7 +88,6 @@ class WindowView:
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
-        """The gradient side of a group."""
         if self.reducer is None:
             raise RuntimeError(f"{group.name} has no gradients here")
         return self.reducer.bucket_of(group)
@@ -98,7 +96,7 @@ class WindowView:
         return [] if self.reducer is None else self.reducer.buckets
 
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Wait for gradients that travel. All ranks call together.
+        """Wait for gradients in flight; `agree` all-gathers a list. All ranks call together.
 
         Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
         have launched unequal numbers of rounds, as branches make them, are brought level.
@@ -119,11 +117,11 @@ class WindowView:
         return self.has_gradients and self.bucket(group).filled
 
     def touched(self) -> list[str]:
-        """Parameters this rank had a gradient for in the window."""
+        """Names of parameters this rank had a gradient for in the window."""
         return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
 
     def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
-        """Gradients of this rank that have not travelled: (group, factor to come, fresh, gradients by name)."""
+        """Gradients that this rank has not sent: (group, factor still to apply, fresh, gradients by name)."""
         for bucket in self._buckets():
             current = bucket.round
             if current is not None:
@@ -135,7 +133,7 @@ class WindowView:
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
     ) -> dict[str, torch.Tensor]:
-        """Open a round as it was saved; gives the places of its gradients by name."""
+        """Open a round as it was saved; returns the places of its gradients by name."""
         bucket = self.bucket(group)
         if self.reducer is None:
             return {}
@@ -146,7 +144,7 @@ class WindowView:
         return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
 
     def fill(self, group: ShardGroup) -> None:
-        """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
+        """Mark the reduced part of a group's window as present; its elements are set through `gradient`."""
         bucket = self.bucket(group)
         if bucket.sum is None:  # nothing of it is trained
             return
@@ -158,7 +156,7 @@ class WindowView:
         bucket.filled = True
 
     def resume_window(self, touched: list[str], deferred: bool) -> None:
-        """Go on in a window whose gradients were put back."""
+        """Continue a window whose gradients were restored."""
         if self.reducer is None:
             return
         for name in touched:
@@ -169,7 +167,7 @@ class WindowView:
 
 
 class PlacedView:
-    """What this rank's tensors are of the global ones."""
+    """The regions of the global tensors that this rank holds."""
 
     groups: list[ShardGroup]
     members: dict[str, ParamRecord]
@@ -179,7 +177,7 @@ class PlacedView:
     _boxes: dict[str, Region]
 
     def box(self, name: str) -> Region:
-        """What this rank has of a parameter or buffer."""
+        """The region of a parameter or buffer that this rank holds."""
         if name not in self._boxes:
             tensor = self._tensors[name]
             shape = self.members[name].shape if name in self.members else tensor.shape
@@ -188,7 +186,7 @@ class PlacedView:
 
     @property
     def cut(self) -> bool:
-        """Whether this rank has less than the whole of any tensor."""
+        """Whether this rank holds less than the whole of any tensor."""
         return any(not self.box(name).whole for name in self._tensors)
 
     def alone_along(self, name: str) -> frozenset[str]:
@@ -200,12 +198,12 @@ class PlacedView:
         return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
+        """Whether this rank's gradient is counted in the sum over ranks: of equal gradients, one is."""
         relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
         return not any(relation is Relation.REPLICATE and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
-        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
+        """The groups and cuts of this rank; where they are equal, its own state of another run fits."""
         return [
             [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
             for group in self.groups
@@ -247,7 +245,7 @@ class StateView(WindowView, PlacedView):
         self._boxes: dict[str, Region] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
-        """What the optimizer works on in a group."""
+        """The optimizer's shards of a group."""
         return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
 
     def _moves(self, group: ShardGroup) -> bool:
@@ -255,35 +253,33 @@ class StateView(WindowView, PlacedView):
         return any(stored.memory is None for stored in (group.updated, *sums))
 
     def hold_of(self, group: ParameterGroup) -> Hold | None:
-        """What must be entered to see values of a group; None when they are in memory."""
+        """The context to enter before reading values of a group; None when they are in memory."""
         return self._holds.get(id(group))
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def trained(self, member: ParamRecord) -> bool:
-        """Whether the optimizer updates a parameter."""
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
     def value_dtype(self, member: ParamRecord) -> torch.dtype:
-        """The dtype of a parameter's best values: those of its master, where it has one."""
+        """The dtype of the master values, where there is a master, else of the parameter."""
         return member.group.updated.dtype
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
-        """What this rank stores of a group, if it stores it: (member, start, stop)."""
+        """The ranges of a group that this rank would store: (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def held_ranges(self, group: ParameterGroup) -> list[tuple[ParamRecord, int, int]]:
-        """What this rank's best values cover of a group: (member, start, stop)."""
+        """The ranges of a group whose master values this rank has: (member, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def fragments_of(self, member: ParamRecord) -> list[Fragment]:
-        """This rank's parts of a parameter in the optimizer."""
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
-        """The optimizer state of a fragment, and what masks add to it."""
+        """The optimizer state of a fragment, with what masks add to it."""
         if self.optimizer is None:
             return {}
         state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
@@ -299,7 +295,6 @@ class StateView(WindowView, PlacedView):
         return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
 
     def optimizer_names(self) -> list[str]:
-        """Names of the parameters in the order of the optimizer."""
         order = self.optimizer_order()
         names = {order[member.uid]: name for name, member in self.members.items() if member.uid in order}
         return [names[place] for place in sorted(names)]
@@ -307,14 +302,14 @@ class StateView(WindowView, PlacedView):
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
+        """Master values of a parameter; [start, stop) lies in what this rank holds of them."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
 
     @staticmethod
     def _peek(stored: StoredTensor) -> torch.Tensor:
-        """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
+        """The values, which are in memory or held around this call: borrowing again lends the same memory."""
         if stored.memory is not None:
             return stored.memory
         lent = stored.acquire()
@@ -332,7 +327,7 @@ class StateView(WindowView, PlacedView):
         return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 
     def write_back(self, slot: StateRange) -> None:
-        """Take over what was written into a `plain_value`, where the tensor is no view of it."""
+        """Copy what was written into a `plain_value` to the tensor, where it is no view of it."""
         tensor = self._tensors[slot.name]
         if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
             with torch.no_grad():
@@ -363,13 +358,13 @@ class StateView(WindowView, PlacedView):
     # -- before a save and after a load -------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take over what the user changed in place, so that masters and parameters agree."""
+        """Import the user's in-place changes, so that masters and parameters agree."""
         for member in self.members.values():
             if self.optimizer is not None:
                 self.optimizer.import_edits(member)
 
     def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer state with these keys for a part; live tensors that fit are kept.
+        """An optimizer state of a fragment with these keys; live tensors that fit are kept.
 
         Args:
             fragment: what the optimizer sees.
@@ -398,7 +393,7 @@ class StateView(WindowView, PlacedView):
         return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
-        """Make `state` the optimizer state of a part; an empty one takes it away."""
+        """Make `state` the optimizer state of a fragment; an empty one removes it."""
         if self.optimizer is None:
             return
         masks = self.optimizer.masks
@@ -412,18 +407,18 @@ class StateView(WindowView, PlacedView):
             self.optimizer.state.pop(fragment.leaf, None)
 
     def note_state(self, member: ParamRecord, exists: bool) -> None:
-        """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
+        """Note on ranks without a part of a parameter whether the others have state of it."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Optimizer state has been loaded: ranks that have no part of it learn what it is. All ranks call together."""
+        """Tell ranks without a part of a parameter what the loaded state holds. All ranks call together."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
     def publish(self) -> None:
-        """Make loaded masters the parameters of every rank. All ranks call together."""
+        """All-gather loaded masters into the parameters of every rank. All ranks call together."""
         publish(self.groups)
         for group in self.groups:
             for member in group.members:

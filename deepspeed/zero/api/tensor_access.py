@@ -39,7 +39,6 @@ class _Access:
 
     @classmethod
     def to(cls, param: torch.nn.Parameter) -> _Access | None:
-        """None for a parameter that no engine manages."""
         return cls(param._ds_member) if is_managed(param) else None  # type: ignore[attr-defined]
 
     @classmethod
@@ -62,7 +61,6 @@ class _Access:
 
     @property
     def region(self) -> Region:
-        """This rank's region of the global tensor."""
         return Region.of(placement_of(self.member.param), self.member.shape)
 
     def at_hand(self, changed: bool = False) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from deepspeed.errors import ArgumentError, UsageError
 
 
 class Way(enum.IntFlag):
-    """Ways of counting what a window's gradient is the mean over."""
+    """How a loss counts: what a window's gradient is the mean over."""
 
     NONE = 0
     MEAN = 1  # over micro-batches and ranks: the plain backward
@@ -54,7 +54,7 @@ _WORDS = {
 
 
 class Purpose(enum.IntEnum):
-    """Why ranks meet."""
+    """Why ranks synchronize."""
 
     STEP = 0
     FLUSH = 1
@@ -104,7 +104,7 @@ _BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward() of the user's ow
 
 
 class AccumulationWindow:
-    """Where a driver stands between two updates.
+    """The state of gradient accumulation between two updates.
 
     Args:
         steps: micro-batches per update (`gradient_accumulation_steps`).
@@ -140,11 +140,11 @@ class AccumulationWindow:
 
     @property
     def boundary(self) -> bool:
-        """Whether the running micro-batch is the last one."""
+        """Whether the running micro-batch is the last of its window."""
         return (self.seen + 1) % self.steps == 0 if self.forced is None else self.forced
 
     def refresh(self) -> None:
-        """Form what the gradient side reads with each gradient, after a change."""
+        """Recompute after a change what is read with each gradient."""
         self.revision += 1
         self.reduce_now = self.boundary and not self.holding
         self.deferred |= not self.reduce_now
@@ -156,7 +156,7 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """The one rule of scaling: what a gradient is multiplied by when it enters the accumulator."""
+        """The one rule of scaling: the factor of a gradient that enters the accumulator."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
@@ -171,7 +171,7 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
-        """Inside, gradients are those of a loss that carries the loss scale; a bare backward after it is bare again."""
+        """Inside, gradients are those of a loss that carries the loss scale."""
         before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
@@ -197,7 +197,7 @@ class AccumulationWindow:
         self.refresh()
 
     def entering(self) -> None:
-        """A gradient is about to enter the accumulator."""
+        """Check and count a gradient that is about to enter the accumulator."""
         task = self._pass.task
         if task is not None and task != torch._C._current_graph_task_id():  # that pass was ended by an exception
             self._close()
@@ -208,7 +208,7 @@ class AccumulationWindow:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, way: Way, items: float | None = None) -> None:
-        """A micro-batch is run backward."""
+        """Count a backward pass; `items` is its share of the window's divisor, with `ITEMS` and `SAMPLES`."""
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
         if mixture := Way(self.ways | int(way)).mixture:
@@ -217,7 +217,7 @@ class AccumulationWindow:
         self.items += items or 0.0
 
     def end_micro_batch(self) -> bool:
-        """Count a micro-batch; whether the update follows."""
+        """Count a micro-batch; returns whether the update follows."""
         boundary = self.boundary
         self.seen += 1
         self._pass, self.samples = _BARE, None
@@ -226,7 +226,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Its gradients are gone (`zero_grad`); micro-batches stay counted, and samples of the running one."""
+        """Drop what the window has counted of its gradients; micro-batches stay counted."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples
@@ -234,28 +234,27 @@ class AccumulationWindow:
         self.refresh()
 
     def resume(self, seen: int, ways: int, items: float) -> None:
-        """Go on in the middle, as a checkpoint left it."""
+        """Continue in the middle of a window, from a checkpoint."""
         self.seen, self.ways, self.items = seen, ways, items
         self.refresh()
 
     def restart(self) -> None:
-        """The next micro-batch is the first one."""
         self.seen, self.samples = 0, None
         self.forget()
 
     def hold(self, holding: bool) -> None:
-        """Whether gradients wait, whatever micro-batch runs (`no_sync`)."""
+        """Defer the reduction of gradients, whatever micro-batch runs (`no_sync`), or end that."""
         self.holding = holding
         self.refresh()
 
     def force(self, boundary: bool | None) -> None:
-        """Decide the boundary instead of the count; None: let it decide again."""
+        """Set the boundary instead of counting it; None: count again."""
         self.forced = boundary
         self.refresh()
 
     @contextlib.contextmanager
     def flush(self) -> Iterator[None]:
-        """The update inside is that of a window that need not be full."""
+        """Allow the update inside to be that of a window that is not full."""
         self.flushing = True
         try:
             yield
@@ -263,14 +262,13 @@ class AccumulationWindow:
             self.flushing = False
 
     def weigh(self, samples: float | None) -> None:
-        """The micro-batch that comes counts for so many samples; None: as any other."""
+        """Weigh the next micro-batch by its number of samples; None: as any other."""
         if samples is not None:
             self.count(Way.SAMPLES, samples)
         self.samples = samples
         self.refresh()
 
     def set_scaler(self, scaler: Any) -> None:
-        """Losses are scaled from now on, or with None are not."""
         self.scaler = scaler
         self.refresh()
 
@@ -279,12 +277,10 @@ class AccumulationWindow:
         self._rates = rates
 
     def set_micro(self, micro: int) -> None:
-        """Change the number of samples per rank and micro-batch."""
         self.micro = micro
         self.refresh()
 
     def set_steps(self, steps: int) -> None:
-        """Change the number of micro-batches, between windows."""
         self.steps = steps
         self.deferred = steps > 1
         self.refresh()
@@ -293,17 +289,15 @@ class AccumulationWindow:
 
     @property
     def update(self) -> Purpose:
-        """Which kind of update comes."""
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
-        """What this rank says of its window; see [Note: agreement]."""
+        """The row of numbers that this rank exchanges; see [Note: agreement]."""
         rates_row = tuple(self._rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
-        """Factor on the window's gradients in the update."""
         if agreed.ways & _BY_COUNT:
             return 1.0 / agreed.items if agreed.items else 1.0  # the count knows a partial window by itself
         return self.steps / self.seen if self.flushing and not agreed.ways & Way.SUM else 1.0

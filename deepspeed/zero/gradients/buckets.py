@@ -44,7 +44,7 @@ _ROW = struct.Struct("<qqd")  # launches in low precision and exact, the factor
 
 @dataclass(frozen=True)
 class ReduceSettings:
-    """How gradients are summed.
+    """Settings of gradient reduction.
 
     Args:
         accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
@@ -81,7 +81,7 @@ class ReductionRound:
 
 
 class BucketRow(NamedTuple):
-    """What one rank says of a bucket."""
+    """The row that one rank exchanges for a bucket."""
 
     launches: tuple[int, int]  # below 0: frozen there
     factor: float
@@ -89,13 +89,12 @@ class BucketRow(NamedTuple):
 
     @classmethod
     def unpack(cls, row: bytes, members: int) -> BucketRow:
-        """From `Bucket.row()`."""
         low, exact, factor = _ROW.unpack_from(row)
         return cls((low, exact), factor, row[_ROW.size : _ROW.size + members])
 
 
 class Bucket:
-    """The gradient side of one group."""
+    """The gradients of one group."""
 
     def __init__(
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
@@ -120,7 +119,7 @@ class Bucket:
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
     def prepare(self) -> None:
-        """Allocate the accumulators: a group that is all frozen has none until one of its parameters is unfrozen."""
+        """Allocate the accumulators: a frozen group has none until one of its parameters is unfrozen."""
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
@@ -135,13 +134,13 @@ class Bucket:
 
     @property
     def total(self) -> StoredTensor:
-        """The accumulator of a group that is listened to."""
+        """The accumulator of a group that is trained."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
 
     def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
-        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests."""
+        """Add scale * (the sum of `parts` in rank order) to the accumulator; returns a copy to the host, if any."""
         if self._leaving is not None:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
@@ -155,7 +154,7 @@ class Bucket:
         return self._leaving
 
     def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
-        """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
+        """Sum on the device and copy the sum to the borrowed accumulator, which is released when that ends."""
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
         sum_in_rank_order(parts, gone, scale, False, self._any_order)
         pool = self.group.tiers.optimizer.pool
@@ -171,7 +170,7 @@ class Bucket:
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
     def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Where the gradient of a parameter lies in a round's buffer, in the parameter's shape."""
+        """The place of a parameter's gradient in a round's buffer, in the parameter's shape."""
         if buffer is self.local:
             if self._places is None:
                 self._places = [self._view(buffer, member) for member in self.group.members]
@@ -183,7 +182,7 @@ class Bucket:
         return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
 
     def own(self, total: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the borrowed sum; at stage 0, where everybody has everything, an equal part of it."""
+        """This rank's shard of the borrowed sum; at stage 0, where every rank has it all, an equal part."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
         low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
         return total if low == 0 and high == total.numel() else total[low:high]
@@ -202,7 +201,7 @@ class Bucket:
             return bool(torch.isfinite(total[low - self.low : high - self.low]).all())
 
     def note_factor(self, factor: float) -> None:
-        """A round in low precision is sent, whose sum the owner multiplies by `factor`."""
+        """Note the factor of a low-precision round, which the owner applies to the sum."""
         if self.factor in (0.0, factor):
             self.factor = factor
         else:
@@ -214,12 +213,11 @@ class Bucket:
         return _ROW.size + -(-len(self.touched) // 8) * 8
 
     def row(self) -> bytes:
-        """What ranks compare before gradients are used."""
+        """What ranks compare before gradients are used: launches, factor, parameters with a gradient."""
         launches = self.launches if self.sum is not None else (-1, -1)
         return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
     def clear(self) -> None:
-        """Forget the window."""
         self.filled = False
         self.launches, self.factor = [0, 0], 0.0
         self.touched = bytearray(len(self.group.members))
@@ -227,7 +225,7 @@ class Bucket:
 
 
 class SumOfSquaresCache:
-    """What one rank has read, and what all have told each other of it."""
+    """Sums of squares of a window's gradients: this rank's, and the exchanged total; see [Note: known norm]."""
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []  # whose norm an update forms
@@ -237,15 +235,13 @@ class SumOfSquaresCache:
         self._read: dict[int, tuple[tuple[int, int] | None, float]] = {}  # by bucket: state of its sum, own part
 
     def begin(self, revision: int) -> None:
-        """Forget what was read; the gradients have this revision."""
         self._revision, self._read, self.total = revision, {}, None
 
     def note(self, bucket: Bucket, own: float) -> None:
-        """This rank's part of a bucket is `own`."""
         self._read[id(bucket)] = self._state(bucket), own
 
     def own(self, revision: int) -> float | None:
-        """This rank's part of the norm of an update; None where gradients were added or written since, or not read."""
+        """This rank's part of the norm of an update; None where gradients have changed since, or were not read."""
         if revision != self._revision:
             return None
         parts = []
@@ -263,7 +259,7 @@ class SumOfSquaresCache:
         return self.total is not None and self.own(revision) is not None
 
     def _state(self, bucket: Bucket) -> tuple[int, int] | None:
-        """Differs where something was written to the sum, or it lies elsewhere; None where that would not be seen."""
+        """Address and version of the sum, which change with a write; None where a write would not be seen."""
         memory = bucket.total.memory
         if memory is None or memory.is_inference() or self.lends_views:
             return None
@@ -274,7 +270,7 @@ _FEW = 4  # times as many rows as are looked up make a table large
 
 
 def tables(model: nn.Module) -> list[nn.Embedding]:
-    """Modules on the host that only look rows up: whose gradient could come by rows."""
+    """Embedding tables on the host, whose gradient could come by rows."""
     return [
         module
         for module in model.modules()
@@ -286,7 +282,7 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 @contextmanager
 def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
-    """Inside, tables that are large beside a batch give their gradient by rows.
+    """Inside, tables that are large compared with the batch give their gradient by rows.
 
     One whose gradient a hook of the user's is to see gives it whole.
     """
@@ -310,13 +306,13 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
 
 
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Whether `add_rows` takes this gradient."""
+    """Whether `add_rows` takes this gradient for an accumulator of `dtype`."""
     fits = dtype in (gradient.dtype, torch.float32)
     return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
 
 
 def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add the rows of a gradient to where its sum is formed."""
+    """Add the rows of a gradient to `place`, or with `again=False` overwrite it."""
     if not again:
         place.zero_()
     rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()

@@ -41,7 +41,7 @@ def global_norm(
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
-    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
+    """This rank's part of the sum of squares; accumulators in another tier are read one after the other."""
     totals = [bucket.total for bucket in buckets]
     if all(total.memory is not None for total in totals):  # one native call
         native = native_sums_of_squares([b.own(total.acquire()) for b, total in zip(buckets, totals, strict=True)])
@@ -67,7 +67,7 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
 
 
 def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
-    """What `global_norm` would give, where every rank knows it; None on all of them where one does not."""
+    """The result of `global_norm` where every rank knows it already, after `finish`; else None on all of them."""
     total = reducer.squares.total
     return _root(total) if agreed.known and total is not None and reducer.axes.whole_model_agrees else None
 
@@ -77,7 +77,7 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its shards."""
+    """This rank's sum of squares of each parameter's gradient; 0 where only other ranks have elements of it."""
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in reducer.buckets:
@@ -103,7 +103,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """The first parameter whose gradient is not finite, its module, and the rank that sent it.
+    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks call together.
 
     First in the order of backward: all gradients formed after it are spoilt by it.
     """

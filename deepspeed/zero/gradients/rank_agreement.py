@@ -26,7 +26,7 @@ from deepspeed.zero.parameters.shard_group import group_of
 
 @dataclass(eq=False)
 class RankComparison:
-    """Ranks that agree on the groups whose parameters they all have."""
+    """The ranks that have the same parameters, and the buckets whose rows they compare."""
 
     axis: Axis
     channel: int
@@ -52,32 +52,31 @@ class RankComparison:
             bucket.order = self.order
 
     def knows(self, rows: Rows, revision: int) -> bool:
-        """Whether nothing has changed on any rank since the rows that were learnt last."""
+        """Whether nothing has changed on any rank since the last `learn`."""
         return self._known == (revision, rows.tails)
 
     def learn(self, rows: Rows, revision: int) -> None:
-        """The ranks are level: their rows are these, and this rank's gradients have this revision."""
+        """Note that the ranks are level, with these rows and this revision of this rank's gradients."""
         self._known = (revision, rows.tails)
 
     def tag(self) -> int:
-        """Of the next row."""
         self.count += 1
         return tag_of(self.channel, SMALL, self.count)
 
 
 class Rows(NamedTuple):
-    """What every rank says, in rank order."""
+    """The rows of all ranks, in rank order."""
 
     heads: list[list[float]]  # of the window
     tails: list[bytes]  # of the buckets, one after the other
 
     @property
     def equal(self) -> bool:
-        """Whether all say the same of the buckets."""
+        """Whether all rows of the buckets are equal."""
         return all(tail == self.tails[0] for tail in self.tails)
 
     def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
-        """What every rank says of each bucket."""
+        """The rows of all ranks for each bucket."""
         offset = 0
         for bucket in buckets:
             size = bucket.row_bytes
@@ -103,7 +102,7 @@ class Rows(NamedTuple):
 
 
 class GradAgreement:
-    """The meetings of an engine's ranks."""
+    """Compares the windows and buckets of an engine's ranks before gradients are used."""
 
     def __init__(
         self, axes: ParallelGroups, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device
@@ -119,7 +118,7 @@ class GradAgreement:
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
-        """All meetings, or the one of ranks that have a parameter: those of other slices do not look at it."""
+        """All comparisons, or the one of the ranks that have a parameter."""
         if of is None:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
@@ -133,7 +132,7 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """Everybody's row. What stands of buckets is packed anew only when gradients have changed since."""
+        """All-gather the rows. Those of buckets are packed anew only when gradients have changed since."""
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
             if purpose in (Purpose.STEP, Purpose.FLUSH):
@@ -150,7 +149,7 @@ class GradAgreement:
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """Slices and stages of a model go on together, or stop together."""
+        """All-reduce what is wrong over the slices and stages of a model, so that all go on or all stop."""
         meeting = self._everyone
         if meeting is None:
             return trouble

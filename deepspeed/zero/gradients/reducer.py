@@ -47,7 +47,7 @@ class GradScale(NamedTuple):
 
 
 class GradScales:
-    """The entries of an engine's buckets, each formed once for all gradients that meet the same window."""
+    """Dtype and factors of the gradients of each kind of bucket, computed once per state of the window."""
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
@@ -55,7 +55,7 @@ class GradScales:
         self._revision = window.revision
 
     def of(self, bucket: Bucket) -> GradScale:
-        """How a gradient that arrives now enters this bucket."""
+        """The scaling of a gradient that arrives now."""
         if self._revision != self._window.revision:
             self._revision = self._window.revision
             self._made.clear()
@@ -79,17 +79,17 @@ class GradScales:
         return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
-        """Whether several micro-batches are summed before they travel."""
+        """Whether several micro-batches are summed before they are reduced."""
         return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     @property
     def prescale(self) -> float:
-        """Factor on low-precision gradients before they travel."""
+        """Factor on low-precision gradients before they are reduced."""
         return 1.0 if self._settings.prescale is None else self._settings.prescale
 
 
 class Reducer:
-    """Collects, sends and accumulates the gradients of an engine."""
+    """Collects, reduces and accumulates the gradients of an engine."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Reducer:
     # -- arrival --------------------------------------------------------------------------------------------------
 
     def listen(self, member: ParamRecord, anew: bool = False) -> None:
-        """Take the gradients of `member` from now on (again, when it was unfrozen)."""
+        """Register the gradient hook of a parameter (`anew`: again, since it has another tensor under it)."""
         if anew and member.uid in self._hooks:
             self._hooks.pop(member.uid).remove()
             param: Any = member.param
@@ -142,7 +142,7 @@ class Reducer:
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_GradHook(member))
 
     def arrived(self, member: ParamRecord) -> None:
-        """Autograd has finished the gradient of `member` for this pass."""
+        """Take the gradient that autograd has finished."""
         gradient = raw_grad(member.param)
         if gradient is None:
             return
@@ -220,7 +220,7 @@ class Reducer:
             self.reduce_scatter.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
-        """A round in the communication dtype, also when it was summed in another before."""
+        """The round in the communication dtype, also when it was summed in another before."""
         dtype = self.settings.comm_dtype
         if dtype is None or current.buffer.dtype == dtype:
             return current
@@ -233,7 +233,7 @@ class Reducer:
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
-        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together."""
+        """Send open rounds, level the ranks, wait. All ranks that have `of` (None: all ranks) call together."""
         if self._handed_out.used:
             self._adopt_edits(of)
         self._launch_open()
@@ -268,14 +268,14 @@ class Reducer:
         return agreement
 
     def _reject_window(self, trouble: str) -> None:
-        """All ranks drop the window and raise the same error."""
+        """Drop the window and raise the same error on all ranks."""
         self.reduce_scatter.settle()
         self.clear()
         self.window.restart()
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
     def _launch_open(self) -> None:
-        """Send what is collected so far."""
+        """Send the open rounds."""
         if self._launched == self.revision:
             return  # one read of a gradient after another
         if self._handed_out.used:
@@ -293,7 +293,7 @@ class Reducer:
         self._launched = self.revision
 
     def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
-        """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
+        """Send zeros for rounds that only other ranks have launched, and the rounds that wait for their turn."""
         if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
         else:
@@ -304,7 +304,7 @@ class Reducer:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 
     def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
-        """Bring a bucket to what the ranks say of it together."""
+        """Send zeros until this rank has launched as many rounds of a bucket as any other."""
         factor = max(row.factor for row in table)
         for exact in (0, 1):
             while bucket.launches[exact] < max(row.launches[exact] for row in table):
@@ -321,7 +321,7 @@ class Reducer:
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
-        """Which parameters of a group any rank had a gradient for in the window; valid after `finish`."""
+        """One mark per parameter of a group that any rank had a gradient for in the window; valid after `finish`."""
         return self._touched_anywhere.get(id(bucket))
 
     def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
@@ -330,7 +330,7 @@ class Reducer:
         return bool(marks and marks[member.index])
 
     def _adopt_edits(self, of: ParamRecord | None = None) -> None:
-        """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
+        """Accumulate in-place changes of gradients that were read; nothing has been added to them since."""
         for member, tensor, own in self._handed_out.take_edited(of):
             current = self.bucket_of(member.group).round
             if not own:
@@ -339,7 +339,7 @@ class Reducer:
                 current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
-        """Forget the window; its sums are overwritten by the next gradients."""
+        """Forget the window; the next gradients overwrite its sums."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
@@ -350,18 +350,16 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
+        """Drop the gradients of the window (`zero_grad`). All ranks call together."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
         self.window.forget()
 
     def set_accumulates(self, accumulates: bool) -> None:
-        """The number of micro-batches per window has changed, between windows."""
         self.settings = self.reduce_scatter.settings = replace(self.settings, accumulates=accumulates)
 
     def detach(self) -> None:
-        """Stop listening."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -370,7 +368,6 @@ class Reducer:
     # -- what users see -------------------------------------------------------------------------------------------
 
     def bucket_of(self, group: ParameterGroup) -> Bucket:
-        """The gradient side of a group."""
         return self._of[id(group)]
 
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
@@ -396,7 +393,7 @@ class Reducer:
         return self._handed_out.add(member, dense.view(member.shape))
 
     def forget_reads(self, member: ParamRecord) -> None:
-        """The sum of a member is about to be replaced: what was read of it is nobody's gradient any more."""
+        """Stop tracking reads of a sum that is about to be replaced."""
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
@@ -435,7 +432,7 @@ class Reducer:
 
 
 class _GradHook:
-    """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
+    """The gradient hook of a parameter; weak, since torch holds hooks where no garbage collection looks."""
 
     def __init__(self, member: ParamRecord) -> None:
         self._member = weakref.ref(member)

@@ -30,13 +30,12 @@ class ParamRange:
 
     @property
     def numel(self) -> int:
-        """Elements in the fragment."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The concatenation of a group's parameters, and where it is cut into shards.
+    """The concatenated parameters of a group, and the boundaries of its shards.
 
     Args:
         numels: elements of each parameter, in order.
@@ -63,31 +62,29 @@ class ShardLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of shards."""
         return len(self.cuts) - 1
 
     def shard_numel(self, rank: int) -> int:
-        """Elements of a rank's shard."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def ranges(self, rank: int) -> list[ParamRange]:
-        """What of each parameter lies in a rank's shard, in order; parameters without a part there are left out."""
+        """The ranges of parameters that lie in a rank's shard, in order."""
         return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
-        """What of each parameter lies in [low, high) of the group."""
+        """The ranges of parameters that lie in [low, high) of the group."""
         first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
         ranges = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
         return [range_ for range_ in ranges if range_ is not None]
 
     def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
-        """What of one parameter lies in [low, high) of the group; None when nothing does."""
+        """The range of one parameter that lies in [low, high) of the group; None when it is empty."""
         offset = self.offsets[index]
         start, stop = max(low, offset), min(high, offset + self.numels[index])
         return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
-        """The cuts that fall on one parameter, counted in the flattened parameter: its own little layout."""
+        """The shard boundaries within one parameter, counted in the flattened parameter."""
         offset, numel = self.offsets[index], self.numels[index]
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 

@@ -23,7 +23,7 @@ Segments = tuple[tuple[int, int], ...]  # (first element in the global dim or -1
 
 @dataclass(frozen=True)
 class Region:
-    """What a rank has of a global tensor.
+    """The region of a global tensor that a rank holds.
 
     Args:
         shape: of the global tensor.
@@ -35,12 +35,12 @@ class Region:
 
     @staticmethod
     def of(placement: Placement, local: Sequence[int]) -> Region:
-        """The box of a tensor of shape `local` that is placed so."""
+        """The region of a tensor of shape `local` with this placement."""
         return Region(placement.global_shape(tuple(local)), tuple(Region._plain_cuts(placement.cuts)))
 
     @staticmethod
     def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
-        """Cuts in one order and form: neighbouring segments joined, whole dims left out."""
+        """Normalize cuts: sort them, join neighbouring segments, leave out whole dims."""
         for cut in sorted(cuts, key=lambda part: part.dim):
             joined: list[tuple[int, int]] = []
             for start, length in cut.segments:
@@ -54,13 +54,12 @@ class Region:
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """Of every dim."""
+        """Segments of every dim."""
         cut = {axis_cut.dim: axis_cut.segments for axis_cut in self.cuts}
         return tuple(cut.get(dim, ((0, size),)) for dim, size in enumerate(self.shape))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the rank's tensor."""
         return tuple(sum(length for _, length in segments) for segments in self.segments)
 
     @property
@@ -70,19 +69,18 @@ class Region:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the global tensor."""
         return not self.cuts
 
     @cached_property
     def packed(self) -> Region:
-        """The same box without its padding: this is what files hold. Equal ones hold the same elements."""
+        """The region without its padding, as files hold it. Equal ones hold the same elements."""
         if all(cut.padding == 0 for cut in self.cuts):
             return self
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
         return Region(self.shape, tuple(Region._plain_cuts(real)))
 
     def packed_index(self, index: int) -> int:
-        """How many elements before flat index `index` are no padding: its index in the packed box."""
+        """The index of flat element `index` in the packed region: the elements before it that are no padding."""
         if self.packed is self:
             return index
         local, real = self.local_shape, [self._real(segments, None) for segments in self.segments]
@@ -101,7 +99,7 @@ class Region:
 
     @staticmethod
     def _real(segments: Segments, end: int | None) -> int:
-        """Elements among the first `end` of a dim that are no padding; None: among all."""
+        """Count the elements among the first `end` of a dim that are no padding; None: among all."""
         count = position = 0
         for start, length in segments:
             inside = length if end is None else min(max(end - position, 0), length)
@@ -111,7 +109,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements at regular places of a flat source go to regular places of a flat destination.
+    """A strided copy from a flat source to a flat destination.
 
     Args:
         sizes: of the block of elements, outermost dim first.
@@ -129,12 +127,11 @@ class Copy:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.sizes)
 
     @property
     def source_end(self) -> int:
-        """One past its last element in the source."""
+        """One past the last element in the source."""
         steps = zip(self.sizes, self.source_strides, strict=True)
         return self.source + sum((size - 1) * stride for size, stride in steps) + 1
 
@@ -149,7 +146,7 @@ class Copy:
 
     @classmethod
     def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-        """A copy with as few dims as it needs."""
+        """Make a copy with as few dims as it needs."""
         dims: list[list[int]] = []
         for size, a, b in zip(sizes, ours, into_strides, strict=True):
             if size == 1:
@@ -167,7 +164,7 @@ class Copy:
         return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * offset)
 
     def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """As runs of contiguous elements at one distance: (first source index, distance, (rows, run) destination)."""
+        """Split into runs of contiguous elements: (first source index, distance, (rows, run) destination)."""
         sizes, ours, into_strides = self.sizes, self.source_strides, self.into_strides
         if ours[-1] != 1:  # single elements at a distance
             sizes, ours, into_strides = (*sizes, 1), (*ours, 1), (*into_strides, 1)
@@ -181,7 +178,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class RegionRange:
-    """Elements [start, stop) of a flattened box."""
+    """Elements [start, stop) of a flattened region."""
 
     box: Region
     start: int
@@ -189,12 +186,11 @@ class RegionRange:
 
     @property
     def real_numel(self) -> int:
-        """Elements that are no padding."""
         return self.box.packed_index(self.stop) - self.box.packed_index(self.start)
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """How a range of a tensor is filled from another one; elements that the source lacks are left out."""
+    """The copies that fill a range of one region from one of another; elements the source lacks are left out."""
     if source.box == into.box and source.box.packed is source.box:
         low, high = max(source.start, into.start), min(source.stop, into.stop)
         if low < high:
@@ -214,7 +210,7 @@ def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
 
 
 def extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
-    """The elements of a flattened box between which all lie that a range of another one takes from it."""
+    """The span of a flattened region that contains all elements which a range of another region takes from it."""
     every = RegionRange(wanted.box, 0, wanted.box.numel)
     return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
 
@@ -235,7 +231,7 @@ _Rect = list[tuple[int, int]]  # by dim: first element, one past the last
 
 @lru_cache(maxsize=4096)
 def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
-    """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
+    """Shapes and strides of two regions in as few dims as tell them apart, and the cells they share."""
     cut = {axis_cut.dim for axis_cut in (*a.cuts, *b.cuts)}
     dims: list[tuple[int, int]] = []  # (dim, elements of each step): whole dims of both belong to the one before them
     for dim, size in enumerate(a.shape):
@@ -255,7 +251,7 @@ def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], lis
 
 
 def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """What two cuts of a dim have in common: (first element here, there, length)."""
+    """The overlaps of the segments of two cuts of a dim: (first element here, there, length)."""
     here = 0
     for a, length in ours:
         there = 0
@@ -290,7 +286,7 @@ def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
 
 
 def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]], list[int]] | None:
-    """What a common cell, a block of the source and one of the destination share: first elements, and sizes."""
+    """Intersect a common cell with a block of the source and one of the destination: first elements, and sizes."""
     here, there, counts = [], [], []
     for (ours, other_start, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
         low, high = max(0, a_low - ours, b_low - other_start), min(length, a_high - ours, b_high - other_start)
@@ -303,7 +299,7 @@ def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]],
 
 
 def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
-    """The first element of a tensor that no box has; None when every element is in one."""
+    """The first element of a tensor that no region covers; None when all are covered."""
     edges = [
         sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
         for dim, size in enumerate(boxes[0].shape)

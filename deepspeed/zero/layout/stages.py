@@ -14,7 +14,7 @@ from deepspeed.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Policy:
-    """What a stage splits; the rest of the code asks the four questions below, often: an answer is kept.
+    """Which state a stage shards. The properties are read often, so each is computed once.
 
     Args:
         splits_parameters: each rank keeps its shard of the parameters between uses.
@@ -28,12 +28,12 @@ class Policy:
 
     @cached_property
     def gathers_before_use(self) -> bool:
-        """Parameters are whole only around their modules."""
+        """Parameters are all-gathered around their modules only."""
         return self.splits_parameters
 
     @cached_property
     def reduces_as_gradients_arrive(self) -> bool:
-        """Gradients are reduced in every micro-batch, not in the boundary one only."""
+        """Gradients are reduced in every micro-batch, not only in the boundary one."""
         return self.splits_gradients
 
     @cached_property
@@ -43,7 +43,7 @@ class Policy:
 
     @cached_property
     def all_gathers_after_step(self) -> bool:
-        """Updated shards are sent to the other ranks at once."""
+        """Updated shards are all-gathered after the step."""
         return self.splits_optimizer and not self.splits_parameters
 
 
@@ -59,7 +59,7 @@ KEPT_WHOLE = _TABLE[2]
 
 
 def policy_for(stage: int, pipeline: int = 1) -> Policy:
-    """The policy of a ZeRO stage."""
+    """The policy of a ZeRO stage (0 to 3) in a pipeline of that many stages."""
     # With several stages of a pipeline, ZeRO 2 reduces a window's gradients once, at its end, and so keeps them whole
     # until then, as ZeRO 1 does: else they would be sent once per micro-batch.
     if stage not in _TABLE:
@@ -68,5 +68,5 @@ def policy_for(stage: int, pipeline: int = 1) -> Policy:
 
 
 def stage_of(policy: Policy) -> int:
-    """The number users know a policy by."""
+    """The number of the stage that has a policy."""
     return next(stage for stage, row in _TABLE.items() if row == policy)

@@ -42,23 +42,17 @@ if TYPE_CHECKING:
 
 
 class TrainingEngine(Protocol):
-    """The engine of an optimizer: what clients ask an optimizer for, and it does."""
+    """The methods of an engine that its optimizer calls for clients."""
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
-        """Run `loss` backward."""
-        ...
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any: ...
 
-    def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None:
-        """Move what `include` names, all of it for None."""
-        ...
+    def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None: ...
 
-    def reload_states(self, non_blocking: bool) -> None:
-        """Bring it back."""
-        ...
+    def reload_states(self, non_blocking: bool) -> None: ...
 
 
 class OptimizerSurface:
-    """What an optimizer over shards can be asked."""
+    """The public attributes of an optimizer over shards."""
 
     optimizer: torch.optim.Optimizer  # over the leaves
     fragments: dict[int, list[Fragment]]
@@ -165,7 +159,7 @@ _HOOK_TABLES = tuple(
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What happens between gradients and update.
+    """Settings of what happens between gradients and update.
 
     Args:
         clip: largest global norm (`gradient_clipping`), 0 for none.
@@ -219,7 +213,7 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Take the parameters in the inner optimizer's groups over, from these groups of shards.
+        """Shard the parameters in the inner optimizer's groups as the reducer's groups are.
 
         Args:
             reducer: where gradients come from.
@@ -264,7 +258,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._writes = self._leaf_writes
 
     def _split_groups(self) -> None:
-        """Put leaves over this rank's parts in the place of the model's parameters, in all groups of the optimizer."""
+        """Replace the model's parameters in all groups of the inner optimizer by leaves over this rank's shards."""
         leaves_of: dict[int, list[Parameter]] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -301,7 +295,7 @@ class ZeroOptimizer(OptimizerSurface):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def _replace_methods(self) -> None:
-        """Let the client's own object too run methods that write outside of `step` by `run_method`.
+        """Wrap methods of the inner optimizer that write outside of `step` (`eval` of schedule-free ones).
 
         They see leaves over the masters of this rank, so what they write has to reach the model on all ranks.
         """
@@ -359,11 +353,10 @@ class ZeroOptimizer(OptimizerSurface):
         return result
 
     def shard_of(self, member: ParamRecord) -> OptimizerShard:
-        """The leaves and the state of a member's group."""
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
+        """Start to train a parameter that was unfrozen."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
@@ -395,7 +388,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self.settings.clip
 
     def _rates(self) -> list[float]:
-        """Hyperparameters as this rank has them: one that a rank sets alone would update its shards by another rule."""
+        """Hyperparameters of this rank, for comparison: one that differed would update its shards by another rule."""
         rates = []
         for key, value in (entry for group in self.optimizer.param_groups for entry in group.items()):
             for number in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
@@ -408,7 +401,7 @@ class ZeroOptimizer(OptimizerSurface):
     # -- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update: agree, norm, check, clip, update, publish.
+        """Run one update: agree, norm, check, clip, update, all-gather.
 
         Args:
             closure: evaluated first, as torch optimizers do.
@@ -473,7 +466,7 @@ class ZeroOptimizer(OptimizerSurface):
         return sum(shard.writes for shard in self.shards)
 
     def _refuse_leaf_writes(self) -> None:
-        """The same on all ranks: they have compared the number."""
+        """Raise on all ranks, which have compared the number, for writes to leaves outside of `step`."""
         if self.window.leaf_writes:
             self._writes, self.window.leaf_writes = self._leaf_writes, 0
             self._end_window()
@@ -502,7 +495,7 @@ class ZeroOptimizer(OptimizerSurface):
         return tag_of(self._channel, SMALL, self._rounds)
 
     def _check_called_by_engine(self) -> None:
-        """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
+        """Refuse a step of the inner optimizer that does not come from here."""
         if not self._stepping:
             raise UsageError(
                 "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
@@ -519,7 +512,7 @@ class ZeroOptimizer(OptimizerSurface):
             get_accelerator().empty_cache()
 
     def _warn_of_hooks(self) -> None:
-        """A user's hook before the inner step sees the gradient shards of this rank."""
+        """Warn that a user's hook before the inner step sees the gradient shards of this rank only."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
         if hooks and any(group.policy.owns_a_shard and group.axis.size > 1 for group in self.groups):
             warn_once(
@@ -529,7 +522,7 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _take_over_edits(self) -> None:
-        """What the user has changed in the model's parameters becomes the masters'."""
+        """Import the user's changes of the model's parameters into the masters."""
         for group in self._whole:
             group.wait()
         changed = [member for group in self._whole for member in group.edited_members()]
@@ -579,7 +572,7 @@ class ZeroOptimizer(OptimizerSurface):
             member.version += 1
 
     def _show_new_values(self) -> None:
-        """Ranks that ask for the new shards get them; counters of groups without parameters follow the others."""
+        """Serve the new shards to ranks that gather them; share counters with ranks without parameters."""
         self._writes = self._leaf_writes
         self.share_counters()
         for group in self._gathered:
@@ -588,7 +581,7 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
 
     def share_counters(self) -> None:
-        """Have ranks without parameters of a group know what others count and hold, where that differs."""
+        """Tell ranks without parameters of a group what others count and hold. All ranks call together."""
         if self.traits.counts_alone and self.traits.by_parameter:
             return
         groups, state = groups_of(self.optimizer), adopt(self)
@@ -606,7 +599,7 @@ class ZeroOptimizer(OptimizerSurface):
                     group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
     def import_edits(self, member: ParamRecord) -> None:
-        """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
+        """Import what the user has changed in place since the last step (weight clipping) into the master."""
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)

@@ -30,7 +30,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass(eq=False)
 class Fragment:
-    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
+    """One parameter as the optimizer sees it: a leaf tensor over the master values, and where its gradient is."""
 
     member: ParamRecord
     range: ParamRange
@@ -39,7 +39,7 @@ class Fragment:
     _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
 
     def gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Its part of the borrowed accumulator, in the leaf's shape."""
+        """The part of the borrowed accumulator, in the leaf's shape."""
         if self._view is not None and self._view[1] is total:
             return self._view[0]
         view = total[self.span].view(self.leaf.shape)
@@ -54,7 +54,7 @@ class Fragment:
         return slice(start, start + self.range.numel)
 
     def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of an optimizer state, made for the whole parameter, that belongs to a self."""
+        """The part of an optimizer state, made for the whole parameter, that belongs to this fragment."""
         fragments = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == self.member.shape and value.dim():
@@ -86,7 +86,6 @@ class _StateTensor:
 
     @property
     def place(self) -> tuple[int, str, torch.Size, tuple[int, ...], torch.dtype, int]:
-        """What it is and where it lies."""
         return id(self.leaf), self.key, self.shape, self.stride, self.dtype, self.start
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -95,7 +94,7 @@ class _StateTensor:
 
 
 class _Moments:
-    """The state tensors of a group, packed into one tensor of a tier that moves what it lends."""
+    """The state tensors of a group, packed into one tensor of an offload tier."""
 
     def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
         self._group, self._optimizer, self._lend = group, optimizer, lend
@@ -104,12 +103,11 @@ class _Moments:
         self._buffer: torch.Tensor | None = None
 
     def prefetch(self) -> None:
-        """They will be needed soon."""
         if self._stored is not None:
             self._stored.prefetch()
 
     def bring(self) -> None:
-        """Put real tensors where the optimizer's state has placeholders; what was set from outside stays."""
+        """Put real tensors in place of placeholders in the optimizer's state; what was set from outside stays."""
         if self._stored is not None:
             self._buffer = self._stored.acquire()
             for entry in self._entries:
@@ -118,7 +116,7 @@ class _Moments:
                     state[entry.key] = entry.view(self._buffer)
 
     def take_away(self, fragments: list[Fragment], changed: bool) -> None:
-        """Bring what is in the optimizer's state to the tier, and leave placeholders."""
+        """Store the optimizer's state in the tier, and leave placeholders."""
         wanted, states = [], []
         end = 0
         for fragment in fragments:
@@ -165,7 +163,6 @@ class _Moments:
         return group.tiers.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
 
     def drop(self) -> None:
-        """They are not needed any more."""
         if self._stored is not None:
             self._stored.drop()
             self._stored = None
@@ -186,13 +183,13 @@ class OptimizerShard:
 
     @property
     def moves(self) -> bool:
-        """Whether what it works on has addresses for a while only."""
+        """Whether its memory has an address for a while only."""
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
     @property
     def rests_at_hand(self) -> bool:
-        """Whether `at_hand` changes nothing: all of it rests where it is updated."""
+        """Whether `at_hand` changes nothing, since all of it rests where it is updated."""
         group = self.group
         if self._evicted or group.tiers.optimizer is not RESIDENT:
             return False
@@ -200,7 +197,7 @@ class OptimizerShard:
         return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
 
     def add(self, member: ParamRecord) -> list[Fragment]:
-        """Make the leaves over the fragments of a member that this rank updates."""
+        """Make the leaves over the parts of a parameter that this rank updates."""
         self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
         if range_ is None:
@@ -223,7 +220,7 @@ class OptimizerShard:
         return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
 
     def point(self, fragments: list[Fragment] | None = None) -> None:
-        """Lay leaves (all, or these) over the master where it rests in memory; placeholders otherwise."""
+        """Make leaves (all, or these) views of the master where it rests in memory; placeholders otherwise."""
         under = self.group.under_leaves
         memory = None if under is None else under.memory
         for fragment in self.fragments if fragments is None else fragments:
@@ -231,7 +228,7 @@ class OptimizerShard:
             fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
 
     def adopt_replaced(self) -> None:
-        """After an update: values of tensors that it has put under leaves (`p.data = ...`) go into the master.
+        """Copy the values of tensors that the update has put under leaves (`p.data = ...`) into the master.
 
         Valid where the shard is at hand.
         """
@@ -246,14 +243,13 @@ class OptimizerShard:
 
     @property
     def writes(self) -> int:
-        """How often leaves were written in place, where the model does not compute with them."""
+        """Count in-place writes to leaves, where the model does not compute with them."""
         group = self.group
         if group.master is None and not group.policy.owns_a_shard:
             return 0
         return sum(fragment.leaf._version for fragment in self.fragments)
 
     def prefetch(self) -> None:
-        """The shard will be at hand soon."""
         if self.moves:
             self.group.updated.prefetch()
             self._moments.prefetch()
@@ -282,7 +278,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
-        """One state tensor, real inside."""
+        """Lend one real state tensor inside."""
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]
 
@@ -296,24 +292,22 @@ class OptimizerShard:
                     self._evicted.append(Evicted(value, pool))
 
     def restore_state(self, non_blocking: bool = False) -> None:
-        """Undo `evict_state`."""
         for evicted in self._evicted:
             evicted.restore(non_blocking)
         self._evicted.clear()
 
     def store_state(self) -> None:
-        """State tensors that were put into the optimizer from outside go where they rest."""
+        """Store state tensors that were put into the optimizer from outside in their tier."""
         if self.moves:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
 
     def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
-        """What takes part in a step."""
+        """The members and fragments with a mark: those that have a gradient on any rank."""
         if all(marks):
             return self.members, self.fragments
         members = [member for member in self.members if marks[member.index]]
         return members, [fragment for fragment in self.fragments if marks[fragment.member.index]]
 
     def drop(self) -> None:
-        """The optimizer is gone."""
         self._moments.drop()

@@ -40,7 +40,7 @@ class Owner(Protocol):
 
 
 class ParamState(MutableMapping[str, Any]):
-    """The optimizer state of one parameter of the model; what is changed in it is changed for the optimizer."""
+    """The optimizer state of one parameter of the model; changes of it are changes of the optimizer's."""
 
     __slots__ = ("_fragment", "_member", "_state")
 
@@ -56,16 +56,14 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def param(self) -> Parameter:
-        """The parameter."""
         return self._member.param
 
     @property
     def leaf(self) -> Parameter | None:
-        """What the optimizer updates of it on this rank."""
         return None if self._fragment is None else self._fragment.leaf
 
     def create(self) -> ParamState:
-        """Have an entry, empty unless there is one."""
+        """Make an empty entry unless there is one."""
         if self._fragment is None:
             self._state.elsewhere.setdefault(self._member.uid, False)
         elif not self.exists:
@@ -73,20 +71,19 @@ class ParamState(MutableMapping[str, Any]):
         return self
 
     def note(self, filled: bool) -> None:
-        """Other ranks have an entry for a parameter of which this one has no part, or have none."""
+        """Note whether other ranks have a filled entry for a parameter of which this one has no part."""
         self._state.elsewhere.pop(self._member.uid, None)
         if filled:
             self._state.elsewhere[self._member.uid] = True
 
     def forget(self) -> None:
-        """Have no entry any more."""
         if self._fragment is None:
             self._state.elsewhere.pop(self._member.uid, None)
         else:
             dict.pop(self._state, self._fragment.leaf, None)
 
     def taken(self) -> dict[str, Any]:
-        """The values, for whoever takes them out."""
+        """The values, safe to keep when the entry is dropped."""
         taken = {}
         for key, value in self.items():  # a tensor must stay when what it is in is dropped
             rests = value._ds_piece.local if isinstance(value, StateTensor) else value
@@ -95,14 +92,14 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """What stands for the parameter on this rank; where it has no part of it, the entries of one that has."""
+        """The entries on this rank; where it has no part of the parameter, those of one that it has."""
         if self._fragment is not None:
             return dict.get(self._state, self._fragment.leaf, {})
         return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
 
     @property
     def _cut(self) -> bool:
-        """Whether other ranks have other elements."""
+        """Whether the state is sharded over ranks."""
         group = self._member.group
         return group.policy.owns_a_shard and group.axis.size > 1
 
@@ -140,7 +137,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
 
     def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """What this rank keeps of a value."""
+        """The part of a value that this rank keeps."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         live = self._entries.get(key)
@@ -165,7 +162,6 @@ class ParamState(MutableMapping[str, Any]):
             del dict.get(self._state, self._fragment.leaf, {})[key]
 
     def clear(self) -> None:
-        """Have an empty entry."""
         if self._fragment is None:
             if self.exists:
                 self._state.elsewhere[self._member.uid] = False
@@ -208,12 +204,11 @@ class OptimizerState(defaultdict[Any, Any]):
         self._inside = 0
 
     def belongs_to(self, owner: Owner) -> bool:
-        """Whether it is the state of an optimizer over shards."""
         return self._owner() is owner
 
     @contextlib.contextmanager
     def by_leaf(self) -> Iterator[None]:
-        """Inside, to iterate gives leaves, and nothing else: the optimizer itself is at work."""
+        """Iterate over leaves inside, and nothing else: the optimizer itself is at work."""
         self._inside += 1
         try:
             yield
@@ -221,7 +216,7 @@ class OptimizerState(defaultdict[Any, Any]):
             self._inside -= 1
 
     def without_parameter(self) -> dict[str, Any]:
-        """What the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
+        """State that the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
@@ -229,7 +224,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
-        """The entries of a parameter like this one, of which this rank has a part; empty when there is none."""
+        """The entries of the first leaf of this rank that has some; else what another rank has said of its own."""
         owner = self._owner()
         for group in [] if owner is None else owner.optimizer.param_groups:
             for leaf in group["params"]:
@@ -238,14 +233,14 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.of_others
 
     def outline(self) -> dict[str, Any]:
-        """What this rank holds of its first parameter that has state: numbers, and tensors without their elements."""
+        """Entries of the first parameter of this rank that has state: numbers, and tensors without their elements."""
         return {
             key: value.new_empty(0, device="cpu") if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
         }
 
     def note_updated(self, members: Sequence[ParamRecord]) -> None:
-        """The optimizer has updated these parameters: those that have no part here have state on other ranks."""
+        """Note that parameters without a part on this rank have state on other ranks."""
         owner = self._owner()
         if owner is not None:
             absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
@@ -271,7 +266,6 @@ class OptimizerState(defaultdict[Any, Any]):
         return super().__contains__(key) if view is None else view.exists
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of any dict."""
         view = self.view(key)
         if view is None:
             return super().get(key, default)
@@ -301,7 +295,6 @@ class OptimizerState(defaultdict[Any, Any]):
             view.forget()
 
     def pop(self, key: Any, default: Any = _NOTHING) -> Any:
-        """As of any dict."""
         view = self.view(key)
         if view is None:
             return super().pop(key) if default is _NOTHING else super().pop(key, default)
@@ -314,13 +307,11 @@ class OptimizerState(defaultdict[Any, Any]):
         return taken
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of any dict."""
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]
 
     def clear(self) -> None:
-        """Forget the state of everything."""
         super().clear()
         self.elsewhere.clear()
 
@@ -339,14 +330,12 @@ class OptimizerState(defaultdict[Any, Any]):
     update: Any = MutableMapping.update
 
     def popitem(self) -> tuple[Any, Any]:
-        """As of any dict."""
         keys = list(self)
         if not keys:
             raise KeyError("the optimizer has no state")
         return keys[-1], self.pop(keys[-1])
 
     def copy(self) -> dict[Any, Any]:  # type: ignore[override]
-        """A dict of the same entries."""
         return dict(self.items())
 
     __copy__ = copy  # type: ignore[assignment]
@@ -366,7 +355,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
 
     def views(self) -> list[ParamState]:
-        """Of all parameters that the optimizer updates, in its order, with or without state."""
+        """The states of all parameters that the optimizer updates, in its order, also empty ones."""
         owner = self._owner()
         params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
         return [view for view in map(self.view, params) if view is not None]

@@ -42,7 +42,7 @@ _SAME = frozenset(["detach", "data", "contiguous", "detach_", "requires_grad_"])
 
 
 class ReadOnly(torch.Tensor):
-    """A copy of what was viewed while it was at hand: a write, which would be lost, raises."""
+    """A copy of a view of state that rests in another tier: a write, which would be lost, raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class ReadOnly(torch.Tensor):
 
 
 class Away(torch.Tensor):
-    """Stands, on the meta device, for a state tensor that rests in another tier; what uses it brings it for that time.
+    """Meta placeholder of a state tensor that rests in another tier; operations bring it for their time.
 
     To be moved changes nothing, as clients move all state at their end.
     """
@@ -65,7 +65,7 @@ class Away(torch.Tensor):
 
     @classmethod
     def of(cls, value: torch.Tensor, borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]) -> Away:
-        """A placeholder of a tensor."""
+        """A placeholder of shape and dtype of `value`; `borrow` lends the values, to be changed or not."""
         placeholder = torch.empty_like(value, device="meta").as_subclass(cls)
         placeholder._ds_borrow = borrow
         return placeholder
@@ -117,7 +117,7 @@ class Away(torch.Tensor):
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank has of a state tensor.
+    """The part of a state tensor that this rank has.
 
     Args:
         member: the parameter that it belongs to.
@@ -135,12 +135,12 @@ class Piece:
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are when they are used."""
+        """The device of the elements while they are used."""
         group = self.member.group
         return group.tiers.optimizer.lends_on(group.device) if isinstance(self.local, Away) else self.local.device
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of an operand that meets the elements of this rank."""
+        """The part of an operand that meets this rank's elements; it has, or broadcasts to, the whole shape."""
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:
@@ -152,7 +152,7 @@ class Piece:
         return part.to(self.device).view(self.local.shape)
 
     def local_operand(self, name: str, value: Any) -> Any:
-        """What an operation `name` on this piece takes for one of its arguments."""
+        """The argument of an operation `name` on the local part."""
         if isinstance(value, StateTensor):
             other = value._ds_piece
             if other.member is not self.member or other.start != self.start or other.shape != self.shape:
@@ -161,7 +161,7 @@ class Piece:
         return self.cut(value) if isinstance(value, torch.Tensor) else value
 
     def wrap(self, first: StateTensor | None, value: Any) -> Any:
-        """Show a result that has the elements of this piece as a state tensor; anything else as it is."""
+        """Show a result of the local part's shape as a state tensor; anything else as it is."""
         if not isinstance(value, torch.Tensor) or value.shape != self.local.shape:
             return value
         if first is not None and value is first._ds_piece.local:
@@ -169,7 +169,7 @@ class Piece:
         return StateTensor.of(replace(self, local=value))
 
     def assignment(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], str]:
-        """`tensor[index] = value` as an operation on each element: a mask, or everything."""
+        """Turn `tensor[index] = value` into an elementwise operation: by a mask, or on everything."""
         target, index, value = args
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             whole = isinstance(value, torch.Tensor) and value.numel() != 1
@@ -181,7 +181,7 @@ class Piece:
         raise self.refuse("assignment to some places")
 
     def refuse(self, what: str) -> UsageError:
-        """The error of something that needs the whole tensor."""
+        """The error of an operation that needs the whole tensor."""
         return UsageError(
             f"{what} on optimizer state {self.key!r} of parameter '{self.member.name}' needs the whole tensor, and "
             f"this rank has a part of it. deepspeed.utils.safe_get_full_optimizer_state(param, {self.key!r}) gives the "
@@ -191,13 +191,12 @@ class Piece:
 
 
 class StateTensor(torch.Tensor):
-    """A state tensor of which this rank has a part: the whole one's shape, and no memory of its own."""
+    """A sharded state tensor: it has the shape of the whole one, and no memory of its own."""
 
     _ds_piece: Piece
 
     @classmethod
     def of(cls, piece: Piece) -> StateTensor:
-        """A tensor that shows a piece."""
         base = torch.zeros((), dtype=piece.local.dtype, device=piece.device)
         tensor = torch.Tensor._make_subclass(cls, base.expand(piece.shape))
         tensor._ds_piece = piece
@@ -229,7 +228,7 @@ class StateTensor(torch.Tensor):
 
     @staticmethod
     def _base(name: str) -> str:
-        """The name of an operation without what says that it is an operator, reflected, or done in place."""
+        """The name of an operation without the marks of operators, reflection and in-place."""
         if name.startswith("__") and name.endswith("__"):
             inner = name[2:-2]
             return inner if inner in _ELEMENTWISE or inner[:1] not in "ir" else inner[1:]

@@ -42,7 +42,7 @@ _BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
 
 
 class StepGuard:
-    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches."""
+    """The engine's own pre-step hook, which may refuse the step; `_is_watched` does not count it."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -52,18 +52,16 @@ class StepGuard:
 
 
 class UpdateStep:
-    """Groups that are updated by one step of the inner optimizer."""
+    """Groups that one step of the inner optimizer updates, with the members and fragments that have a gradient."""
 
     def __init__(self, shards: list[OptimizerShard], members: list[ParamRecord], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
 
     @property
     def moves(self) -> bool:
-        """Whether what it works on has addresses for a while only."""
         return any(shard.moves for shard in self.shards)
 
     def prefetch(self) -> None:
-        """The wave is next."""
         for shard in self.shards:
             shard.prefetch()
             shard.bucket.total.prefetch()
@@ -77,7 +75,7 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Inside, state is at hand and the optimizer knows the gradient of every touched leaf."""
+        """Bring state and set the gradient of every touched leaf; yields whether the step rounds the masters too."""
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
@@ -142,7 +140,7 @@ def waves_of(
     late: bool = False,
     at_once: bool = False,
 ) -> list[UpdateStep]:
-    """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`."""
+    """The waves of a step, after `finish`: only groups with a gradient on some rank take part."""
     resting: list[UpdateStep] = []
     waves: list[UpdateStep] = []
     for shard in shards:
@@ -166,7 +164,7 @@ def waves_of(
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
+    """Whether hooks, or a wrapped `step`, see its steps and expect one with all gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
     if not all(isinstance(hook, StepGuard) for hook in hooks):
@@ -175,7 +173,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `step` was put around its own; one that only notes that there was a step does not count."""
+    """Whether `step` is wrapped; a wrapper of torch's schedulers, which only counts steps, does not matter."""
     step = vars(optimizer).get("step")
     if step is None:
         return False
@@ -184,7 +182,7 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
-    """The same groups in at most so many waves, of about as many elements each."""
+    """Join the groups into at most so many waves, of about as many elements each."""
     sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
     total, before, steps = sum(sizes), 0, dict[int, UpdateStep]()
     for wave, size in zip(waves, sizes, strict=True):
@@ -205,7 +203,7 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and send what it updated.
+    """Run the inner optimizer over all waves and all-gather what it updated.
 
     Args:
         optimizer: any torch optimizer over the leaves.
@@ -226,7 +224,7 @@ def update(
 
     @contextlib.contextmanager
     def at_hand(index: int) -> Iterator[None]:
-        """Inside, the optimizer's step is that of one wave; what it has updated is sent."""
+        """Prepare one wave for the optimizer's step inside, and all-gather what it updated."""
         wave = waves[index]
         if index + 1 < len(waves):
             waves[index + 1].prefetch()
@@ -288,7 +286,7 @@ def _inside(
 
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
-    """Step hooks, of this optimizer and of all, run before the first wave and after the last."""
+    """Run step hooks, of this optimizer and global ones, before the first wave and after the last only."""
     if first and last:
         yield
         return
@@ -304,13 +302,13 @@ def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Call
 
 
 def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
-    """Until the stack ends no hooks of that kind run."""
+    """Run no hooks of that kind until the stack ends."""
     stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies."""
+    """Round updated masters, unless that is done, and start their all-gathers; returns those to be waited for now."""
     handles = []
     for group in groups:
         if not rounded:
@@ -329,6 +327,6 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
 
 
 def publish(groups: Sequence[ShardGroup]) -> None:
-    """Masters become parameters everywhere."""
+    """Round and all-gather the masters of these groups."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -48,7 +48,7 @@ from deepspeed.zero.parameters.record import (
 
 
 class LentGroup(ParameterGroup, Protocol):
-    """What views of a group's memory ask of it."""
+    """What `BufferViews` asks of a group."""
 
     users: int
     editors: int
@@ -56,27 +56,20 @@ class LentGroup(ParameterGroup, Protocol):
     own_pages: bool
 
     @property
-    def buffer_views(self) -> BufferViews:
-        """Its memory, and who holds views of it."""
-        ...
+    def buffer_views(self) -> BufferViews: ...
 
     @property
-    def fetch(self) -> object | None:
-        """How it is gathered one-sidedly; None where it is not."""
+    def fetch(self) -> object | None: ...
 
-    def whole(self) -> AbstractContextManager[None]:
-        """The values are in the full buffer inside."""
-        ...
+    def whole(self) -> AbstractContextManager[None]: ...
 
-    def new_buffer(self) -> None:
-        """Make the full buffer anew."""
+    def new_buffer(self) -> None: ...
 
-    def wait_all_gather(self) -> None:
-        """Have the values under the parameters."""
+    def wait_all_gather(self) -> None: ...
 
 
 class BufferViews:
-    """The memory of a group's full buffer, and the tensors over it that are not the group's own."""
+    """The memory of a group's unsharded buffer, and the tensors over it that are not the group's own."""
 
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
@@ -95,11 +88,11 @@ class BufferViews:
         return self._group.status is ZeroParamStatus.AVAILABLE
 
     def others(self) -> int:
-        """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
+        """Count tensors over the memory besides the freed group's own: gathered parameters, and users' views."""
         return references(self.key) - self._own - self.saved
 
     def saves(self, member: ParamRecord) -> bool:
-        """Whether autograd has saved the gathered parameter itself, where no place or prehook sees to its values."""
+        """Whether autograd has saved the gathered parameter itself, where no place or prehook provides its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
         if count == 1 and param.requires_grad:  # what is saved, or the node that accumulates its gradient
@@ -129,7 +122,7 @@ class BufferViews:
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
 
     def forget_saved(self) -> None:
-        """The values have changed: torch refuses a backward through parameters that were saved before."""
+        """Undo `saved` of all members: torch refuses a backward through parameters saved before the change."""
         if not self.saved:
             return
         for member in self._group.members:
@@ -140,13 +133,13 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
+        """Whether more tensors lie over the memory than the group's own: somebody may hold one."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
 
     def outlived(self) -> bool:
-        """Whether somebody holds the memory of a whole group that some parameter has left by `param.data = …`."""
+        """Whether somebody holds the memory of a whole group that a parameter has left by `param.data = …`."""
         away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
         return self._quiet is not None and self.others() > self._quiet - away
 
@@ -155,7 +148,7 @@ class BufferViews:
         return self.lent and self.others() > 0
 
     def grow(self) -> None:
-        """Have memory; the values are unspecified unless it was there."""
+        """Allocate the memory; the values are unspecified unless it was there."""
         if self._storage.nbytes() != self._bytes:
             with own_pages() if self._group.own_pages else nullcontext():
                 self._storage.resize_(self._bytes)
@@ -163,7 +156,7 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
+        """Free the memory of the freed group, unless it is retained or somebody holds a view of it."""
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
         for member in self._group.members:
@@ -179,20 +172,20 @@ class BufferViews:
             self.shrink()
 
     def shrink(self) -> None:
-        """Give the memory back; nobody may hold it."""
+        """Free the memory; nobody may hold it."""
         self._storage.resize_(0)
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
     def mark_data_exposed(self, member: ParamRecord) -> None:
-        """`param.data` is handed out: remember the values, since writes through it are not counted."""
+        """Remember the values, since writes through `param.data` are not counted."""
         group, member.exposed = self._group, True
         self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """The full buffer has new values that are no lost write."""
+        """Remember the new values of the buffer, which are no lost write."""
         for member in members or self._group.members:
             if member.snapshot is not None:
                 member.snapshot = member.flat().clone()
@@ -202,7 +195,7 @@ class BufferViews:
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def check_no_unsaved_writes(self) -> None:
-        """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
+        """Raise when a view of the freed group was written to. The memory is left to its holder as it is."""
         if not self.lent or self._gathered:
             return
         written = [m for m in self._group.members if m.current_version != m.version or self.written(m)]
@@ -218,7 +211,7 @@ class BufferViews:
         )
 
     def _leave(self) -> None:
-        """Give this memory up, and have other memory from now on."""
+        """Leave this memory to its holders, and allocate other memory."""
         group, before, saved = self._group, self._group.full, self.saved
         group.new_buffer()
         if saved:
@@ -254,7 +247,7 @@ class _Place:
     offset: int
 
     def view(self) -> torch.Tensor:
-        """The values of now: a view of the full buffer, or a copy when the group has to be gathered for it."""
+        """A view of the full buffer with the current values, or a copy when the group has to be gathered for it."""
         group = self.group
         if self.version is not None and self.version != self.member.current_version:
             raise ShardedParameterError(
@@ -293,7 +286,7 @@ class _Place:
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Let autograd keep places instead of views, and of parameters themselves."""
+    """Make autograd keep places instead of views, and of parameters, of these gathered groups."""
     by_memory = {group.buffer_views.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):
@@ -309,7 +302,7 @@ def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[Le
 
 
 def keep_parameters(node: Any, since: int) -> None:
-    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph."""
+    """Make autograd keep places instead of parameters, before a backward through `node` that makes a graph."""
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
             param: Any = None if saved.unpack_hook is not None else saved.data

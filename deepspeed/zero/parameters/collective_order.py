@@ -28,7 +28,7 @@ Item = tuple[Any, Any, int]  # bucket, round, sequence number
 
 
 class LaunchOrder:
-    """Holds rounds back until it is their turn."""
+    """Launches rounds in one order; `buckets` are in the order in which backward completes them, on all ranks."""
 
     def __init__(self, buckets: Sequence[Any], depart: Callable[[Any, Any, int], None]) -> None:
         self._all, self._depart = buckets, depart
@@ -38,7 +38,7 @@ class LaunchOrder:
         self._rare: defaultdict[int, deque[Item]] = defaultdict(deque)
 
     def add(self, item: Item, usual: bool) -> None:
-        """A round is complete."""
+        """Queue a complete round; `usual`: it has the dtype in which its group is usually sent."""
         (self._usual if usual else self._rare)[id(item[0])].append(item)
         cycle = self._expected()
         while cycle and (waiting := self._usual[id(cycle[self._at % len(cycle)])]):
@@ -46,11 +46,10 @@ class LaunchOrder:
             self._depart(*waiting.popleft())
 
     def holds(self, bucket: Any) -> bool:
-        """Whether a round of `bucket` waits for its turn."""
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
     def flush(self, used: Sequence[Any] | None = None) -> None:
-        """Launch what waits: all ranks have as many rounds of each group now, and all call together."""
+        """Launch what waits, at a point where all ranks have as many rounds of each group. `used` is expected next."""
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
         while waiting:
@@ -81,7 +80,7 @@ _REMEMBERED = 8  # kinds of passes
 
 
 class GatherOrder:
-    """The gathers of one engine.
+    """Compares the order of an engine's all-gathers over ranks.
 
     Args:
         axis: ranks that gather alike.
@@ -100,7 +99,7 @@ class GatherOrder:
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """A pass begins; what the last one gathered is what its kind is expected to gather from now on."""
+        """Begin a pass; what the last one gathered is expected of its kind from now on."""
         shorter = len(self._now) < len(self._usual.get(self._kind, ()))
         changed = kind != self._kind or shorter
         self._usual.pop(self._kind, None)
@@ -114,7 +113,7 @@ class GatherOrder:
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
-        """`group` is about to be gathered."""
+        """Compare, where necessary, the group that is gathered next; raises `OrderError` on all ranks."""
         usual, place = self._usual.get(self._kind, ()), len(self._now)
         self._as_usual = self._as_usual and place < len(usual) and usual[place] is group
         self._now.append(group)
@@ -124,11 +123,10 @@ class GatherOrder:
         self._count, self._last = self._count + 1, group.name
 
     def step(self) -> None:
-        """Ranks have met for an update."""
         self._steps += 1
 
     def meet(self, what: str) -> None:
-        """Ranks meet for something else: all of them must have as many gathers behind them."""
+        """Compare the number of gathers where ranks synchronize for something else."""
         last = f", the last of {self._last}" if self._last else ""
         self.lockstep.compare(f"{what} after {self._count} gathers{last}")
 

@@ -24,7 +24,7 @@ from deepspeed.zero.parameters.record import ParamRecord
 
 
 class ArrivingParameter(ManagedParameter):
-    """A whole parameter whose values are on their way: the first read or write of them waits on its stream."""
+    """A whole parameter whose all-gather is in flight: the first read or write of it waits on its stream."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +46,7 @@ def arrived(value: Any) -> Any:
 
 
 class DeferredAllGather:
-    """The side of a group whose values may be on their way: every access to the buffer is ordered behind them.
+    """The side of a group whose all-gather may be in flight: every access to the buffer is ordered behind it.
 
     Attributes:
         full: the full buffer.
@@ -94,14 +94,14 @@ class DeferredAllGather:
         self._values = values
 
     def arrive(self, publish: Handle) -> None:
-        """The publish of new values is under way, and nobody has waited for it."""
+        """Note an all-gather of new values that nobody has waited for; the current stream is the one of the step."""
         self._arriving = publish, get_accelerator().current_stream()
         for member in self.members:
             if member.param.__class__ is ManagedParameter:
                 member.param.__class__ = ArrivingParameter
 
     def wait(self) -> None:
-        """Order the stream of the step, and the current one, behind the values; nothing to do when they are there."""
+        """Order the stream of the step, and the current one, behind the values."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return

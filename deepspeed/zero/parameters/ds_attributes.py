@@ -24,7 +24,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ClientSurface:
-    """What a managed parameter can be asked; it adds no field, so that parameters may change their class."""
+    """The public attributes of a managed parameter; no field is added, so that parameters may change their class."""
 
     __slots__ = ()
 

@@ -32,7 +32,7 @@ LEAST_BUCKETS, SMALLEST_SHARE = 8, 1 << 18
 
 @dataclass(frozen=True)
 class GroupingPlan:
-    """How parameters are put into groups.
+    """Sizes and constraints of groups.
 
     Args:
         bucket: most elements in a group (`reduce_bucket_size`).
@@ -49,7 +49,6 @@ class GroupingPlan:
     persist_total: int = 1 << 62
 
     def cut(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
-        """The layout of a group."""
         if self.one_owner and policy.owns_a_shard:
             return by_first(numels, ranks)
         if self.whole_tensors and policy.owns_a_shard:
@@ -58,7 +57,7 @@ class GroupingPlan:
 
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
-    """Every parameter once, by its first name; those the optimizer knows and the module does not come last."""
+    """All parameters with their first names; those that only the optimizer knows come last."""
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
         names.setdefault(param, f"optimizer parameter {index}")
@@ -69,7 +68,7 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Consecutive parameters, at most `limit` elements together, one at least."""
+    """Split into consecutive lists of at most `limit` elements, with at least one parameter each."""
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -90,7 +89,7 @@ def plan_groups(
     dtypes: Mapping[Parameter, torch.dtype],
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """The groups of a model."""
+    """Split a model into (policy, parameters), each of one dtype, device, signature, trainable or frozen."""
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
         unit_of = units_of(module)
@@ -125,7 +124,7 @@ def plan_groups(
 
 
 def release(params: Iterable[Any]) -> None:
-    """Give parameters that zero.Init has sharded back as plain, whole ones. All ranks that split them call together."""
+    """Unshard parameters of zero.Init. All ranks that hold shards call together."""
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
@@ -146,7 +145,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old shards dropped."""
+    """Make one group; parameters that zero.Init has sharded are gathered and sharded anew."""
     away = tiers is not None and tiers.parameters is not RESIDENT
     # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():

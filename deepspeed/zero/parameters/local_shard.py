@@ -17,7 +17,7 @@ from deepspeed.zero.parameters.record import ParamRecord, Tiers
 
 
 class LocalShard(DeferredAllGather):
-    """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
+    """The side of a group that rests in storage tiers. Its `values` are a view of the full buffer where that stays.
 
     Attributes:
         master: the copy of it that the optimizer updates; None where the shard itself is updated.
@@ -41,25 +41,25 @@ class LocalShard(DeferredAllGather):
     veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
-        """Store the shard in its tier."""
+        """Store the shard, 1-D and of the compute dtype, in its tier."""
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
 
     @property
     def publishes_beside(self) -> bool:
-        """Whether what is updated travels beside what is computed."""
+        """Whether the all-gather of updated values overlaps computation."""
         return self.policy.all_gathers_after_step and self.between_devices
 
     @property
     def between_devices(self) -> bool:
-        """Whether its messages are waited for by streams, not by the host."""
+        """Whether streams, not the host, wait for its messages."""
         return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
     # -- the own shard, to its place in the full buffer -----------------------------------------------------------
 
     def expect_own(self) -> None:
-        """The shard will be brought: start what takes time, straight into its place where nobody else asks for it."""
+        """Start to bring the shard from its tier, straight into its place where nothing else needs it."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -67,7 +67,7 @@ class LocalShard(DeferredAllGather):
             self.values.prefetch()
 
     def bring_own(self) -> PendingCopy | None:
-        """Have the shard in its place; from another device, what is under way."""
+        """Copy the shard into its place; from another device, returns the pending copy."""
         self.owes_own = False
         if self._brings:
             self._brings = False
@@ -90,7 +90,7 @@ class LocalShard(DeferredAllGather):
     # -- values and master ----------------------------------------------------------------------------------------
 
     def overwrite_master(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Take one member's values, dense and flat, into the master copy, if there is one."""
+        """Copy one member's values, dense and flat, into the master, if there is one."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -99,7 +99,7 @@ class LocalShard(DeferredAllGather):
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Take those values of a whole member into the master copy that are not its rounded master already."""
+        """Copy those values of a whole member into the master that differ from the rounded master."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -110,21 +110,21 @@ class LocalShard(DeferredAllGather):
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
-        """The values that are made of a master."""
+        """The parameter values that a master is rounded to."""
         seen = master.to(self.dtype, copy=self.veil is not None)
         if self.veil is not None:
             self.veil(seen)
         return seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
-        """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
+        """Allocate the master, of zeros, unless the values themselves can be updated where they rest."""
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
             self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
 
     def split_master(self) -> bool:
-        """Keep a master apart from the values although they have its dtype; whether it was made now."""
+        """Make a master apart from the values although they have its dtype; returns whether it was made now."""
         if self.master is not None:
             return False
         label = f"master of {self.name}"
@@ -135,17 +135,17 @@ class LocalShard(DeferredAllGather):
 
     @property
     def _apart(self) -> bool:
-        """Whether the values rest elsewhere than what the optimizer updates."""
+        """Whether the values rest in another tier than what the optimizer updates."""
         rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
         return rests is not self.tiers.optimizer
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """What the optimizer's leaves lie over; None for a frozen group that has no master where it would rest."""
+        """The memory of the optimizer's leaves; None for a frozen group without a master in its tier."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
-        """Give a group that was frozen its master copy, from the values it has."""
+        """Make the master of a group that was frozen, from its values."""
         if self.master is not None:
             return
         new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
@@ -169,7 +169,7 @@ class LocalShard(DeferredAllGather):
         self.draw_veil()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
-        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent."""
+        """A host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:
             return None
@@ -180,7 +180,7 @@ class LocalShard(DeferredAllGather):
         return self._staged
 
     def deliver_staged(self) -> None:
-        """Send what was staged to the values, without waiting; the current stream sees it."""
+        """Copy what was staged to the values, without waiting; the current stream is ordered behind it."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             with self.values.borrowed(changed=True, read=False) as values:
@@ -189,7 +189,7 @@ class LocalShard(DeferredAllGather):
             self.tiers.optimizer.pool.put(staged, after=arrival)
 
     def drop_staged(self) -> None:
-        """The update was given up before anything was delivered."""
+        """Return the staging buffer of an update that failed."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             self.tiers.optimizer.pool.put(staged)

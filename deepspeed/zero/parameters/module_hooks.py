@@ -36,7 +36,7 @@ _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it use
 
 
 class Hook:
-    """A hook that a deep copy of the module turns into nothing: the copy is a plain module."""
+    """A hook that does nothing in a deep copy of the module: the copy is a plain module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
@@ -113,7 +113,7 @@ class ModuleHooks:
         visit(self.module, None)
 
     def bound(self) -> str:
-        """How many elements may be gathered at once, and what decides it, in words."""
+        """Say how many elements may be gathered at a time, and what decides it."""
         limits = self.prefetcher.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
         units = [
@@ -144,12 +144,10 @@ class ModuleHooks:
         return []
 
     def attach_unit(self, unit: nn.Module) -> None:
-        """Hooks of one unit."""
         self.forward_hooks.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
         self.forward_hooks.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
-        """Take the hooks off."""
         for handle in self.forward_hooks:
             handle.remove()
         self.forward_hooks.clear()
@@ -165,7 +163,7 @@ class ModuleHooks:
         return self.prefetcher.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """`module` also uses `group`, which is not below it."""
+        """Gather `group`, which is not below `module`, with it too."""
         if group in self.units.get(module, ()):
             return
         known = module in self.units
@@ -174,12 +172,11 @@ class ModuleHooks:
             self.attach_unit(module)
 
     def remove_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """Undo `add_external`."""
         if group in self.units.get(module, ()):
             self.units[module].remove(group)
 
     def used_outside(self, group: ShardGroup) -> None:
-        """`group` was read while a unit that does not own it was running: gather it with that unit from now on."""
+        """Gather `group`, which was read outside of its own unit, with the running unit from now on."""
         if self.running:
             self.add_external(self.running[-1], group)
 
@@ -197,7 +194,7 @@ class ModuleHooks:
             self._turned = True  # without a backward to come, what follows is another pass
 
     def _begin_pass(self, first: nn.Module) -> None:
-        """The order of the last pass that began like this one is expected."""
+        """Begin a pass that is expected to use groups as the last one of its kind did."""
         kind = (first, torch.is_grad_enabled())
         self.prefetcher.trace.restart(kind)
         if self.gather_order is not None:
@@ -206,7 +203,7 @@ class ModuleHooks:
         self._alone.clear()
 
     def _run_alone(self, unit: nn.Module) -> None:
-        """A unit is driven through a child or a method: no forward of the root says where a pass begins.
+        """Begin a pass where a unit is driven through a child or a method, without a forward of the root.
 
         It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
         """
@@ -250,7 +247,7 @@ class ModuleHooks:
                 self.prefetcher.release(group)
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
-        """Keep no memory until backward for what autograd has saved of a unit's groups."""
+        """Free memory until backward that autograd has saved of a unit's groups."""
         groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
         viewed = any(group.buffer_views.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
@@ -258,7 +255,7 @@ class ModuleHooks:
             buffer_views.keep_places(outputs, since, groups)
 
     def _gather(self, unit: nn.Module) -> None:
-        """Have the groups of a unit here until they are released."""
+        """All-gather the groups of a unit until they are released."""
         groups = self.units[unit]
         for group in groups:
             group.users += 1
@@ -279,7 +276,7 @@ class ModuleHooks:
         return call
 
     def _output_gradient(self, call: _Call) -> None:
-        """The gradient of one of a unit's outputs has come: with the first one in a pass the unit's backward begins."""
+        """Begin the unit's backward with the first gradient of its outputs in a pass."""
         task = torch._C._current_graph_task_id()
         if call.begun != task:
             call.begun = task
@@ -317,14 +314,14 @@ class ModuleHooks:
             self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
-        """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
+        """End the backward of units without inputs to differentiate, when all gradients of a group have arrived."""
         for call in self._open_ended.pop(id(group), ()):
             call.open.discard(id(group))
             if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
-        """The window is over: nothing is in use, everything is freed."""
+        """End the window: nothing is in use, everything is freed."""
         self._open_ended.clear()
         self._turned = True
         self.running.clear()
@@ -374,7 +371,6 @@ class DeferredAllGatherHooks:
             group.wait()
 
     def wait(self) -> None:
-        """Wait for all on the current stream."""
         self._wait_for(self._groups)
 
     def detach(self) -> None:

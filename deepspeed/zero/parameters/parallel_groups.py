@@ -52,7 +52,7 @@ DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "")
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
-    """What parameters of one group have in common beside their dtype; a tied weight has a group of its own."""
+    """The relations that parameters of one group have in common; a tied weight has a group of its own."""
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) or any(getattr(tensor, mark, False) for mark in _SLICED)
     tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
@@ -120,7 +120,6 @@ class ParallelGroups:
 
 
 def axes_of(mesh: Mesh) -> ParallelGroups:
-    """The axes that an engine asks for again and again."""
     one_copy = mesh.axis("pp", *SHARD, "tp")
     return ParallelGroups(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD), one_copy)
 
@@ -153,28 +152,28 @@ class GroupRanks:
 
     @property
     def summing(self) -> list[Axis]:
-        """The axes that a round of gradients travels along."""
+        """The axes along which a round of gradients is reduced."""
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """Where this rank's counterpart of a global rank stands among `everyone`."""
+        """The position among `everyone` of this rank's counterpart of a global rank."""
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")
         return row.index(rank)
 
     def open_channels(self) -> tuple[int, int]:
-        """Numbers for one group's messages along `shard` and `copies`."""
+        """Channel numbers for one group's messages along `shard` and `copies`."""
         return self.channels or (self.shard.channel(), self.copies.channel() if self.copies is not None else 0)
 
 
 def alone(axis: Axis) -> GroupRanks:
-    """Where the ranks of one axis hold everything together."""
+    """The ranks of a group where those of one axis hold everything together."""
     return GroupRanks(axis, axis)
 
 
 class RankResolver:
-    """From signatures to ranks, on one mesh. All ranks make it together."""
+    """Resolves signatures to ranks, on one mesh. All ranks make it together."""
 
     def __init__(
         self,
@@ -197,7 +196,6 @@ class RankResolver:
             self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
 
     def resolve(self, signature: Signature) -> GroupRanks:
-        """The ranks around parameters of a signature."""
         if signature not in self._known:
             self._known[signature] = self._find(signature)
         return self._known[signature]
@@ -227,7 +225,7 @@ class RankResolver:
 
 
 def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter, Signature]:
-    """The signature of every parameter; one for all where every rank holds the whole model."""
+    """The signature of every parameter."""
     if mesh.is_data_parallel:
         return dict.fromkeys(names, DATA_PARALLEL)
     return {param: signature_of(param, name) for param, name in names.items()}
@@ -277,7 +275,7 @@ def equalise(
     signatures: Mapping[Parameter, Signature],
     tied: Mapping[str, frozenset[int]],
 ) -> None:
-    """Copies on several model ranks take the values of the first of them. All ranks call together."""
+    """Broadcast parameters that several model ranks hold from the first of them. All ranks call together."""
     label = "broadcast of a copied parameter"
     copied = [p for p in names if signatures[p][0][0] in _COPIED and not is_managed(p)]
     if mesh.size("tp") > 1:

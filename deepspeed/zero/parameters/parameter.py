@@ -65,7 +65,7 @@ def reads_values(func: Any) -> bool:
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd itself has put on `param`, past the property."""
+    """The gradient that autograd itself has set, past the property."""
     if param.__class__ is ManagedParameter:  # no torch function to be kept away
         return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
@@ -73,7 +73,7 @@ def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Put a gradient on `param`, or take it off, as autograd does, past the property."""
+    """Set, or with None clear, the gradient as autograd does, past the property."""
     if param.__class__ is ManagedParameter:
         _raw_grad.__set__(param, value)
         return
@@ -101,7 +101,6 @@ class _Freed(_Guarded):
     _kind = "stand-in"
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Its own values change nothing; others are a write."""
         source = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
             return self
@@ -122,7 +121,7 @@ class _Freed(_Guarded):
 
 
 class ManagedParameter(ClientSurface, Parameter):
-    """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
+    """A parameter of an engine, unsharded at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
     _ds_member: ParamRecord
 
@@ -178,7 +177,7 @@ class ManagedParameter(ClientSurface, Parameter):
         _raw_data.__set__(self, value)
 
     def set_(self, *source: Any, **how: Any) -> Any:
-        """As torch's; what lies there already is no change, as where a parametrization is registered on a parameter."""
+        """As torch's; setting what lies there already is no change, as where a parametrization is registered."""
         new = source[0] if len(source) == 1 and not how else None
         if new is self:
             return self
@@ -254,7 +253,7 @@ def reject_write(name: str, member: ParamRecord) -> None:
 
 
 def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
-    """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
+    """Whether the unbound `torch.Tensor.set_`, which no class intercepts, has replaced what lies under `tensor`."""
     return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
@@ -265,7 +264,7 @@ def _reject_targets(name: str, targets: Any) -> None:
 
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
+    """Carry out any torch function that meets a sharded parameter, a stand-in, or a view of a copy."""
     name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init passes by name
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
@@ -295,14 +294,14 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refused, but for modules being born that initialize what their children own."""
+    """Refuse a write, unless a module that is made under zero.Init initializes what its children own."""
     if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return birth_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a move leads where the parameter is already, or it is given its own values: `module.cpu()` does both."""
+    """Whether a move leads where the parameter is, or `data =` gives it its own values, as in `module.cpu()`."""
     if isinstance(first, ReadView):
         return False
     if name == "data=":
@@ -389,20 +388,19 @@ def dense_copy(tensor: Any) -> Any:
 
 
 def reject_functionalize(tensor: Any) -> Any:
-    """Raise for what is sharded, since `functionalize` writes to its arguments; anything else as it is."""
+    """Raise for a sharded parameter, since `functionalize` writes to its arguments; return anything else."""
     _reject_targets("functionalize", tensor)
     return tensor
 
 
 def stand_in(member: ParamRecord) -> StandIn:
-    """A stand-in of a member: true shape, no memory."""
     stand_in_tensor = torch.Tensor._make_subclass(StandIn, member.placeholder)
     stand_in_tensor._ds_member = member
     return stand_in_tensor
 
 
 def map_nested(change: Any, value: Any) -> Any:
-    """A nest of tuples, lists and dicts with what `change` gives for each of its leaves."""
+    """Apply `change` to the leaves of nested tuples, lists and dicts."""
     if isinstance(value, tuple):
         mapped = [map_nested(change, v) for v in value]
         if hasattr(value, "_fields"):
@@ -418,7 +416,7 @@ def map_nested(change: Any, value: Any) -> Any:
 
 @functools.cache
 def _feed_parameters() -> None:
-    """From now on `nn.Parameter(tensor)` takes managed parameters and what is read of them.
+    """Make `nn.Parameter(tensor)` accept managed parameters and what is read of them.
 
     As torch's, it shares the memory of a parameter that is whole for good; of one that is sharded, or gathered for a
     while, it takes a copy.
@@ -437,14 +435,12 @@ def _feed_parameters() -> None:
 
 
 def manage(param: Parameter, member: ParamRecord) -> None:
-    """Make `param` a managed one."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]
 
 
 def unmanage(param: Parameter) -> None:
-    """Give `param` back as a plain one."""
     _raw_class.__set__(param, Parameter)
     vars(param).pop("_ds_member", None)
 

@@ -46,7 +46,7 @@ from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroP
 
 
 class State(enum.Enum):
-    """Where the full buffer of a group is."""
+    """The state of the full buffer of a group."""
 
     SHARDED = "sharded"
     INFLIGHT = "in flight"
@@ -131,7 +131,6 @@ class ShardGroup(LocalShard):
 
     @property
     def state(self) -> State:
-        """Where the full buffer is."""
         return self._state
 
     @state.setter
@@ -146,7 +145,7 @@ class ShardGroup(LocalShard):
         return _STATUS[self.state]
 
     def new_buffer(self) -> None:
-        """Make the full buffer, of zeros, with nobody's views over it."""
+        """Allocate the full buffer, of zeros, with no views over it."""
         padded, dtype = self.layout.padded, self.dtype
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
@@ -154,7 +153,7 @@ class ShardGroup(LocalShard):
         self.buffer_views = BufferViews(self)
 
     def move_out(self) -> None:
-        """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
+        """Leave the memory of a whole group to its holder, and continue in new memory."""
         old, views = self.full, self.views
         self.new_buffer()
         self.full.copy_(old)
@@ -178,7 +177,7 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace one member's values on this rank: shard, master, and the full buffer if it is here."""
+        """Replace one member's values on this rank: shard, master, and the full buffer if it is gathered."""
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
@@ -194,13 +193,13 @@ class ShardGroup(LocalShard):
     # -- gather and free ------------------------------------------------------------------------------------------
 
     def expect_gather(self) -> None:
-        """The group will be gathered soon: a shard that is to be sent begins to come from where it rests."""
+        """Prefetch the shard from its tier for a gather that comes soon."""
         if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
             self.values.prefetch()
 
     @outside_transforms
     def start_all_gather(self) -> None:
-        """Begin to gather; nothing to do unless the group is sharded."""
+        """Start the all-gather, unless the group is gathered or in flight."""
         if self.state is not State.SHARDED:
             return
         self.buffer_views.check_no_unsaved_writes()
@@ -235,7 +234,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def wait_all_gather(self) -> None:
-        """Wait for the values and put them under the parameters."""
+        """Wait for the all-gather and make the parameters views of the full buffer."""
         if self.state is State.SHARDED:
             self.start_all_gather()
         if self.state is State.INFLIGHT:
@@ -261,7 +260,7 @@ class ShardGroup(LocalShard):
                 reject_write("set_", member)
 
     def gather_together(self) -> None:
-        """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
+        """Gather by a collective of all ranks of the axis, whatever each rank has already."""
         fetch, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
@@ -272,7 +271,7 @@ class ShardGroup(LocalShard):
             self.fetch = fetch
 
     def _fill_again(self) -> None:
-        """Bring the shards' values under a gathered group once more."""
+        """All-gather new values into a gathered group."""
         label = f"gather of {self.name}"
         self.wait_all_gather()
         arrival = self.bring_own()
@@ -285,7 +284,7 @@ class ShardGroup(LocalShard):
         self.buffer_views.snapshot()
 
     def retain(self) -> None:
-        """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
+        """Keep the memory of the full buffer allocated; freed values are out of reach all the same.
 
         Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
         rest elsewhere, the device is short of memory, and nothing is kept.
@@ -297,7 +296,7 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def reshard(self, edits_allowed: bool = False) -> None:
-        """Give the memory of the full buffer back."""
+        """Free the full buffer; raises if a parameter was changed while gathered, unless `edits_allowed`."""
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
         self.wait_all_gather()
@@ -323,7 +322,7 @@ class ShardGroup(LocalShard):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """The values are in the full buffer inside, on this rank; freed after it unless they were there or are used."""
+        """Gather the group inside, on this rank; freed after it unless it was gathered or is used."""
         was = self.state
         self.wait_all_gather()
         yield
@@ -331,7 +330,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """The shards have new values: bring them under what is gathered, and under views that somebody holds."""
+        """Bring new values of the shards under what is gathered, and under views that somebody holds."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
@@ -345,7 +344,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def edited_members(self) -> list[ParamRecord]:
-        """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
+        """Members of a gathered group whose values may have been changed, or replaced, by the user."""
         dtype, changed = self.dtype, []
         for member in self.members:
             param = member.param
@@ -357,7 +356,6 @@ class ShardGroup(LocalShard):
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def read(self, member: ParamRecord) -> torch.Tensor:
-        """A private dense copy of one member."""
         self.buffer_views.check_no_unsaved_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
@@ -371,7 +369,7 @@ class ShardGroup(LocalShard):
             return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All fragments of one member, as every rank holds them in `of`.
+        """All-gather one member's fragments, as every rank holds them in `of`.
 
         Args:
             member: the parameter.
@@ -390,7 +388,7 @@ class ShardGroup(LocalShard):
         return dense
 
     def keep_own(self) -> None:
-        """Take this rank's part of the full buffer as the new shard (after an edit of gathered parameters)."""
+        """Store this rank's part of the full buffer as the new shard (after an edit of gathered parameters)."""
         meet_before_change([self])
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
@@ -403,13 +401,13 @@ class ShardGroup(LocalShard):
         self.advance()
 
     def advance(self) -> None:
-        """The shard has new values: ranks that ask for this version are served now."""
+        """Count new values of the shard: ranks that ask for this version are served now."""
         self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """Send the updated shard to the other ranks; None when nothing travels."""
+        """All-gather the updated shards after the step; None when nothing is sent."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
@@ -432,7 +430,7 @@ class ShardGroup(LocalShard):
             self._dropped.atexit = False
 
     def dissolve(self) -> None:
-        """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
+        """Leave the engine: whole parameters become plain ones, sharded ones stay as zero.Init makes them."""
         self.wait()
         if self.state is State.INFLIGHT:
             self.wait_all_gather()
@@ -455,7 +453,7 @@ class ShardGroup(LocalShard):
             member.reducer = member.owner = None
 
     def drop(self) -> None:
-        """Let the buffers go: the parameters have been laid elsewhere."""
+        """Free the buffers of a group whose parameters are in other groups now."""
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
@@ -463,7 +461,7 @@ class ShardGroup(LocalShard):
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
-    """The group of a parameter, with all that a group can do."""
+    """The group of a parameter as a `ShardGroup`."""
     return cast(ShardGroup, member.group)
 
 
