@@ -106,7 +106,7 @@ class StructuredPruning:
         with torch.no_grad():
             for group in state.components.groups:
                 self._bring_back(group)
-        state.view().publish()
+        state.view().all_gather_masters()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.api.state_view import COMPRESSION
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
-from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.shard_group import ShardGroup, group_of, meet_before_change
 
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
@@ -74,7 +74,7 @@ class Masks:
                 group = group_of(owned.member)
                 if rule.revives and group.split_master():
                     optimizer.shard_of(owned.member).point()
-                group.veil = self._veil_of(group)
+                group.value_mask = self._veil_of(group)
 
     def of(self, name: str) -> Owned:
         """What this rank holds of a parameter, by any of its names."""
@@ -204,7 +204,7 @@ class Masks:
             self._mask_state(owned)
             if owned.member is not None:
                 groups[id(owned.member.group)] = group_of(owned.member)
-        publish(list(groups.values()))
+        all_gather_updated(list(groups.values()))
         for group in groups.values():
             group.advance()
 

@@ -90,7 +90,7 @@ class GatheredParameters:
             group = member.group
             if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
                 continue
-            member.rejoin()
+            member.restore_view()
             editor = group.ranks.position(self.modifier_rank or 0)
             broadcast(group.ranks.everyone, member.flat(), editor, f"edit of {member.name}")
             group.import_edits(member)

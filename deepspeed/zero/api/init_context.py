@@ -32,10 +32,10 @@ from deepspeed.storage.nvme_tier import NvmeTier
 from deepspeed.storage.simulated import disk_in
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
-from deepspeed.zero.api.reshard import lay
+from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.out_of_memory import exhausted, is_exhaustion
 from deepspeed.zero.parameters.parallel_groups import find_mesh
-from deepspeed.zero.parameters.parameter import ReadView, birth_writers, is_managed, reject_write
+from deepspeed.zero.parameters.parameter import ReadView, init_writers, is_managed, reject_write
 from deepspeed.zero.parameters.record import Tiers
 
 
@@ -99,23 +99,23 @@ class _Patches:
             setattr(torch, name, original)
 
 
-# Freed bytes after which unused pages are given back; birth would otherwise peak far above what it holds.
+# Freed bytes after which unused pages are given back; memory would otherwise peak far above what is held.
 _TRIM_AFTER = 1 << 25
 
 _CONSTRUCTORS = ("arange", "empty", "eye", "full", "ones", "tensor", "zeros")
 _orig_torch_arange = torch.arange  # Transformers tells it from the others by this name
 
-# The contexts that are open, outermost first: modules are born under the innermost.
+# The contexts that are open, outermost first: the innermost shards new modules.
 _open: list[Init] = []
 
 
 class Init:
-    """Context in which modules are born sharded (ZeRO stage 3).
+    """Context in which modules are sharded as they are created (ZeRO stage 3).
 
     Args:
-        module: shard this existing module at once instead of waiting for new ones.
+        module: shard this existing module now.
         data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: where shards rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+        remote_device: where shards rest from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
             the device; None: as `offload_param` says.
         config_dict_or_path: the JSON, for the dtype; may still hold "auto".
         config: another name of it.
@@ -186,7 +186,7 @@ class Init:
 
     @staticmethod
     def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
-        """The tier in which shards rest from birth on."""
+        """The tier in which shards rest from creation on."""
         section = config.zero.offload_param if config is not None else None
         where = remote_device or (section.device if section is not None else "none")
         if where in ("none", get_accelerator().device_name()) and where != "cpu":
@@ -222,7 +222,7 @@ class Init:
         if self.enabled:
             if not _open:
                 self._patches.apply(self.wraps_apply, self.dtype, self.device)
-                birth_writers.append(write_whole)
+                init_writers.append(write_whole)
             _open.append(self)
             if self.device.type == "cpu" and self.tiers.parameters is not RESIDENT:
                 self._pages.enter_context(own_pages())
@@ -233,7 +233,7 @@ class Init:
             _open.remove(self)
             self._pages.close()
             if not _open:
-                birth_writers.remove(write_whole)
+                init_writers.remove(write_whole)
                 self._patches.restore()
         if error is not None and is_exhaustion(error):
             raise exhausted("a model was made under zero.Init", error) from error
@@ -273,13 +273,13 @@ class Init:
                 param.data = param.data.to(self.dtype)
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
             self._unshared += param.numel() * param.itemsize
-            lay(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
+            shard_parameter(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
 
 
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """A tensor constructor whose results lie where the model is born; Transformers puts a wrapper of its own here.
+    """Wrap a tensor constructor to make tensors on the device; Transformers replaces this function by its own.
 
     Args:
         fn: the constructor.

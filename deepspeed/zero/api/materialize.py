@@ -24,7 +24,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.init_context import Init, write_whole
-from deepspeed.zero.parameters.parameter import birth_writers, is_managed
+from deepspeed.zero.parameters.parameter import init_writers, is_managed
 
 Rule = Callable[[nn.Module], Any]
 # A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
@@ -43,7 +43,7 @@ def is_without_values(model: nn.Module) -> bool:
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Give values to a model's tensors on the meta device, and shard its parameters as `zero.Init` does.
 
-    All ranks of the axis call together; no rank has more than one module beside its shards.
+    All ranks of the axis call together; no rank holds more than one module besides its shards.
 
     Args:
         model: changed in place; parameters stay the objects they are, but for those of recurrent layers.
@@ -53,7 +53,7 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     Raises:
         UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
             and a further call tries again. Or an earlier call ended within a rule: it cannot.
-        Exception: what a rule raised; the other ranks are told.
+        Exception: what a rule raised; the other ranks raise too.
     """
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
@@ -61,25 +61,25 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
             f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
             f"then. Make the model anew"
         )
-    birth = _Birth(Init.over(axis, device), device)
-    birth_writers.append(birth.write)  # a model initializes what its children have been given, and is sharded already
+    materializer = _Materializer(Init.over(axis, device), device)
+    init_writers.append(materializer.write)  # a rule may write to parameters of children, which are sharded already
     try:
-        with torch.no_grad(), alarmed(lambda: f"values of {birth.at}"):
-            birth.visit("", model, None)
+        with torch.no_grad(), alarmed(lambda: f"values of {materializer.at}"):
+            materializer.visit("", model, None)
     except BaseException:
-        vars(model)[_STOPPED] = birth.at
+        vars(model)[_STOPPED] = materializer.at
         raise
     finally:
-        birth_writers.remove(birth.write)
-    birth.check()
+        init_writers.remove(materializer.write)
+    materializer.check()
 
 
-class _Birth:
+class _Materializer:
     def __init__(self, context: Init, device: torch.device) -> None:
         self._context, self._device = context, device
         self._met: set[nn.Module] = set()
         self._given: set[nn.Parameter] = set()
-        self._ruled: set[nn.Parameter] = set()  # of the given, those that a rule wrote
+        self._ruled: set[nn.Parameter] = set()  # of those, what a rule wrote
         self._doing = ""  # "rule", "reset" or "again", while one is called
         self.at = "the model"  # the module that is being given values
         self._count = 0  # of tensors that have been given values
@@ -113,7 +113,7 @@ class _Birth:
 
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
         """Initialize a module's own tensors; this may change tensors of modules in it that have values already."""
-        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
+        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of an earlier call that failed
         names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
         shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]

@@ -1,7 +1,7 @@
 """Reshards parameters over other ranks, one at a time, or releases them.
 
-A model that is cut into stages is born over the ranks of all of them. Here each stage takes what it keeps, and no rank
-ever holds more than that beside its shards of the rest.
+`zero.Init` shards a pipeline's model over the ranks of all stages. Here each stage takes its own parameters, and no
+rank ever holds more than those and its shards of the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
-def is_born(model: nn.Module) -> bool:
+def is_sharded_by_init(model: nn.Module) -> bool:
     """Whether `zero.Init` has sharded some of a model's parameters."""
     return any(is_managed(param) for param in model.parameters())
 
@@ -40,7 +40,7 @@ def check_not_served(model: nn.Module) -> None:
             )
 
 
-def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
+def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
     """Shard parameters of `zero.Init` over the ranks of `axis`. All ranks that held them call together.
 
     With axis None parameters are unsharded; those not in `unchanged` become empty tensors.
@@ -54,12 +54,12 @@ def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], ax
         if param not in stay:
             param.data = param.data.new_empty(0)
         elif axis is not None and (axis.size > 1 or tiers.parameters is not RESIDENT):
-            lay(param, name, axis, tiers)
+            shard_parameter(param, name, axis, tiers)
     if any(param.device.type == "cpu" for param in params.values()):  # the pages of many small buffers
         get_accelerator().empty_cache()
 
 
-def lay(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
+def shard_parameter(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
     """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values."""
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)

@@ -23,7 +23,7 @@ from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
-from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.parallel_groups import signature_of
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
@@ -32,7 +32,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 # The names by which checkpoints state how a layout cuts.
 LAYOUT_RULES = {"equal": by_group, "between": by_owner, "first": by_first}
 
-# Keys of what compression stores beside the optimizer's state begin so.
+# Prefix of the keys that compression adds to the optimizer's state.
 COMPRESSION = "compression."
 
 
@@ -417,9 +417,9 @@ class StateView(WindowView, PlacedView):
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
-    def publish(self) -> None:
+    def all_gather_masters(self) -> None:
         """All-gather loaded masters into the parameters of every rank. All ranks call together."""
-        publish(self.groups)
+        all_gather_updated(self.groups)
         for group in self.groups:
             for member in group.members:
                 member.version, member.exposed = member.current_version, False

@@ -22,7 +22,7 @@ from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.layout.regions import Region, RegionRange, copies
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
-from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
@@ -263,7 +263,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         with group.updated.borrowed(changed=True) as masters:
             for fragment in access.fragments:
                 masters[fragment.span].copy_(value.reshape(-1))
-        publish([group])
+        all_gather_updated([group])
         group.advance()
         group.refresh()
 

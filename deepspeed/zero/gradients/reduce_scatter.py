@@ -172,10 +172,8 @@ class GradReduceScatter:
 
         copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
-            copies, scale = (
-                copies.reductions,
-                current.post_reduce_scale,
-            )  # both sums at once: who is late keeps their order too
+            # Both sums are started here: a late rank keeps their order too.
+            copies, scale = copies.reductions, current.post_reduce_scale
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )

@@ -1,4 +1,4 @@
-"""Units of a module tree: modules that are gathered, recomputed and published together, and leaf modules."""
+"""Units of a module tree: modules that are all-gathered and recomputed together, and leaf modules."""
 
 from __future__ import annotations
 

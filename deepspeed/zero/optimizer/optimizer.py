@@ -30,7 +30,7 @@ from deepspeed.zero.gradients.grad_norm import explain_overflow, global_norm, kn
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
 from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
-from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
+from deepspeed.zero.optimizer.update import StepGuard, all_gather_updated, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
 from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, ModuleHooks
 from deepspeed.zero.parameters.parameter import is_managed
@@ -80,7 +80,7 @@ class OptimizerSurface:
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """This rank's shard of each flat group that is updated: 1-D, in the dtype of the master.
 
-        What rests in memory is given as it lies there, what rests on a disk as a copy. A write is found by nobody:
+        Shards in memory are given as they are, shards on a disk as a copy. A write has no effect on the model:
         `safe_set_full_fp32_param` sets masters.
         """
         partitions = []
@@ -205,7 +205,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
-        self.piggyback_values: list[float] = []  # numbers that ride on the step's exchange, and everybody's
+        self.piggyback_values: list[float] = []  # numbers all-gathered with the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
         self._late: DeferredAllGatherHooks | None = None
         self.attach(reducer, lifecycle, late)
@@ -302,9 +302,9 @@ class ZeroOptimizer(OptimizerSurface):
         self._replaced: dict[str, Any] = {}
         for name, traits in self.traits.methods.items():
             if name not in vars(self.optimizer):  # not what a user has put there
-                self._replaced[name] = vars(self.optimizer)[name] = self._published(name, traits)
+                self._replaced[name] = vars(self.optimizer)[name] = self._wrapped_method(name, traits)
 
-    def _published(self, name: str, traits: MethodTraits) -> Callable[..., Any]:
+    def _wrapped_method(self, name: str, traits: MethodTraits) -> Callable[..., Any]:
         optimizer, own = self.optimizer, getattr(type(self.optimizer), name)
 
         @functools.wraps(own)
@@ -345,7 +345,7 @@ class ZeroOptimizer(OptimizerSurface):
                 result = call()
                 for shard in self.shards:
                     shard.adopt_replaced()
-                publish(self.groups)
+                all_gather_updated(self.groups)
         finally:
             self._stepping = False
         self._show_new_values()
@@ -527,8 +527,8 @@ class ZeroOptimizer(OptimizerSurface):
             group.wait()
         changed = [member for group in self._whole for member in group.edited_members()]
         for member in changed:
-            member.tell_holder()
-            member.step_aside()  # read all before any is written: two may have been exchanged
+            member.warn_if_copied()
+            member.copy_foreign_values()  # read all before any is written: two may have been exchanged
         for member in changed:
             self.import_edits(member)
 
@@ -607,8 +607,8 @@ class ZeroOptimizer(OptimizerSurface):
             group.move_out()
             group.buffer_views.track_writes()
             self.shard_of(member).point()
-        member.tell_holder()
-        member.rejoin()
+        member.warn_if_copied()
+        member.restore_view()
         if member.exposed or member.param._version != member.version:
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.
             member.version, member.exposed = (

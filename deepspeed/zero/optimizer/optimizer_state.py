@@ -188,11 +188,11 @@ class OptimizerState(defaultdict[Any, Any]):
     """The state of an inner optimizer; see [Note: state by parameter].
 
     Args:
-        owner: knows the leaves of parameters; who keeps the state does not keep it.
+        owner: knows the leaves of parameters; referred to weakly.
 
     Attributes:
         elsewhere: parameters of which only other ranks have a part, and whether their entry holds anything.
-        of_others: the outline of another rank's state, where ranks have told each other.
+        of_others: the outline of another rank's state, where ranks have exchanged it.
     """
 
     def __init__(self, owner: Owner) -> None:

@@ -158,7 +158,7 @@ def waves_of(
     # each parameter by itself are run several times in a step unasked.
     pieces, groups = 1, [shard.group for wave in resting for shard in wave.shards]
     if type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer):
-        if all(group.publishes_beside for group in groups):
+        if all(group.overlaps_all_gather for group in groups):
             pieces = min(PIECES, max(1, sum(group.high - group.low for group in groups) // PIECE))
     return _joined(resting, pieces) + waves or [UpdateStep([], [], [])]
 
@@ -209,7 +209,7 @@ def update(
         optimizer: any torch optimizer over the leaves.
         waves: at least one.
         factor: of all gradients.
-        updated: called with the groups of a wave before their masters are published.
+        updated: called with the groups of a wave before their masters are all-gathered.
         late: new values may arrive after the step.
         call: what to run instead of `optimizer.step()`, for optimizers whose update has other names (SAM).
 
@@ -315,9 +315,9 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
             group.round_masters()
         else:
             group.deliver_staged()
-            group.draw_veil()
+            group.mask_values()
         # Asked before the all-gather, which holds views itself.
-        arrives = late and group.publishes_beside and not group.buffer_views.track_writes()
+        arrives = late and group.overlaps_all_gather and not group.buffer_views.track_writes()
         handle = group.start_all_gather_updated()
         if handle is not None and arrives:
             group.arrive(handle)
@@ -326,7 +326,7 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
     return handles
 
 
-def publish(groups: Sequence[ShardGroup]) -> None:
+def all_gather_updated(groups: Sequence[ShardGroup]) -> None:
     """Round and all-gather the masters of these groups."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -1,12 +1,12 @@
 """The all-gather of updated parameters that is still running when `step` returns, and the waits for it.
 
-[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the publish.
-A group whose publish is under way *arrives*: its parameters wear `ArrivingParameter`, so that the first torch function
-that reads or writes one of them orders the current stream, and the stream of the step, behind the message; hooks do the
-same for a whole unit before its forward (`module_hooks.DeferredAllGatherHooks`), and the package's
-own reads of the buffer pass the properties below. Whoever holds a view of the buffer makes the step wait at once. What
-no class can see is what the key's user promises not to do: addresses kept from before, a captured graph, a kernel given
-a parameter past torch.
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the all-gather
+of updated parameters. A group whose all-gather is in flight *arrives*: its parameters have the class
+`ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
+the stream of the step, behind the message. Hooks do the same for a whole unit before its forward
+(`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer pass the properties below. Where
+somebody holds a view of the buffer, the step waits itself. Users of the key promise not to do what no class can see:
+use addresses kept from before, replay a captured graph, give a parameter to a kernel past torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DeferredAllGather:
     _full: torch.Tensor
     _views: list[torch.Tensor]
     _values: StoredTensor
-    _arriving: tuple[Handle, Any] | None = None  # the publish, and the stream of the step
+    _arriving: tuple[Handle, Any] | None = None  # the all-gather, and the stream of the step
 
     @property
     def full(self) -> torch.Tensor:
@@ -93,9 +93,9 @@ class DeferredAllGather:
     def values(self, values: StoredTensor) -> None:
         self._values = values
 
-    def arrive(self, publish: Handle) -> None:
+    def arrive(self, all_gather: Handle) -> None:
         """Note an all-gather of new values that nobody has waited for; the current stream is the one of the step."""
-        self._arriving = publish, get_accelerator().current_stream()
+        self._arriving = all_gather, get_accelerator().current_stream()
         for member in self.members:
             if member.param.__class__ is ManagedParameter:
                 member.param.__class__ = ArrivingParameter
@@ -108,12 +108,12 @@ class DeferredAllGather:
         for member in self.members:
             if member.param.__class__ is ArrivingParameter:
                 member.param.__class__ = ManagedParameter
-        publish, home = arriving
+        all_gather, home = arriving
         accelerator = get_accelerator()
         reader = accelerator.current_stream()
         if reader == home:
-            publish.wait()
+            all_gather.wait()
             return
         with accelerator.stream(home):
-            publish.wait()
+            all_gather.wait()
         reader.wait_stream(home)

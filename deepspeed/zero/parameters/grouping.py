@@ -149,15 +149,15 @@ def build_group(
     away = tiers is not None and tiers.parameters is not RESIDENT
     # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
-        born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
-        for group in born:
+        initialized: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
+        for group in initialized:
             group.wait_all_gather()
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
         layout = plan.cut(policy, [p.numel() for p in params], ranks.shard.size)
         shard_group = ShardGroup(ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
-    if born:
-        for group in born:
+    if initialized:
+        for group in initialized:
             group.drop()
         if shard_group.device.type == "cpu":
             # Many small buffers have been freed: without this their pages stay with the process.

@@ -38,7 +38,7 @@ class LocalShard(DeferredAllGather):
     owes_own = False  # the own shard is on its way from its tier, and not in the full buffer yet
     _brings = False  # … and comes straight to its place there
     _staged: torch.Tensor | None = None
-    veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
+    value_mask: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
         """Store the shard, 1-D and of the compute dtype, in its tier."""
@@ -47,7 +47,7 @@ class LocalShard(DeferredAllGather):
         self.values.replace(values)
 
     @property
-    def publishes_beside(self) -> bool:
+    def overlaps_all_gather(self) -> bool:
         """Whether the all-gather of updated values overlaps computation."""
         return self.policy.all_gathers_after_step and self.between_devices
 
@@ -111,9 +111,9 @@ class LocalShard(DeferredAllGather):
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
         """The parameter values that a master is rounded to."""
-        seen = master.to(self.dtype, copy=self.veil is not None)
-        if self.veil is not None:
-            self.veil(seen)
+        seen = master.to(self.dtype, copy=self.value_mask is not None)
+        if self.value_mask is not None:
+            self.value_mask(seen)
         return seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
@@ -166,7 +166,7 @@ class LocalShard(DeferredAllGather):
                     values.copy_(master)
                 else:
                     mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)
-        self.draw_veil()
+        self.mask_values()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
         """A host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
@@ -194,8 +194,8 @@ class LocalShard(DeferredAllGather):
         if staged is not None and self.tiers.optimizer.pool is not None:
             self.tiers.optimizer.pool.put(staged)
 
-    def draw_veil(self) -> None:
+    def mask_values(self) -> None:
         """Mask the values that were made of the master."""
-        if self.veil is not None and self.master is not None:
+        if self.value_mask is not None and self.master is not None:
             with self.values.borrowed(changed=True) as values:
-                self.veil(values)
+                self.value_mask(values)

@@ -342,12 +342,12 @@ class DeferredAllGatherHooks:
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
-        self._module, self._groups = module, [group for group in groups if group.publishes_beside]
+        self._module, self._groups = module, [group for group in groups if group.overlaps_all_gather]
         self._units: dict[nn.Module, list[ShardGroup]] = {}
-        for param, unit in owners_of(module) if self._groups else ():  # all of them: who runs first is not known
+        for param, unit in owners_of(module) if self._groups else ():  # all of them: which runs first is not known
             if is_managed(param):
                 known, group = self._units.setdefault(unit, []), group_of(param._ds_member)  # type: ignore[attr-defined]
-                if group not in known and group.publishes_beside:
+                if group not in known and group.overlaps_all_gather:
                     known.append(group)
         self._hooks: list[Any] = []
 

@@ -24,8 +24,8 @@ from deepspeed.zero.parameters.ds_attributes import ClientSurface
 from deepspeed.zero.parameters.functorch import in_transform, outside_transforms
 from deepspeed.zero.parameters.record import ParamRecord
 
-# While zero.Init is open, what carries out a write to a parameter that is sharded already.
-birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+# While zero.Init is open: carry out a write to a parameter that is sharded already.
+init_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
@@ -105,8 +105,8 @@ class _Freed(_Guarded):
         if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
             return self
         if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
-            if birth_writers:
-                return birth_writers[-1]("data=", None, (self, source), {})
+            if init_writers:
+                return init_writers[-1]("data=", None, (self, source), {})
         reject_write("set_", self._ds_member)
 
     def as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
@@ -295,8 +295,8 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse a write, unless a module that is made under zero.Init initializes what its children own."""
-    if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
-        return birth_writers[-1](name, func, args, kwargs)
+    if init_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
+        return init_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 

@@ -20,7 +20,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 # Passes that begin differently (training, evaluation, a child or a method called by itself) are remembered apart.
 _REMEMBERED = 8
-# What a profile is told of: a gather is started as it is needed, is waited for, is started ahead.
+# Events of a profile: a gather is started as it is needed, is waited for, is started ahead.
 FETCH_SUBMIT, FETCH_WAIT, PREFETCH_SUBMIT = "fetch_submit", "fetch_wait", "prefetch_submit"
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -259,12 +259,12 @@ class ParamRecord:
             own = lent[self.own_span()]
             return own if values.memory is not None else own.clone()
 
-    def step_aside(self) -> None:
+    def copy_foreign_values(self) -> None:
         """Copy values that were put under the parameter, and may be another parameter's memory."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
 
-    def tell_holder(self) -> None:
+    def warn_if_copied(self) -> None:
         """Warn that values put under the parameter are copied, when somebody holds the tensor that they come from."""
         with torch._C.DisableTorchFunctionSubclass():
             away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
@@ -276,7 +276,7 @@ class ParamRecord:
                     key=("copied", self.uid),
                 )
 
-    def rejoin(self) -> None:
+    def restore_view(self) -> None:
         """Copy values that were put under the gathered parameter by `param.data = …` back into the full buffer."""
         view, param = self.group.views[self.index], self.param
         self.address = view.data_ptr()

@@ -92,8 +92,7 @@ class ShardGroup(LocalShard):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        # Who lets parameters rest elsewhere is short of memory here: what is freed goes back to the system at once.
-        # So is who gathers under a limit on addresses.
+        # Where parameters are offloaded, or addresses are limited, freed memory goes back to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = ranks.open_channels()
@@ -105,7 +104,7 @@ class ShardGroup(LocalShard):
         self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
-        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
+        self.observer: Callable[[ShardGroup], None] | None = None  # called when the state has changed
         self.changes = 0  # how often the shard has got new values
         self._handle: Handle | None = None
         self._arrival: PendingCopy | None = None  # the own shard, on its way from another device
