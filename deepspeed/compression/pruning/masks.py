@@ -61,7 +61,7 @@ class Masks:
         self.veils: dict[str, torch.Tensor] = {}
         self._updated: set[int] = set()  # groups that this step has updated
         if optimizer is not None and rules:
-            optimizer.masks = self
+            optimizer.set_masks(self)
             for rule in rules:
                 _check_gradients_exist(rule, self)
                 self._hang_veils(rule, optimizer)

@@ -108,7 +108,7 @@ class Reducer:
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
         self.squares = SumOfSquaresCache()
-        self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
+        self._wait_timer: Callable[[], AbstractContextManager[object]] = nullcontext
         self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
@@ -261,7 +261,7 @@ class Reducer:
                 f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
                 f"it: read .grad again and change that"
             )
-        with self.timing():
+        with self._wait_timer():
             self.reduce_scatter.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if agreement is None:
             raise RuntimeError("a bucket without a meeting")
@@ -355,6 +355,10 @@ class Reducer:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
         self.window.forget()
+
+    def time_waits(self, timer: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter `timer()` around each wait for gradients in flight."""
+        self._wait_timer = timer
 
     def set_accumulates(self, accumulates: bool) -> None:
         self.settings = self.reduce_scatter.settings = replace(self.settings, accumulates=accumulates)

@@ -26,6 +26,7 @@ from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
 from deepspeed.optim.separability import MethodTraits, UpdateTraits
 from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.grad_norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
@@ -62,6 +63,8 @@ class OptimizerSurface(ProgramAttributes):
     groups: Sequence[ShardGroup]
     bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
     traits: UpdateTraits  # of the optimizer
+    settings: StepSettings
+    window: AccumulationWindow
     engine: TrainingEngine | None = None  # that it is attached to
 
     @property
@@ -83,7 +86,7 @@ class OptimizerSurface(ProgramAttributes):
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """This rank's shard of each flat group that is updated: 1-D, in the dtype of the master.
 
-        Shards in memory are given as they are, shards on a disk as a copy. A write has no effect on the model:
+        Shards in memory are given as they are, shards on a disk as a copy. A write is not detected:
         `safe_set_full_fp32_param` sets masters.
         """
         partitions = []
@@ -99,6 +102,32 @@ class OptimizerSurface(ProgramAttributes):
         return partitions
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups: the very dicts the client made."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss (1 when losses are not scaled)."""
+        return self.window.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def clip_grad(self) -> float:
+        """The clipping limit, 0 for none."""
+        return self.settings.clip
 
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
@@ -219,7 +248,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
-        self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
+        self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
         self.piggyback_values: list[float] = []  # numbers all-gathered with the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
         self._late: DeferredAllGatherHooks | None = None
@@ -228,13 +257,7 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Shard the parameters in the inner optimizer's groups as the reducer's groups are.
-
-        Args:
-            reducer: where gradients come from.
-            lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
-            late: lets new values arrive after a step.
-        """
+        """Shard the parameters in the inner optimizer's groups as the reducer's groups are."""
         if self._late is not None:
             self._late.detach()
         self.reducer, self._late = reducer, late
@@ -329,15 +352,7 @@ class ZeroOptimizer(OptimizerSurface):
         return method
 
     def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
-        """Call a method of the inner optimizer that writes parameters or state. All ranks call together.
-
-        Args:
-            call: the method, bound.
-            traits: one that reads gradients is run as `step` is: at the end of a window, with clipping.
-
-        Returns:
-            What it returned.
-        """
+        """Call a method of the inner optimizer that writes parameters or state. All ranks call together."""
         if self._stepping:  # by the optimizer itself
             return call()
         if traits.reads_gradients:
@@ -375,32 +390,6 @@ class ZeroOptimizer(OptimizerSurface):
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: the very dicts the client made."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss (1 when losses are not scaled)."""
-        return self.window.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def clip_grad(self) -> float:
-        """The clipping limit, 0 for none."""
-        return self.settings.clip
 
     def _rates(self) -> list[float]:
         """Hyperparameters of this rank, for comparison: one that differed would update its shards by another rule."""
@@ -466,8 +455,8 @@ class ZeroOptimizer(OptimizerSurface):
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
-        if self.inspect is not None:
-            self.inspect(norm, self.gathered_piggyback_values)
+        if self._inspect is not None:
+            self._inspect(norm, self.gathered_piggyback_values)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
@@ -475,6 +464,14 @@ class ZeroOptimizer(OptimizerSurface):
         self._end_window()
         if self.scaler is not None:
             self.scaler.update(self.overflow)
+
+    def inspect_norm(self, inspect: Callable[[float | None, list[list[float]]], None]) -> None:
+        """Call `inspect(norm, piggyback values of all ranks)` between norm and update from now on."""
+        self._inspect = inspect
+
+    def set_masks(self, masks: Pruner) -> None:
+        """Mask gradients and masters in each update from now on, until the parameters are laid out anew."""
+        self.masks = masks
 
     @property
     def _leaf_writes(self) -> int:

@@ -96,7 +96,7 @@ class ModuleHooks:
         self._find_units(set(repeated_blocks(module)))
         self.attach()
         for group in prefetcher.groups:
-            group.lifecycle, group.gather_order = self, gather_order
+            group.attach(self, gather_order, prefetcher.note)
 
     def _find_units(self, blocks: set[nn.Module]) -> None:
         def visit(module: nn.Module, unit: nn.Module | None) -> None:

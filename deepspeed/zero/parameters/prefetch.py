@@ -168,7 +168,6 @@ class PrefetchScheduler:
         self._idle: list[tuple[float, int]] = []  # heap: (- entry of next use, number) of groups that may be idle here
         self._restarts = -1
         for group in groups:
-            group.observer = self.note
             self.note(group)
 
     def live(self) -> int:

@@ -104,7 +104,7 @@ class ShardGroup(LocalShard):
         self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
-        self.observer: Callable[[ShardGroup], None] | None = None  # called when the state has changed
+        self._observer: Callable[[ShardGroup], None] | None = None
         self.changes = 0  # how often the shard has got new values
         self._handle: Handle | None = None
         self._arrival: PendingCopy | None = None  # the own shard, on its way from another device
@@ -135,8 +135,8 @@ class ShardGroup(LocalShard):
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        if self.observer is not None:
-            self.observer(self)
+        if self._observer is not None:
+            self._observer(self)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -428,6 +428,12 @@ class ShardGroup(LocalShard):
             self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
             self._dropped.atexit = False
 
+    def attach(
+        self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
+    ) -> None:
+        """Let an engine's hooks gather the group; `observer` is called when its state has changed."""
+        self.lifecycle, self.gather_order, self._observer = lifecycle, gather_order, observer
+
     def dissolve(self) -> None:
         """Leave the engine: whole parameters become plain ones, sharded ones stay as zero.Init makes them."""
         self.wait()
@@ -442,7 +448,7 @@ class ShardGroup(LocalShard):
             self.fetch = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.lifecycle = self.observer = self.gather_order = None
+        self.lifecycle = self._observer = self.gather_order = None
         if self.master is not None:
             self.master.drop()
             self.master = None
