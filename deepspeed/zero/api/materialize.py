@@ -2,8 +2,8 @@
 
 Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
 Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
-are those of the same model made whole by `to_empty`, tied again, and the same calls. What a rule leaves blank is reset
-without changing what it wrote, and the rule is called again, since it may scale, say, what a class gives itself;
+are those of the same model made whole by `to_empty`, tied again, and the same calls. Tensors that a rule leaves
+unwritten are reset without changing what it wrote, and the rule is called again, since it may scale what a class sets;
 values that were there before, such as loaded ones, stay.
 """
 

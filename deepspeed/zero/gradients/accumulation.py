@@ -1,11 +1,11 @@
 """Gradient accumulation: the micro-batches between two updates, and the checks over ranks before one.
 
-Whoever drives training (an engine, a pipeline's schedule) holds one window and tells it where a micro-batch ends and
-which backward pass runs. The gradient side (`zero/gradients/reducer`) asks it what a gradient is multiplied by and
-whether it travels now; the optimizer asks what the sum is divided by.
+The driver of training (an engine, a pipeline's schedule) holds one window and reports where a micro-batch ends and
+which backward pass runs. The window tells the gradient side (`zero/gradients/reducer`) the factor of a gradient and
+whether it is reduced now, and the optimizer the divisor of the sum.
 
-[Note: agreement] Counts, boundary, ways of counting, loss scale and hyperparameters are set by every rank alone. They
-travel in the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
+[Note: agreement] Every rank sets counts, boundary, ways of counting, loss scale and hyperparameters by itself. They are
+part of the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
 window is dropped on all of them, and no parameter has changed: a difference is never silent, and costs no message.
 """
 

@@ -2,11 +2,10 @@
 
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
 leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters and
-counters that the first one started from, once hooks had set theirs. An optimizer whose update cannot be had in parts
-(`UpdateTraits.in_parts`) has one wave. Where somebody has put a `step` around the optimizer's own, that
-runs once too, and all waves inside of it, when the own step begins. While a group is updated, the next one is read
-ahead, the last one is written behind, and its parameters are already on their way to the other ranks. Where these
-travel between devices, what rests there is updated in a few waves too.
+counters that the first one had after the hooks. An optimizer whose update cannot be split (`UpdateTraits.in_parts`) has
+one wave. A `step` that is wrapped around the optimizer's own runs once too, with all waves inside the own step. While a
+group is updated, the next one is prefetched, the last one is written back, and its all-gather is in flight. Where
+all-gathers run between devices, groups on the device are updated in a few waves too.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """Tracks views of a group's unsharded buffer, and what autograd saves of it.
 
-[Note: aliases] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for as
-long as somebody holds it. So the buffer of a freed group is given back only when nobody does: a storage counts its
-tensors, and the group knows how many are its own. While somebody holds one, the memory stays, and the new values are
-brought under it when the shards change (`ShardGroup.refresh`).
+[Note: buffer views] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for
+as long as it lives. So the buffer of a freed group is released only when nobody holds a view: a storage counts its
+tensors, and the group knows how many are its own. While a view lives, the memory stays, and `ShardGroup.refresh` copies
+new values into it when the shards change.
 
 Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
-backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
+backward. They are found in the graph of a unit's outputs, and autograd then saves the place in the group instead;
 backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
 
-The same holds of a parameter that autograd saves itself, as the object: torch counts who holds it besides Python. In
-the graph of a unit's outputs it becomes a place; functions written in Python get it as the object, gathered for them.
-What is beyond them (another module has read it, or a unit's forward has put something aside) runs in a backward that
-gathers nothing: the freed parameter then goes on to lie in the full buffer, whose memory stays (`ParamRecord.saved`).
+The same holds for a parameter that autograd saves itself, as the object: torch counts its holders besides Python. In
+the graph of a unit's outputs it becomes a place; for functions written in Python, which get the object, the group is
+gathered. Elsewhere (another module has read it, or a unit's forward has stored something) backward gathers nothing: the
+freed parameter then stays in the full buffer, whose memory stays (`ParamRecord.saved`).
 
-A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
-unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
-the same values. Autograd saves a parameter itself as the object, which is without values while it is freed; such a
-backward unpacks a view in its place. These views are held: the memory stays until their graph goes.
+A backward with `create_graph` saves again what it unpacks, in nodes that no hook of a unit surrounds. It therefore
+unpacks a view that shares the version counter of the parameter, not of the memory, which gathers refill with the same
+values. A parameter that autograd saved itself has no values while it is freed; such a backward unpacks a view instead.
+These views are held: the memory stays until their graph is freed.
 """
 
 from __future__ import annotations

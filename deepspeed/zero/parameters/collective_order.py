@@ -1,18 +1,17 @@
 """Orders collectives that carry no tags, and checks that all ranks all-gather in the same order.
 
-[Note: launch order] NCCL pairs calls by their order alone, and the order in which gradients are complete may differ
-from rank to rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one
-round of each group in the order in which backward usually completes them. A rank whose branch skipped a group cannot
-know yet whether others have a round of it; what comes after waits until the ranks meet next (the window's end, a save
-within it), also where their counts are equal already, and is launched from there in the same sequence, without what
-has no round left. Rounds in a dtype that a group does not usually travel in come last.
+[Note: launch order] NCCL pairs calls by their order alone, and gradients may be complete in another order on another
+rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of each group
+in the order in which backward usually completes them. A rank whose branch skipped a group cannot know yet whether
+others have a round of it; later rounds wait until the ranks synchronize next (the window's end, a save within it), also
+where their counts are equal already, and are launched then in the same sequence, without groups that have no round
+left. Rounds in a dtype that a group does not usually have come last.
 
-[Note: gather order] NCCL pairs gathers by their order alone: ranks that need different units would hang, or take one
-unit's values for another's. So ranks compare, by name and over the host's backend, what each is about to gather. That
-costs a message between hosts per gather, and is done while nothing is known (the first steps), and from where a pass
-differs from the last one of its kind until its end. What a rank gathers as it did in a pass that was compared is free.
-A rank alone in its change finds the others where they meet next, each with its count of gathers; until then the watch
-over hangs is what ends it.
+[Note: gather order] NCCL pairs all-gathers by their order alone: ranks that need different units would hang, or take
+one unit's values for another's. So ranks compare, by name and over the host's backend, what each gathers next. That
+costs a message between hosts per gather. It is done in the first steps, and from where a pass differs from the last one
+of its kind until its end; gathers as in a compared pass are free. A rank that alone differs finds the others where they
+synchronize next, each with its count of gathers; before that only the watchdog ends the hang.
 """
 
 from __future__ import annotations
