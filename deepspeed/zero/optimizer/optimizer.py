@@ -6,11 +6,10 @@ import contextlib
 import copy
 import functools
 import math
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,12 +25,11 @@ from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
 from deepspeed.optim.separability import MethodTraits, UpdateTraits
 from deepspeed.storage.device_tier import RESIDENT
-from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.grad_norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
-from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
-from deepspeed.zero.optimizer.program_attributes import ProgramAttributes
+from deepspeed.zero.optimizer.optimizer_state import adopt, follow
+from deepspeed.zero.optimizer.optimizer_surface import OptimizerSurface
 from deepspeed.zero.optimizer.update import StepGuard, all_gather_updated, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
 from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, ModuleHooks
@@ -40,160 +38,7 @@ from deepspeed.zero.parameters.record import ParamRecord, Pruner
 from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 if TYPE_CHECKING:
-    from deepspeed.zero.parameters.shard_group import ShardGroup
-
-
-class TrainingEngine(Protocol):
-    """The methods of an engine that its optimizer calls for clients."""
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any: ...
-
-    def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None: ...
-
-    def reload_states(self, non_blocking: bool) -> None: ...
-
-    def full_hp_param(self, param: Parameter, optim_state_key: str | None) -> torch.Tensor | None: ...
-
-
-class OptimizerSurface(ProgramAttributes):
-    """The public attributes of an optimizer over shards."""
-
-    optimizer: torch.optim.Optimizer  # over the leaves
-    fragments: dict[int, list[Fragment]]
-    groups: Sequence[ShardGroup]
-    bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
-    traits: UpdateTraits  # of the optimizer
-    settings: StepSettings
-    window: AccumulationWindow
-    engine: TrainingEngine | None = None  # that it is attached to
-
-    @property
-    def state(self) -> OptimizerState:
-        """The inner optimizer's state; see [Note: state by parameter]."""
-        return adopt(self)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-        adopt(self)
-
-    @property
-    def fp16_groups(self) -> list[list[Parameter]]:
-        """See `bit16_groups`."""
-        return self.bit16_groups
-
-    @property
-    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's shard of each flat group that is updated: 1-D, in the dtype of the master.
-
-        Shards in memory are given as they are, shards on a disk as a copy. A write is not detected:
-        `safe_set_full_fp32_param` sets masters.
-        """
-        partitions = []
-        for group in self.groups:
-            if group.under_leaves is None:
-                continue
-            memory = group.updated.memory
-            if memory is not None:
-                partitions.append(memory.detach())
-            else:
-                with group.updated.borrowed() as lent:
-                    partitions.append(lent.detach().clone())
-        return partitions
-
-    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: the very dicts the client made."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss (1 when losses are not scaled)."""
-        return self.window.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def clip_grad(self) -> float:
-        """The clipping limit, 0 for none."""
-        return self.settings.clip
-
-    def offload_states(
-        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:  # fmt: skip
-        """Move training state from the device to host memory, as `engine.offload_states` does.
-
-        Args:
-            include: kinds of state; None: all of them.
-            device: "cpu".
-            pin_memory: into page-locked memory.
-            non_blocking: accepted; see the engine's.
-        """
-        self._attached().offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved, as `engine.reload_states` does.
-
-        Args:
-            non_blocking: do not wait until the copies are over.
-        """
-        self._attached().reload_states(non_blocking)
-
-    def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-        """The master of a parameter, or a tensor of its optimizer state. All ranks call together.
-
-        Args:
-            param: of the engine's model.
-            optim_state_key: None: the master; or `exp_avg`, `momentum_buffer`, …
-
-        Returns:
-            float32, of the global shape; None for a parameter that is not updated, and before the first step for state.
-        """
-        return self._attached().full_hp_param(param, optim_state_key)
-
-    def _attached(self) -> TrainingEngine:
-        if self.engine is None:
-            raise UsageError("this optimizer is not attached to an engine")
-        return self.engine
-
-    def _rank_state(self, **state: Any) -> RankState:
-        rank_state = RankState(state)
-        rank_state.of = weakref.ref(self)
-        return rank_state
-
-
-class RankState(dict[str, Any]):
-    """A rank's optimizer state, in which clients also look for its masters.
-
-    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` give the masters of this moment. They are
-    among no keys and neither saved nor copied with it: the engine's checkpoint has them.
-
-    Attributes:
-        of: the optimizer that has the masters; a state that somebody keeps does not keep it.
-    """
-
-    of: Callable[[], OptimizerSurface | None] = staticmethod(lambda: None)
-
-    def __missing__(self, key: str) -> list[torch.Tensor]:
-        optimizer = self.of()
-        if optimizer is not None and key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
-            return optimizer.single_partition_of_fp32_groups
-        raise KeyError(key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+    pass
 
 
 _HOOK_TABLES = tuple(

@@ -26,8 +26,8 @@ from deepspeed.foundation.saved_tensors import now
 from deepspeed.zero.layout.units import owners_of, repeated_blocks
 from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
-from deepspeed.zero.parameters.deferred_all_gather import arrived
 from deepspeed.zero.parameters.functorch import feed_transforms
+from deepspeed.zero.parameters.local_shard import arrived
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchScheduler
 from deepspeed.zero.parameters.shard_group import ShardGroup, State, group_of
@@ -338,7 +338,7 @@ class ModuleHooks:
 class DeferredAllGatherHooks:
     """Lets the values of whole groups arrive after `step`: each unit waits for its own before its forward.
 
-    See [Note: arriving] in `deepspeed/zero/parameters/deferred_all_gather.py`. Groups between devices take part.
+    See [Note: arriving] in `deepspeed/zero/parameters/local_shard.py`. Groups between devices take part.
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
