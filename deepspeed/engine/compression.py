@@ -83,7 +83,7 @@ class StructuredPruning:
         self._view.settle()
         if components.lifecycle is not None:
             components.lifecycle.settle()
-            components.lifecycle.keeper.free_idle()
+            components.lifecycle.prefetcher.free_idle()
         self._gather_facts()
         for name, param in state.module.named_parameters(remove_duplicate=False):
             self._before.setdefault(id(param), []).append(name)
@@ -105,7 +105,7 @@ class StructuredPruning:
         with torch.no_grad():
             for group in state.components.groups:
                 self._bring_back(group)
-        state.view().publish()
+        state.view().all_gather_masters()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class StructuredPruning:
 
     def _whole(self, member: ParamRecord, part: torch.Tensor) -> torch.Tensor:
         group = member.group
-        if not group.policy.owns_a_slice:
+        if not group.policy.owns_a_shard:
             return part[member.offset : member.offset + member.numel].view(member.shape)
         wire = part.to(torch.uint8) if part.dtype is torch.bool else part
         whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
@@ -199,7 +199,7 @@ class StructuredPruning:
             reshape(member.param, values.clone())
         if shard and params:
             names = {member.param: member.name for member in group.members}
-            build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
+            build_group(group.ranks, group.policy, params, names, GroupingPlan(), (group.dtype, None))
         group.drop()
 
     def _cut_plain(self) -> None:

@@ -26,7 +26,7 @@ from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.api.state_view import COMPRESSION
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
-from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.shard_group import ShardGroup, group_of, meet_before_change
 
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
@@ -100,7 +100,7 @@ class Masks:
         self._updated: set[int] = set()  # groups that this step has updated
         self._loading: dict[str, dict[str, torch.Tensor]] = {}  # tensors that a load is filling
         if optimizer is not None and rules:
-            optimizer.masks = self
+            optimizer.set_masks(self)
             for rule in rules:
                 self._attach(rule, optimizer)
 
@@ -118,7 +118,7 @@ class Masks:
                 group = group_of(owned.member)
                 if rule.revives and group.split_master():
                     optimizer.shard_of(owned.member).point()
-                group.veil = self._soft_mask_of(group)
+                group.value_mask = self._soft_mask_of(group)
 
     def of(self, name: str) -> Owned:
         """This rank's part of a parameter, by any of its names."""
@@ -259,7 +259,7 @@ class Masks:
             self._mask_state(owned)
             if owned.member is not None:
                 groups[id(owned.member.group)] = group_of(owned.member)
-        publish(list(groups.values()))
+        all_gather_updated(list(groups.values()))
         for group in groups.values():
             group.advance()
 

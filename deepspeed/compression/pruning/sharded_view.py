@@ -79,7 +79,7 @@ class Owned:
             self.cuts = tuple(self.numel * rank // axis.size for rank in range(axis.size + 1))
         else:
             self.cuts = self.member.group.layout.cuts_of(self.member.index)
-        whole = self.member is None or not self.member.group.policy.owns_a_slice
+        whole = self.member is None or not self.member.group.policy.owns_a_shard
         self.low, self.high = (0, self.numel) if whole else self.counted
 
     @property
