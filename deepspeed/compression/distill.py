@@ -36,11 +36,16 @@ class Distiller:
             student.register_forward_hook(self._add, with_kwargs=True),
         ]
 
-    def set_teacher(self, teacher: Any) -> None:
-        """Take a module or an engine as the teacher; it is asked in evaluation mode, without gradients."""
+    def set_teacher(self, teacher: Any, close: Callable[[], None] | None = None) -> None:
+        """Take a module or an engine as the teacher; it is asked in evaluation mode, without gradients.
+
+        Args:
+            teacher: called with the student's arguments without labels.
+            close: ends what was made for it.
+        """
         if not callable(teacher):
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
-        self.teacher = teacher
+        self.teacher, self.close = teacher, close or self.close
 
     def _ask(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Have the student give what is compared."""

@@ -351,8 +351,7 @@ class CompressionHooks:
         for module in twin.modules():
             plain_module(module)
         teacher = self._make(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
-        distiller.set_teacher(teacher)
-        distiller.close = teacher.destroy
+        distiller.set_teacher(teacher, teacher.destroy)
 
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None

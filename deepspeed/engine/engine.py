@@ -29,7 +29,7 @@ from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.graceful_stop import stopping
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.accessors import GETTERS, ConfigAccessors, MeshAccessors, StateAccessors
+from deepspeed.engine.accessors import ConfigAccessors, MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
     Components,
     build,
@@ -37,7 +37,6 @@ from deepspeed.engine.build import (
     facts_of,
     listed,
     make_scheduler,
-    without_optimizer,
 )
 from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.client_support import (
@@ -54,7 +53,7 @@ from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
-from deepspeed.engine.sequence_parallel import BARE, Sequencing, share_sequence
+from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.engine.tensor_parallel import asked_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
@@ -83,24 +82,18 @@ def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenat
     return call
 
 
-def read(part: str, of: Any) -> Any:
-    """A property that the component under `part` answers."""
-    return property(lambda self: of.fget(getattr(self, part)), doc=of.__doc__)
-
-
-def shared(name: str) -> Any:
-    """A field of `EngineState`, which users may set too."""
+def shared(name: str, part: str = "_state") -> Any:
+    """A field of the component under `part`: of `EngineState`, where users may set it too."""
 
     def put(self: Any, value: Any) -> None:
-        setattr(self._state, name, value)
+        setattr(getattr(self, part), name, value)
 
-    return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
+    owner = "EngineState" if part == "_state" else "Instruments" if part == "_instruments" else "CompressionHooks"
+    return property(lambda self: getattr(getattr(self, part), name), put, doc=f"See `{owner}.{name}`.")
 
 
-class EngineSurface:
+class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
     """What an engine's components answer and do, under the engine's name."""
-
-    _state: EngineState
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
     lr_scheduler, training_dataloader = shared("lr_scheduler"), shared("training_dataloader")
@@ -111,62 +104,20 @@ class EngineSurface:
     _axes: Any = property(lambda self: self._state.components.axes)
     _window: Any = property(lambda self: self._state.components.window)
 
-    config = read("_facts", StateAccessors.config)
-    mesh = read("_mesh", MeshAccessors.mesh)
-    world_size = read("_mesh", MeshAccessors.world_size)
-    dp_world_size = read("_mesh", MeshAccessors.dp_world_size)
-    seq_dp_world_size = read("_mesh", MeshAccessors.seq_dp_world_size)
-    mp_world_size = read("_mesh", MeshAccessors.mp_world_size)
-    sequence_parallel_size = read("_mesh", MeshAccessors.sequence_parallel_size)
-    global_rank = read("_mesh", MeshAccessors.global_rank)
-    local_rank = read("_mesh", MeshAccessors.local_rank)
-    data_parallel_group = read("_mesh", MeshAccessors.data_parallel_group)
-    inside_no_sync_ctxt = read("_facts", StateAccessors.inside_no_sync_ctxt)
-    param_names = read("_facts", StateAccessors.param_names)
-    communication_data_type = read("_facts", StateAccessors.communication_data_type)
-    train_batch_size = by("_facts", StateAccessors.train_batch_size)
-    train_micro_batch_size_per_gpu = by("_facts", StateAccessors.train_micro_batch_size_per_gpu)
-    gradient_accumulation_steps = by("_facts", StateAccessors.gradient_accumulation_steps)
-    get_batch_info = by("_facts", StateAccessors.get_batch_info)
-    get_lr = by("_facts", StateAccessors.get_lr)
-    get_mom = by("_facts", StateAccessors.get_mom)
-    get_type = by("_facts", StateAccessors.get_type)
-    get_global_grad_norm = by("_facts", StateAccessors.get_global_grad_norm)
-    loss_scale = by("_facts", StateAccessors.loss_scale)
-    get_data_types = by("_facts", StateAccessors.get_data_types)
-    get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
-    get_data_parallel_rank = by("_mesh", MeshAccessors.get_data_parallel_rank)
-    get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
-    get_sequence_parallel_group = by("_mesh", MeshAccessors.get_sequence_parallel_group)
-    get_tensor_parallel_rank = by("_mesh", MeshAccessors.get_tensor_parallel_rank)
-    torch_autocast_dtype = by("_facts", StateAccessors.torch_autocast_dtype)
-    state_bytes = by("_facts", StateAccessors.state_bytes)
-    zero_report = by("_facts", StateAccessors.zero_report)
-
-    zero_optimization = by("_settings", ConfigAccessors.zero_optimization)
-    zero_cpu_offload = by("_settings", ConfigAccessors.zero_cpu_offload)
-    zero_overlap_comm = by("_settings", ConfigAccessors.zero_overlap_comm)
-    zero_optimization_partition_gradients = by("_settings", ConfigAccessors.zero_optimization_partition_gradients)
-    zero_optimization_partition_weights = by("_settings", ConfigAccessors.zero_optimization_partition_weights)
-    dynamic_loss_scale = by("_settings", ConfigAccessors.dynamic_loss_scale)
-    initial_dynamic_scale = by("_settings", ConfigAccessors.initial_dynamic_scale)
-    dynamic_loss_scale_args = by("_settings", ConfigAccessors.dynamic_loss_scale_args)
-    postscale_gradients = by("_settings", ConfigAccessors.postscale_gradients)
-
     deepspeed_io = by("_feeding", TrainLoop.deepspeed_io)
     loop = by("_feeding", TrainLoop.loop)
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
 
-    monitor = read("_instruments", Instruments.monitor)
-    tput_timer = property(lambda self: self._instruments.throughput, doc="See `Instruments.throughput`.")
-    flops_profiler = read("_instruments", Instruments.flops_profiler)
+    monitor, timeline = shared("monitor", "_instruments"), shared("timeline", "_instruments")
+    tput_timer = shared("throughput", "_instruments")
+    flops_profiler = shared("flops_profiler", "_instruments")
+    get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
     memory_by_category = by("_instruments", Instruments.memory_by_category)
-    timeline = read("_instruments", Instruments.timeline)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
-    compression_scheduler = read("_compressing", CompressionHooks.compression_scheduler)
+    compression_scheduler = shared("compression_scheduler", "_compressing")
     set_teacher = by("_compressing", CompressionHooks.set_teacher)
     export_compressed = by("_compressing", CompressionHooks.export_compressed)
 
@@ -182,10 +133,6 @@ class EngineSurface:
     load_pretrained = by("_weights", WeightsIO.load_pretrained)
     _consolidated_16bit_state_dict = by("_weights", WeightsIO._consolidated_16bit_state_dict)
     _zero3_consolidated_16bit_state_dict = by("_weights", WeightsIO._zero3_consolidated_16bit_state_dict)
-
-
-for _name in GETTERS:
-    setattr(EngineSurface, _name, by("_settings", getattr(ConfigAccessors, _name)))
 
 
 class DeepSpeedEngine(EngineSurface, ModuleWrapper):
@@ -272,10 +219,8 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         """The components that `EngineSurface` names."""
         state = self._state
         self._share_statistics()
-        self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
-        self._settings = ConfigAccessors(state.ds_config)
-        self._reports, self._offload = ProgressLog(state), OffloadStates(state, self.register_forward_pre_hook)
-        self._instruments = Instruments(state, self._facts, self)
+        self._reports, self._offload = ProgressLog(state, self), OffloadStates(state, self.register_forward_pre_hook)
+        self._instruments = Instruments(state, self)
         self._feeding = TrainLoop(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
@@ -285,7 +230,6 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
         self._sequencing = Sequencing(state.module, state.axes.mesh, top.sequence_parallel_verify, again)
-        self._window.refuses_bare = BARE if self._sequencing.active else ""
         self._applied = False
 
     def _laid_out_anew(self) -> None:
@@ -360,7 +304,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
-            raise without_optimizer("backward", self._components)
+            raise self._components.without_optimizer("backward")
         window, counts = self._window, num_items is not None
         way = Way.ITEMS if counts else Way.MEAN if scale_wrt_gas else Way.SUM
         if not counts:
@@ -426,7 +370,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._components.optimizer is None:
-            raise without_optimizer("step", self._components)
+            raise self._components.without_optimizer("step")
         self.micro_steps += 1
         self._applied = False
         if self._instruments.on_step(self._window.end_micro_batch()):
@@ -439,7 +383,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         All ranks call together; without a micro-batch in the window nothing happens.
         """
         if self._components.optimizer is None:
-            raise without_optimizer("flush", self._components)
+            raise self._components.without_optimizer("flush")
         with self._window.flush():
             if self._window.seen:
                 self._update(None)

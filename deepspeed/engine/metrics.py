@@ -28,7 +28,6 @@ from deepspeed.comm.collectives.torch_api import all_gather_object, all_gather_o
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
-from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
@@ -375,8 +374,7 @@ class Instruments:
 
     Args:
         state: of the engine.
-        facts: answers about it.
-        engine: itself, for the profiler's report.
+        engine: itself, for batch sizes and rates, and for the profiler's report.
 
     Attributes:
         throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
@@ -384,8 +382,8 @@ class Instruments:
             `steps_per_print` tells the current figure, so it logs none of its own.
     """
 
-    def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
-        self._state, self._facts = state, facts
+    def __init__(self, state: EngineState, engine: StateAccessors) -> None:
+        self._state, self._facts = state, engine
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
@@ -393,7 +391,7 @@ class Instruments:
         self._pressure = MemoryWatchdog(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
-        self._trial = Trial(state, facts)
+        self._trial = Trial(state, engine)
         self._collects = self._monitor.enabled or self._finder.enabled
         profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         says = state.ds_config.wall_clock_breakdown
@@ -643,7 +641,7 @@ class Instruments:
         """
         optimizer, reducer = self._state.components.optimizer, self._state.components.reducer
         if optimizer is None or reducer is None:
-            raise without_optimizer("gradient_norms", self._state.components)
+            raise self._state.components.without_optimizer("gradient_norms")
         agreed = reducer.finish(Purpose.REDUCE)
         squares_of, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
         names = self._all_names(reducer)

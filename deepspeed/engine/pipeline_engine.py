@@ -19,7 +19,6 @@ from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
-from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.metrics import FORWARD
@@ -172,7 +171,7 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
         """
         if self._components.destroyed:
-            raise without_optimizer("train_batch", self._components)
+            raise self._components.without_optimizer("train_batch")
         window = self._window
         counted: list[float] = []
 
@@ -207,7 +206,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _refusal(self) -> Exception | None:
         """Why this rank cannot train as it stands."""
         if self._components.optimizer is None:
-            return without_optimizer("train_batch", self._components)
+            return self._components.without_optimizer("train_batch")
         if not self.training:
             return PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
         if self._window.holding:

@@ -1,4 +1,4 @@
-"""Bytes of an engine's state, and what stage 3 has gathered."""
+"""Bytes of an engine's state."""
 
 from __future__ import annotations
 
@@ -51,21 +51,3 @@ def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | N
     return {
         "parameters": params, "masters": masters, "gradients": sums, "optimizer": moments, "gathered": gathered,
     }  # fmt: skip
-
-
-def gather_counts(components: Components) -> dict[str, int]:
-    """What is gathered now, what was at most, how often, and how often not ahead although the order was known.
-
-    Args:
-        components: of an engine.
-    """
-    if components.lifecycle is None:
-        return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
-    keeper = components.lifecycle.keeper
-    return {
-        "live": keeper.live(),
-        "peak": keeper.peak,
-        "gathers": keeper.gathers,
-        "late": keeper.late,
-        "groups": len(keeper.groups),
-    }
