@@ -69,7 +69,7 @@ class Components:
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
     room: int = 0  # bytes that were free for all of it when it was built
-    given: int = 0  # bytes of the model as it was given
+    model_bytes: int = 0  # of the model as it was passed
 
     def wind_up(self) -> ShardedParameterError | None:
         """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""
@@ -449,13 +449,14 @@ def _groups(
 def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
     """The schedule of an engine: the client's, the JSON's, or none."""
     section = config.scheduler
-    if client is None and (section is None or not section.type):
+    name = section.type if section is not None else None
+    if client is None and not name:
         return None
     if optimizer is None:
         what = "a scheduler" if client is None else "an lr_scheduler"
         raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
-    if client is None:
-        return build_scheduler(section.type, dict(section.params or {}), optimizer)
+    if client is None and section is not None and name:
+        return build_scheduler(name, dict(section.params or {}), optimizer)
     if callable(client) and not hasattr(client, "step"):
         client = call_with("lr_scheduler", client, optimizer)
     if not hasattr(client, "step"):

@@ -27,23 +27,16 @@ def close_previous_engine(model: nn.Module) -> None:
         before()
 
 
-def register_engine(model: nn.Module, close: Callable[[], None]) -> None:
-    """Note how the engine that has `model` now is ended, once it can be: one that was refused has nothing to end."""
-    vars(model)[_CLOSE] = Hook(close)
-
-
-def unregister_engine(model: nn.Module) -> None:
-    """The engine of `model` is closed."""
-    vars(model).pop(_CLOSE, None)
+def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
+    """Note how the engine of `model` is ended, once it can be; None: it is closed."""
+    if close is None:
+        vars(model).pop(_CLOSE, None)
+    else:
+        vars(model)[_CLOSE] = Hook(close)
 
 
 def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
-    """Modules of Lightning answer for their dtype from a note of their own, which a cast of parameters must change.
-
-    Args:
-        model: whose parameters have been cast.
-        dtypes: to which dtype; those that are not named kept theirs.
-    """
+    """Update the `dtype` that modules of Lightning keep, after parameters were cast to `dtypes`."""
     for module in model.modules():
         if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)

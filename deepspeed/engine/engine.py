@@ -45,7 +45,6 @@ from deepspeed.engine.client_support import (
     close_previous_engine,
     loss_is_divided,
     register_engine,
-    unregister_engine,
 )
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
@@ -545,7 +544,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         for group in components.groups:
             group.dissolve()
         self._sequencing.close()
-        unregister_engine(self.module)
+        register_engine(self.module, None)
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None

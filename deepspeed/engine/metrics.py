@@ -31,8 +31,7 @@ from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, allocated
-from deepspeed.engine.memory.watchdog import MemoryWatchdog
+from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
@@ -132,10 +131,6 @@ class StepTimers:
                 self._timers(name).elapsed(reset=True)
 
 
-def _shapes(inputs: Any) -> list[Any]:
-    return [tuple(x.shape) if isinstance(x, torch.Tensor) else type(x) for x in tree_leaves(inputs)]
-
-
 class Profiling:
     """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
@@ -161,7 +156,8 @@ class Profiling:
         ahead = self._section.profile_step - self._state.global_steps
         if self.profiler is None or self.profiler.started or ahead not in (0, 1):
             return
-        shapes = _shapes(inputs)
+        leaves = tree_leaves(inputs)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
         if shapes == self._shapes:
             if ahead:
                 return
@@ -252,7 +248,7 @@ class Tracing:
         self.close()
         spans, lost = recorder.take()
         axis = self._state.everyone
-        ahead = _ahead(axis.group) if axis.size > 1 else 0
+        ahead = self._ahead(axis.group) if axis.size > 1 else 0
         spans = [s._replace(begin=s.begin - ahead, end=s.end - ahead) for s in spans]
         marks = [mark - ahead for mark in self._marks]
         local_record = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
@@ -267,6 +263,23 @@ class Tracing:
             self.timeline = Timeline(records, self._state.global_steps - self._section.steps)
             self._write(self.timeline)
 
+    @staticmethod
+    def _ahead(group: Any) -> int:
+        """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
+
+        Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
+        """
+        clocks: list[Any] = [None] * group.size()
+        all_gather_object(clocks, boot(), group=group)
+        if len(set(clocks)) == 1:
+            return 0
+        offsets = []
+        for _ in range(_ROUNDS):
+            all_gather_object(clocks, None, group=group)
+            all_gather_object(clocks, now(), group=group)
+            offsets.append(clocks[group.rank()] - clocks[0])
+        return int(statistics.median(offsets))
+
     def _write(self, timeline: Timeline) -> None:
         folder = Path(self._section.output_path or ".").absolute() / self._section.job_name
         folder.mkdir(parents=True, exist_ok=True)
@@ -279,23 +292,6 @@ class Tracing:
         except NotAvailableError as error:
             log_rank0(str(error))
         log_rank0(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
-
-
-def _ahead(group: Any) -> int:
-    """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
-
-    Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
-    """
-    clocks: list[Any] = [None] * group.size()
-    all_gather_object(clocks, boot(), group=group)
-    if len(set(clocks)) == 1:
-        return 0
-    offsets = []
-    for _ in range(_ROUNDS):
-        all_gather_object(clocks, None, group=group)
-        all_gather_object(clocks, now(), group=group)
-        offsets.append(clocks[group.rank()] - clocks[0])
-    return int(statistics.median(offsets))
 
 
 class Trial:
@@ -346,7 +342,12 @@ class Trial:
         if self._state.everyone.rank == 0:
             slowest = max(seconds_of_rank for seconds_of_rank, _ in timings)
             metrics = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
-            _write(Path(str(self._section.metric_path)), {**metrics, "peak_resident": max(held for _, held in timings)})
+            metrics["peak_resident"] = max(bytes_of_rank for _, bytes_of_rank in timings)
+            path = Path(str(self._section.metric_path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_text(json.dumps(metrics, indent=2) + "\n")
+            part.replace(path)  # whoever waits for the file sees it whole
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:
@@ -354,14 +355,6 @@ class Trial:
         turns = self._state.window.steps
         each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
-
-
-def _write(path: Path, metrics: dict[str, Any]) -> None:
-    """Whoever waits for the file sees it whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(metrics, indent=2) + "\n")
-    part.replace(path)
 
 
 _NOTHING = nullcontext()

@@ -81,7 +81,7 @@ class NonFiniteFinder:
             optimizer = self._state.components.optimizer
             if optimizer is not None:
                 optimizer.inspect = self.inspect
-        self._window.append(_Micro((args, kwargs), _random_state(self._state.device)))
+        self._window.append(_Micro((args, kwargs), self._random_state()))
         del self._window[: -_MOST * self._state.window.steps]
 
     def _after_forward(self, _module: Any, _args: Any, output: Any) -> None:
@@ -181,7 +181,7 @@ class NonFiniteFinder:
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]
-        random = _random_state(self._state.device)
+        random = self._random_state()
         self._replaying = True
         if reducer is not None:
             reducer.muted = True
@@ -196,7 +196,7 @@ class NonFiniteFinder:
                 reducer.muted = False
             if lifecycle is not None:
                 lifecycle.settle()
-            _set_random_state(random, self._state.device)
+            self._set_random_state(random)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -218,7 +218,7 @@ class NonFiniteFinder:
         return None
 
     def _run_again(self, micro: _Micro) -> Finding | None:
-        _set_random_state(micro.random, self._state.device)
+        self._set_random_state(micro.random)
         args, kwargs = micro.inputs
         with Checker(self._state.module) as checker:
             with self._engine._autocast():
@@ -232,6 +232,16 @@ class NonFiniteFinder:
                 torch.autograd.backward(roots, gradients)
         return checker.found
 
+    def _random_state(self) -> tuple[torch.Tensor, Any]:
+        on_cpu = self._state.device.type == "cpu"
+        return torch.get_rng_state(), None if on_cpu else get_accelerator().get_rng_state()
+
+    @staticmethod
+    def _set_random_state(state: tuple[torch.Tensor, Any]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            get_accelerator().set_rng_state(state[1])
+
     def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where backward begins again, and with which gradients."""
         if micro.loss is not None and micro.loss < len(outputs):
@@ -239,13 +249,3 @@ class NonFiniteFinder:
             return [loss], [torch.full_like(loss, micro.scale)]
         gradients = {index: gradient for index, gradient in micro.gradients.items() if index < len(outputs)}
         return [outputs[index] for index in gradients], list(gradients.values())
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, Any]:
-    return torch.get_rng_state(), None if device.type == "cpu" else get_accelerator().get_rng_state()
-
-
-def _set_random_state(state: tuple[torch.Tensor, Any], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        get_accelerator().set_rng_state(state[1])

@@ -144,27 +144,12 @@ def state_of_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     optimizer: torch.optim.Optimizer | None,
 ) -> GroupState:
-    """What a group holds on this rank at rest.
-
-    Args:
-        config: resolved configuration.
-        cut: what is split, and how.
-        rank: this rank.
-        dtypes: (compute dtype, dtype that is updated or None).
-        optimizer: updates it.
-    """
+    """What a group holds on this rank at rest; `dtypes` are those of its parameters and its master, or None."""
     (policy, layout), (dtype, master) = cut, dtypes
+    own = layout.slice_numel(rank) if policy.owns_a_slice else layout.padded
+    widths = dtype.itemsize, 0 if master is None else master.itemsize, accumulator_dtype(config).itemsize
     accumulates = config.gradient_accumulation_steps > 1
-    return GroupState(
-        numel=layout.padded,
-        own=layout.slice_numel(rank) if policy.owns_a_slice else layout.padded,
-        gathered=policy.gathers_before_use,
-        itemsize=dtype.itemsize,
-        master=master.itemsize if master is not None else 0,
-        accumulator=accumulator_dtype(config).itemsize,
-        moments=moments_bytes(optimizer, master),
-        sums_whole=not policy.owns_a_slice or (accumulates and not policy.reduces_as_gradients_arrive),
-    )
+    return GroupState.of(policy, layout.padded, own, widths, moments_bytes(optimizer, master), accumulates)
 
 
 _MOMENTS = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adagrad": 1, "DeepSpeedCPUAdagrad": 1}

@@ -74,7 +74,7 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _check_same_model(_description(model), mesh)
+    _check_same_model(model, mesh)
     return empty[axis.ranks[axis.rank]]
 
 
@@ -168,21 +168,18 @@ def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: Dee
         resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
-def _description(model: nn.Module) -> list[str]:
-    """What all ranks have to agree on before one of them cuts: a line for each parameter, or for each layer."""
+def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
+    """Compare the models of a pipeline's ranks by a line for each parameter or layer. All ranks call together."""
     if isinstance(model, PipelineModule):
-        return model.description()
-    first: dict[int, str] = {}  # a parameter is known by the first of its names
-    return [
-        f"{name} {list(param.shape)} {param.dtype}"
-        + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
-        + ("" if param.requires_grad else ", frozen")
-        for name, param in model.named_parameters(remove_duplicate=False)
-    ]
-
-
-def _check_same_model(names: list[str], mesh: Mesh) -> None:
-    """All ranks of a pipeline hand over one model. All ranks call together."""
+        names = model.description()
+    else:
+        first: dict[int, str] = {}  # a parameter is known by the first of its names
+        names = [
+            f"{name} {list(param.shape)} {param.dtype}"
+            + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
+            + ("" if param.requires_grad else ", frozen")
+            for name, param in model.named_parameters(remove_duplicate=False)
+        ]
     axis = mesh.axis("pp")
     difference = first_difference(axis, names)
     if difference is None:
@@ -288,8 +285,12 @@ def generate(
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")
-    with _through_stages(model, axis, outputs_of), _drawn_as_on_rank_0(axis):
-        return model.generate(*args, **{**kwargs, "use_cache": False})
+    # All stages draw the random numbers of the first one; afterwards each goes on where it was.
+    with _through_stages(model, axis, outputs_of):
+        state = all_gather_objects(axis, torch.get_rng_state())[0]
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            return model.generate(*args, **{**kwargs, "use_cache": False})
 
 
 @contextmanager
@@ -308,7 +309,8 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
             outputs = outputs_of(kwargs)
         finally:
             inside = False
-        return _sent_by_last(outputs, axis)
+        local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
+        return all_gather_objects(axis, local_outputs)[-1]
 
     # The signature of forward is read by `generate` to see which arguments the model takes.
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
@@ -319,18 +321,3 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
         del model.forward
         if before is not None:  # a client's own
             model.forward = before
-
-
-def _sent_by_last(outputs: Any, axis: Axis) -> Any:
-    """What the last stage has, on every stage."""
-    local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
-    return all_gather_objects(axis, local_outputs)[-1]
-
-
-@contextmanager
-def _drawn_as_on_rank_0(axis: Axis) -> Iterator[None]:
-    """Inside, all stages draw the numbers that the first one draws; afterwards each goes on where it was."""
-    state = all_gather_objects(axis, torch.get_rng_state())[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state)
-        yield

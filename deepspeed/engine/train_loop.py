@@ -46,10 +46,10 @@ def count_samples(batch: Any) -> int:
 
 
 class _BatchReader:
-    """One rank's loader, read one batch at a time so that its failures can be told to the others."""
+    """One rank's loader, or None, read one batch at a time so that the others hear of its failures."""
 
-    def __init__(self, loader: Iterable[Any], agree: Agree) -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any] | None, agree: Agree) -> None:
+        self.loader: Any = loader
         self.agree = agree
         self.batches: Iterator[Any] | None = None
         self.batch: Any = None
@@ -58,7 +58,9 @@ class _BatchReader:
         self.problem: Exception | None = None
 
     def advance(self, *, cycle: bool) -> int:
-        """Read the next batch, from a further pass too when `cycle`; what to tell the others."""
+        """Read the next batch, from a further pass too when `cycle`; gives the flag for the others."""
+        if self.loader is None:
+            return ALONG
         if self.ended:
             return self.cycle() if cycle else ENDED
         if self._read():
@@ -67,7 +69,9 @@ class _BatchReader:
         return ENDING if self.ended else FAILED
 
     def cycle(self) -> int:
-        """Read the next batch of a further pass; what to tell the others."""
+        """Read the next batch of a further pass; gives the flag for the others."""
+        if self.loader is None:
+            return ALONG
         for _ in range(2):  # the second try starts the loader again
             if self.problem is None and self._read():
                 return ENDED
@@ -102,21 +106,6 @@ class _BatchReader:
         return low, high
 
 
-class _Companion(_BatchReader):
-    """A rank that needs no data: a stage in the middle of layers in a row."""
-
-    def __init__(self, agree: Agree) -> None:
-        super().__init__((), agree)
-
-    def advance(self, *, cycle: bool) -> int:
-        """Nothing to read."""
-        return ALONG
-
-    def cycle(self) -> int:
-        """Nothing to read."""
-        return ALONG
-
-
 def equal_steps(
     loader: Iterable[Any] | None, *, agree: Agree, policy: str, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
@@ -140,7 +129,7 @@ def equal_steps(
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
-    reader = _Companion(agree) if loader is None else _BatchReader(loader, agree)
+    reader = _BatchReader(loader, agree)
     while True:
         low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
         if reader.steps == 0 and low == ENDING:
@@ -180,14 +169,7 @@ class Window:
 
 
 class TrainLoop:
-    """The data side of an engine.
-
-    Args:
-        state: of the engine.
-        training: whether it trains, and not evaluates.
-        flush: applies a window that is not full.
-        instruments: show how far it is.
-    """
+    """Feeds an engine from data loaders; `flush` applies a window that is not full."""
 
     def __init__(
         self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
@@ -277,7 +259,11 @@ class TrainLoop:
         """A live line inside, where one is asked for."""
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
-            self._instruments.start_progress(_length(loader))
+            try:
+                batches = len(loader)  # type: ignore[arg-type]
+            except TypeError:
+                batches = None
+            self._instruments.start_progress(batches)
         try:
             yield
         finally:
@@ -298,11 +284,3 @@ class TrainLoop:
         """The next micro-batch counts for so many samples."""
         if self._training() and self._state.components.optimizer is not None:
             self._state.window.weigh(samples)
-
-
-def _length(loader: Iterable[Any] | None) -> int | None:
-    """Batches of a loader; None where it does not know."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
