@@ -25,9 +25,8 @@ from deepspeed.checkpoint.load import load
 from deepspeed.checkpoint.load.directory import Finder, prune
 from deepspeed.checkpoint.load.reader import NativeSource, Source
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.async_save import Background
-from deepspeed.checkpoint.save.save import Contents, Saving, Target
-from deepspeed.checkpoint.save.snapshot import Snapshot, capture
+from deepspeed.checkpoint.save.save import Background, Contents, Saving, Target
+from deepspeed.checkpoint.save.save_plan import Snapshot, capture
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.engine.data_loading import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState

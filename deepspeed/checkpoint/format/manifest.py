@@ -161,12 +161,7 @@ class CutGroup:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements of one stored piece, and where they go.
-
-    Args:
-        file: file name.
-        copy: from the piece to the destination.
-    """
+    """Elements of one stored piece, and where they go."""
 
     file: str
     copy: Copy
@@ -237,7 +232,7 @@ class Manifest:
         return self._find(row, box) is not None if self.groups else box.whole
 
     def reads(self, row: ManifestEntry, wanted: RegionRange) -> Iterator[Read]:
-        """What must be read for a range of any box of a parameter; the same for every field that is cut as it is."""
+        """All that a range of a parameter takes; the same for every field that is cut as it is."""
         for group, index in self._stored.get(row.name, ()):
             low, high = extent(group.boxes[index].packed, wanted)
             for file, piece in group.pieces(index, low, high):
@@ -257,8 +252,16 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
-        boxes, files = _Numbers({(): 0}), _Numbers()
-        groups = [[list(g.rows), list(_signed(g, boxes)), g.rule, files(g.files), list(g.states)] for g in self.groups]
+        boxes: dict[Any, int] = {(): 0}  # numbers by cuts, in the order in which they are seen
+        files: dict[tuple[str, ...], int] = {}
+        groups = []
+        for g in self.groups:
+            numbers = [boxes.setdefault(box.cuts, len(boxes)) for box in g.boxes]
+            # -1 minus the number of the box of a tensor that another group stores.
+            stored = g.stored or [True] * len(g.rows)
+            signed = [number if here else -1 - number for number, here in zip(numbers, stored, strict=True)]
+            file_number = files.setdefault(g.files, len(files))
+            groups.append([list(g.rows), signed, g.rule, file_number, list(g.states)])
         body = {
             "format": "deepspeed",
             "version": VERSION,
@@ -268,8 +271,8 @@ class Manifest:
             "columns": ["name", "shape", "dtype", "kind", "state", "order", "group"],
         }
         lines = {
-            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes.seen],
-            "slices": list(files.seen),
+            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes],
+            "slices": list(files),
             "groups": groups,
             "rows": [[r.name, r.shape, NAMES[r.dtype], r.kind, r.state, r.order, r.group] for r in self.rows],
         }
@@ -297,10 +300,10 @@ class Manifest:
                 raise CheckpointCorruptError(f"{where} differs from what was written (its checksum does not hold)")
             body = json.loads(data[size:-2])
             version = body.pop("version")
-            if body.pop("format") != "deepspeed" or version not in _READERS:
+            if body.pop("format") != "deepspeed" or version not in (1, VERSION):
                 raise CheckpointCorruptError(f"{where} was written by a newer version of this package")
             rows = [ManifestEntry(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
-            groups = list(_READERS[version](rows, body))
+            groups = list(Manifest._groups_of_format_1(rows, body) if version == 1 else Manifest._groups(rows, body))
             states = [StateRule.from_json(state) for state in body.pop("states")]
             seals = {name: Seal(size, int(crc, 16)) for name, (size, crc) in body.pop("files").items()}
             body.pop("columns")
@@ -312,48 +315,27 @@ class Manifest:
             raise CheckpointCorruptError(f"{where} names files outside of its folder")
         return Manifest(rows, groups, states, seals, body)
 
+    @staticmethod
+    def _groups(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
+        cuts = [
+            tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
+            for box in body.pop("boxes")
+        ]
+        slices = [tuple(files) for files in body.pop("slices")]
+        for numbers, signed, rule, files, states in body.pop("groups"):
+            stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
+            positions = (number if number >= 0 else -1 - number for number in signed)
+            boxes = tuple(Region(rows[n].shape, cuts[position]) for n, position in zip(numbers, positions, strict=True))
+            yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
 
-class _Numbers:
-    """Numbers things in the order in which they are seen."""
-
-    def __init__(self, seen: dict[Any, int] | None = None) -> None:
-        self.seen = seen or {}
-
-    def __call__(self, key: Any) -> int:
-        return self.seen.setdefault(key, len(self.seen))
-
-
-def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
-    """The number of each tensor's box; -1 minus it where the tensor is stored by another group."""
-    stored = group.stored or [True] * len(group.rows)
-    for box, here in zip(group.boxes, stored, strict=True):
-        number = boxes(box.cuts)
-        yield number if here else -1 - number
-
-
-def _groups_of_format_2(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
-    cuts = [
-        tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
-        for box in body.pop("boxes")
-    ]
-    slices = [tuple(files) for files in body.pop("slices")]
-    for numbers, signed, rule, files, states in body.pop("groups"):
-        stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
-        positions = (number if number >= 0 else -1 - number for number in signed)
-        boxes = tuple(Region(rows[n].shape, cuts[position]) for n, position in zip(numbers, positions, strict=True))
-        yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
-
-
-def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
-    offset = 0
-    for count, rule, ranks in body.pop("groups"):
-        numbers = tuple(range(offset, offset + count))
-        boxes = tuple(Region(row.shape) for row in rows[offset : offset + count])
-        yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
-        offset += count
-
-
-_READERS = {1: _groups_of_format_1, VERSION: _groups_of_format_2}
+    @staticmethod
+    def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
+        offset = 0
+        for count, rule, ranks in body.pop("groups"):
+            numbers = tuple(range(offset, offset + count))
+            boxes = tuple(Region(row.shape) for row in rows[offset : offset + count])
+            yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
+            offset += count
 
 
 def read_manifest(folder: Path) -> Manifest:

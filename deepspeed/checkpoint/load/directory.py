@@ -54,17 +54,15 @@ def look(folder: Path, tag: str) -> CheckpointStatus:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
         return CheckpointStatus(problem=str(error))
-    absent = frozenset(name for name, seal in manifest.files.items() if _size(path / name) != seal.nbytes)
-    return CheckpointStatus(
-        "native", "", manifest.about["saved_at"], zlib.crc32((path / MANIFEST).read_bytes()), absent
-    )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
+    absent = set()
+    for name, seal in manifest.files.items():
+        try:
+            if (path / name).stat().st_size != seal.nbytes:
+                absent.add(name)
+        except OSError:
+            absent.add(name)
+    crc32 = zlib.crc32((path / MANIFEST).read_bytes())
+    return CheckpointStatus("native", "", manifest.about["saved_at"], crc32, frozenset(absent))
 
 
 def is_foreign(path: Path) -> bool:

@@ -50,6 +50,11 @@ class ReadRequest:
     range: RegionRange
     into: torch.Tensor
 
+    def clear_padding(self) -> None:
+        """Make the elements zero that no checkpoint holds."""
+        if self.range.box.packed is not self.range.box:
+            self.into.zero_()
+
 
 @dataclass(frozen=True)
 class Fetch:
@@ -87,12 +92,6 @@ def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tenso
     """A copy as what `Fetch` takes: (start, distance, place), of one run or of rows."""
     for start, distance, place in copy.rows(into):
         yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
-
-
-def clear_padding(wanted: ReadRequest) -> None:
-    """Make the elements zero that no checkpoint holds."""
-    if wanted.range.box.packed is not wanted.range.box:
-        wanted.into.zero_()
 
 
 class Source:
@@ -171,7 +170,7 @@ class NativeSource(Source):
             if self.manifest.is_whole(request.field, request.row):
                 fetches.append(Fetch(self.manifest.home(request.row, request.range.box), name, 0, request.into))
                 continue
-            clear_padding(request)
+            request.clear_padding()
             key = (request.row.name, request.range)
             if key not in reads:
                 reads[key] = list(self.manifest.reads(request.row, request.range))
@@ -346,7 +345,7 @@ class TensorSource(Source):
             own_shape = self.manifest.is_whole(request.field, request.row)
             stored = Region((request.into.numel(),)) if own_shape else Region(request.row.shape)
             range_ = RegionRange(stored, 0, request.into.numel()) if own_shape else request.range
-            clear_padding(request)
+            request.clear_padding()
             for start, values in self._chunks.get(name, ()):
                 for copy in copies(RegionRange(stored, start, start + values.numel()), range_):
                     copy(values, request.into)

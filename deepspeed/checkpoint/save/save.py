@@ -1,19 +1,25 @@
-"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename."""
+"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; in a thread, if asked to."""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import pickle
 import platform
+import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed import comm
 from deepspeed.checkpoint.format import filesystem
 from deepspeed.checkpoint.format.json_codec import Encoder
 from deepspeed.checkpoint.format.manifest import (
@@ -27,11 +33,12 @@ from deepspeed.checkpoint.format.manifest import (
 )
 from deepspeed.checkpoint.format.safetensors_file import Seal, TensorToWrite, file_bytes, write_tensors
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, take
-from deepspeed.checkpoint.save.snapshot import Snapshot, fixed
+from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, Snapshot, fixed, take
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.foundation.log import log_rank0, warn_once
+from deepspeed.foundation.log import log_rank0, logger, warn_once
 
+_ALIGN = 64
 _SMALL_FILES = 1 << 20  # bytes kept free for the files beside the tensors
 
 
@@ -160,7 +167,7 @@ class Saving:
 
     def _make_staging(self, need: int) -> None:
         filesystem.current.make_folder(self.target.folder)
-        recover(self.target.folder, self.target.tag)
+        self._recover(self.target.folder, self.target.tag)
         free = filesystem.current.free_bytes(self.target.folder)
         if free < need:
             raise CheckpointError(
@@ -221,27 +228,100 @@ class Saving:
             files[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
         return files
 
-
-def recover(folder: Path, tag: str) -> None:
-    """Finish or undo what an interrupted save of `tag` left behind.
-
-    Args:
-        folder: holds the tags.
-        tag: a checked tag.
-    """
-    final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
-    if not final.exists() and staging.exists() and _is_complete(staging):
-        filesystem.current.rename(staging, final)
-    if not final.exists() and old.exists():
-        filesystem.current.rename(old, final)
-    for left in (staging, old):
-        if left.exists():
-            filesystem.current.remove(left)
+    @staticmethod
+    def _recover(folder: Path, tag: str) -> None:
+        """Finish or undo what an interrupted save of `tag` left behind."""
+        final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
+        if not final.exists() and staging.exists():
+            with suppress(CheckpointCorruptError):  # else it is not complete
+                read_manifest(staging)
+                filesystem.current.rename(staging, final)
+        if not final.exists() and old.exists():
+            filesystem.current.rename(old, final)
+        for left in (staging, old):
+            if left.exists():
+                filesystem.current.remove(left)
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointCorruptError:
-        return False
-    return True
+class Background:
+    """Asynchronous save, one at a time: copies the state into one host buffer, which a thread writes."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._group: Any = None
+        self._left = False
+
+    def ranks(self, axis: Axis) -> Ranks:
+        """The ranks of `axis`, over a process group of their own: training uses the other one meanwhile."""
+        if self._group is None and axis.size > 1:
+            self._group = comm.new_group(list(axis.ranks), backend="gloo")
+        return Ranks(axis, self._group)
+
+    def start(self, saving: Saving, ranks: Ranks, finish: Callable[[], None]) -> None:
+        """Copy what is to be written and return; a thread writes it and calls `finish`.
+
+        Args:
+            saving: a save that has begun.
+            ranks: to be used by the thread.
+            finish: what follows the writing.
+        """
+        saving.entries = self._copied(saving.entries)
+        saving.copy_small()
+        saving.ranks = ranks
+        self._thread = threading.Thread(target=self._run, args=(saving, finish), name="deepspeed-save", daemon=True)
+        if not self._left:
+            self._left = True
+            atexit.register(self._at_exit, weakref.ref(self))
+        self._thread.start()
+
+    def _copied(self, entries: list[TensorToWrite]) -> list[TensorToWrite]:
+        places, size = [], 0
+        for entry in entries:
+            places.append(size)
+            size += -(-entry.nbytes // _ALIGN) * _ALIGN
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            log_rank0(
+                f"async_save: a host buffer of {size / 2**20:.0f} MiB on each rank holds the state while it is written"
+            )
+        copies = []
+        numbered = zip(entries, places, strict=True)
+        for hold, together in itertools.groupby(numbered, lambda pair: pair[0].hold):
+            with hold() if hold is not None else nullcontext():
+                for entry, position in together:
+                    copy = self._buffer[position : position + entry.nbytes].view(entry.dtype)
+                    copy.copy_(entry.values().detach().reshape(-1))
+                    copies.append(replace(entry, values=lambda copy=copy: copy, hold=None))
+        return copies
+
+    def _run(self, saving: Saving, finish: Callable[[], None]) -> None:
+        try:
+            saving.place()
+            saving.write()
+            finish()
+        except Exception as error:  # raised by the next save, load or the end
+            self._failure = error
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed; the checkpoints before it are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"the last checkpoint was not saved: {failure}") from failure
+
+    @staticmethod
+    def _at_exit(reference: Any) -> None:
+        background = reference()
+        if background is not None:
+            try:
+                background.wait()
+            except CheckpointError as error:
+                logger.error("%s", error)
