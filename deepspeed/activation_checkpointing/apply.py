@@ -75,12 +75,7 @@ def _itself(value: Any) -> Any:
 
 
 def compile_block(block: nn.Module, **how: Any) -> None:
-    """Compile what a block computes, inside of its checkpoint when it has one.
-
-    Args:
-        block: its `forward` is replaced.
-        how: keywords of torch.compile.
-    """
+    """Compile what a block computes, inside of its checkpoint when it has one."""
     if isinstance(block.forward, BlockForward):
         block.forward.inner = torch.compile(block.forward.inner, **how)
     else:
@@ -91,12 +86,7 @@ class Wrapping:
     """What the JSON asks for one model: wrapped blocks, or flags on the model's own checkpoints.
 
     Args:
-        model: the root.
-        flags: the section `activation_checkpointing` of the JSON.
         mpu: a client's model-parallel unit; None: that of `deepspeed.checkpointing.configure`.
-
-    Raises:
-        DeepSpeedConfigError: `enabled` is true and the model has no repeated blocks.
     """
 
     def __init__(self, model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> None:
@@ -216,12 +206,6 @@ class _Governed:
 
 
 def wrap(model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> Wrapping | None:
-    """What the JSON asks for; None when it asks for nothing, as with a block that is all false.
-
-    Args:
-        model: the root.
-        flags: the section `activation_checkpointing` of the JSON.
-        mpu: a client's model-parallel unit, or None.
-    """
+    """What the JSON asks for; None when it asks for nothing, as with a block that is all false."""
     asks = flags.enabled or Wrapping.flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
     return Wrapping(model, flags, mpu) if asks else None

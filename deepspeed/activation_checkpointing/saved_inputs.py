@@ -55,9 +55,6 @@ class ActivationBuffers:
     """One buffer per dtype and place, in which tensors lie one behind the other until all are given back.
 
     It has room for the most that was ever lent at once; what exceeds it, as in the first pass, lies on its own.
-
-    Args:
-        count: tensors of the first one's size to make room for at the start.
     """
 
     def __init__(self, count: int) -> None:
@@ -96,7 +93,6 @@ class Saver:
     parameters are: they stay as they are.
 
     Args:
-        flags: the section of the JSON.
         axis: the ranks that hold the same activations and may each keep a part; None: this rank alone.
     """
 

@@ -30,12 +30,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderSource(Source):
-    """The tensors of one or several safetensors files.
-
-    Args:
-        path: a file, or a folder with `model.safetensors` or its index.
-        ranks: who reads together; every rank reads for itself.
-    """
+    """The tensors of one or several safetensors files."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -137,12 +132,7 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
 
     Args:
         state: tensors by name, or objects with `shape`, `dtype` and `contiguous()`; one shard is in memory at a time.
-        folder: made if it is not there.
-        max_shard_size: largest file.
         safe: safetensors (without aliases) instead of `torch.save`.
-
-    Returns:
-        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     limit = bytes_of(max_shard_size)

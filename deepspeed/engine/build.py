@@ -316,13 +316,7 @@ def build(
 ) -> Components:
     """Cast, move, group and hook a model.
 
-    Args:
-        model: the user's module; its parameters keep their identity.
-        optimizer: over its parameters, or None.
-        config: resolved configuration.
-        axes: who shares what.
-        device: where the model computes.
-        held: the optimizer users hold of an engine that is laid out anew.
+    `held` is the optimizer that users hold of an engine that is laid out anew.
     """
     low = compute_dtype(config)
     _check_parameters(model, low)

@@ -174,13 +174,7 @@ class LoadOptions:
 
 
 class CheckpointIO:
-    """The checkpoints of an engine.
-
-    Args:
-        state: of the engine.
-        weights: refuses what a load has left in pieces.
-        guard: a context around what makes state: running out of memory inside comes with a report.
-    """
+    """The checkpoints of an engine. `guard` is a context in which running out of memory comes with a report."""
 
     def __init__(
         self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -54,11 +54,7 @@ def loss_is_divided(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what backward cannot begin with.
-
-    Raises:
-        ArgumentError: it is no tensor with one element and a graph.
-    """
+    """Refuse what backward cannot begin with."""
     if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
             f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
@@ -77,10 +73,6 @@ class RunningStatistics:
     """Rank 0's running statistics on every rank, as of the last update.
 
     They travel with the update, so that `eval()` itself sends nothing and one rank may evaluate alone.
-
-    Args:
-        module: the model.
-        axis: ranks that train it together.
 
     Attributes:
         buffers: of the model that are such statistics; empty where one rank trains.

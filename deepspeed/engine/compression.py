@@ -56,13 +56,7 @@ class _Facts:
 
 
 class StructuredPruning:
-    """One removal from one engine. All ranks call together.
-
-    Args:
-        state: of an engine between two windows.
-        removal: what leaves.
-        agree: waits for all ranks.
-    """
+    """One removal from one engine. All ranks call together."""
 
     def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
         self.state, self.removal, self._agree = state, removal, agree
@@ -256,15 +250,7 @@ class StructuredPruning:
 
 
 class CompressionHooks:
-    """What `compression_training` does to one engine.
-
-    Args:
-        state: of the engine.
-        weights: gives whole weights to export.
-        feeding: agrees with the other ranks.
-        laid_out_anew: tells the engine that its groups are others than before.
-        make: makes another engine of a model and a configuration.
-    """
+    """What `compression_training` does to one engine. `make` makes another engine of a model and a configuration."""
 
     def __init__(
         self,

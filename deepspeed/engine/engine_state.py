@@ -46,21 +46,11 @@ class EngineState:
     """The configuration, model, parts and counters of one engine; fields have the engine's public names.
 
     Args:
-        ds_config: resolved configuration.
-        module: the model.
-        device: where it computes.
-        mpu: a client's model-parallel unit.
-        components: groups, gradients, optimizer, window.
-        basic_optimizer: the torch optimizer inside.
-        timers: of forward, backward and step.
-        lr_scheduler: the schedule.
-        training_dataloader: the loader of `training_data`.
         global_steps: updates so far, skipped ones too.
         micro_steps: micro-batches so far.
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
         compression: what makes the model smaller; None without it.
-        hooks: what features do in a step, and around checkpoints.
         removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
     """
 

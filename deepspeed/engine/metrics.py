@@ -71,7 +71,6 @@ class StepTimers:
     their way when backward was over: what overlapped with it has no time of its own.
 
     Args:
-        timers: where the stopwatches are.
         active: measure; else nothing waits for the device, and nothing is said.
         says: a line after each micro-batch, and one after each window, on rank 0.
 
@@ -135,11 +134,6 @@ class Profiling:
     """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
     Operations are counted in the update before, once per shape of the inputs, since counting takes time.
-
-    Args:
-        state: of the engine.
-        engine: for the report.
-        elapsed: gives milliseconds of the window so far, by part.
     """
 
     def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
@@ -168,11 +162,7 @@ class Profiling:
         self._before = self._elapsed()
 
     def on_step(self, boundary: bool) -> None:
-        """A micro-batch ends.
-
-        Args:
-            boundary: an update follows.
-        """
+        """A micro-batch ends."""
         if self.profiler is not None and self.profiler.started:
             self.profiler.stop_profile()
             self._due = self._state.global_steps == self._section.profile_step
@@ -203,12 +193,7 @@ _ROUNDS = 9  # of comparing clocks
 
 
 class Tracing:
-    """Records from the end of the update before `start_step`.
-
-    Args:
-        state: of the engine.
-        memory: by category, as counts of the trace.
-    """
+    """Records from the end of the update before `start_step`."""
 
     def __init__(self, state: EngineState, memory: MemoryReport) -> None:
         self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
@@ -297,10 +282,6 @@ class Tracing:
 class Trial:
     """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process.
 
-    Args:
-        state: of the engine.
-        facts: answers about it.
-
     Attributes:
         active: whether this run is a trial: the block is enabled and says where the figures go.
     """
@@ -313,15 +294,7 @@ class Trial:
         self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
 
     def after_update(self, samples: int, times: dict[str, float]) -> None:
-        """An update is over.
-
-        Args:
-            samples: of it, over all ranks.
-            times: milliseconds of its parts.
-
-        Raises:
-            SystemExit: with code 0, on all ranks alike, after the last timed update.
-        """
+        """Count an update: samples over all ranks, milliseconds. After the last timed one all ranks exit with 0."""
         if not self.active:
             return
         self._done += 1
@@ -364,10 +337,6 @@ _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 class Instruments:
     """Collects the numbers of a window, and hands them to the monitors.
-
-    Args:
-        state: of the engine.
-        engine: itself, for batch sizes and rates, and for the profiler's report.
 
     Attributes:
         throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
@@ -416,11 +385,7 @@ class Instruments:
         return [hook for is_on, hook in hooks if is_on]
 
     def start_progress(self, batches: int | None) -> None:
-        """Show a live line on rank 0, instead of the one that is shown.
-
-        Args:
-            batches: that are to come; None where that is unknown.
-        """
+        """Show a live line on rank 0, instead of another; `batches` are to come, None where that is unknown."""
         self.stop_progress()
         if self._state.everyone.rank == 0:
             device = self._state.device
@@ -500,12 +465,7 @@ class Instruments:
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
 
     def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
-        """Backward begins: the loss counts as its gradient does.
-
-        Args:
-            loss: mean over the micro-batch, or with `num_items` the sum over so many.
-            num_items: see `engine.backward`.
-        """
+        """Note the loss as its gradient counts: the micro-batch's mean, or its sum over `num_items`."""
         if self._finder.enabled:
             self._finder.on_loss(loss, self._state.window.loss_scale)
         if self.progress is not None:
@@ -523,14 +483,7 @@ class Instruments:
     def on_window(
         self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
     ) -> None:
-        """A pipeline has run a window.
-
-        Args:
-            loss: its mean, the same on every rank.
-            metrics: what its last stage reports besides.
-            batches: micro-batches, where this rank counts them.
-            stages: how many ranks see the same ones.
-        """
+        """Note a pipeline's window: its mean loss, and batches that `stages` ranks see alike."""
         if self.progress is not None:
             self.progress.on_loss(loss.detach())
         if self._monitor.enabled:
@@ -558,12 +511,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """An update is over: tell the instruments that are on.
-
-        Args:
-            rows: what each rank gave as its `row`.
-            samples: of the window, over all ranks.
-        """
+        """Run the instruments that are on, with the `row` of each rank and the window's samples over all ranks."""
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
         for hook in self._after_update:

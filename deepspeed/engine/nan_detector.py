@@ -51,12 +51,7 @@ class _Micro:
 
 
 class NonFiniteFinder:
-    """Finds where values that are not finite come from.
-
-    Args:
-        state: of the engine.
-        engine: runs forward.
-    """
+    """Finds where values that are not finite come from."""
 
     def __init__(self, state: EngineState, engine: Any) -> None:
         self._state, self._engine, self._section = state, engine, state.ds_config.top.non_finite
@@ -95,12 +90,7 @@ class NonFiniteFinder:
             tensor.register_hook(lambda gradient, index=index: micro.gradients.__setitem__(index, gradient))
 
     def on_loss(self, loss: torch.Tensor, scale: float) -> None:
-        """Backward begins.
-
-        Args:
-            loss: that is differentiated.
-            scale: of the loss.
-        """
+        """Backward begins."""
         if self._window:
             outputs = [reference() for reference in self._window[-1].outputs]
             self._window[-1].loss = next((index for index, tensor in enumerate(outputs) if tensor is loss), None)
@@ -120,12 +110,7 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Called by all ranks, with the same numbers, between norm and update.
-
-        Args:
-            norm: of the window's gradient.
-            rows: of each rank, beginning with the sum of its losses.
-        """
+        """Called by all ranks alike between norm and update; each row begins with the sum of a rank's losses."""
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:

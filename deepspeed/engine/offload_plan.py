@@ -26,11 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory.
-
-    Args:
-        config: resolved configuration.
-    """
+    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -87,14 +83,7 @@ class Offload:
         return self._disks[path]
 
     def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
-        """Say in one line what will rest where, and look whether the disks have room and how fast they are.
-
-        Args:
-            groups: what each group holds on this rank.
-
-        Returns:
-            Bytes by place.
-        """
+        """Log what will rest where, and check that the disks have room and how fast they are; gives bytes by place."""
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:

@@ -33,12 +33,7 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class OffloadStates:
-    """Moves what rests on the device.
-
-    Args:
-        state: of the engine.
-        before_forward: has a function called before each forward of the engine; gives a handle that ends this.
-    """
+    """Moves training state off the device and back."""
 
     def __init__(self, state: EngineState, before_forward: Callable[[Callable[..., None]], Any]) -> None:
         self._state, self._before_forward = state, before_forward

@@ -15,11 +15,7 @@ from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 
 def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups) -> UpdateTraits:
-    """How the optimizer's update may be split; what follows of it is logged.
-
-    Raises:
-        OptimizerError: its update looks at parameters that other ranks have.
-    """
+    """How the optimizer's update may be split; what follows of it is logged."""
     traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
     if optimizer is None or traits.known:
         return traits

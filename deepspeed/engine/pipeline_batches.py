@@ -57,18 +57,11 @@ def agree(
     """Read a window, unless a rank cannot. All ranks call together.
 
     Args:
-        source: what the caller handed over.
         wanted: micro-batches that the window takes, as this rank has it.
         items: whether it was given a function that counts items.
         read: gives at most `wanted`; None where no part of this stage reads a batch.
         exchange: gives the report of every rank, in rank order; a collective.
-        trains: and does not evaluate.
         refused: why this rank cannot do so as it stands; raised here once every rank knows.
-
-    Raises:
-        DataError: a rank's data ended or failed; a rank whose own data failed raises what it met.
-        UsageError: ranks ask for different windows, or `num_items` comes with a window of a loop.
-        PipelineError: another rank was refused.
     """
     problem = refused
     batches: list[Any] = []
@@ -141,8 +134,6 @@ class WindowDriver:
     """Runs the micro-batches of a window for the schedule's executor.
 
     Args:
-        parts: of this stage, by chunk.
-        window: the micro-batches between two updates.
         divided: the model divides its loss by the micro-batches itself.
         lookups: tables of this stage whose gradients can come by rows.
     """

@@ -44,21 +44,9 @@ def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
 
 
 def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
-    """See that a model can be staged, before any of its values is made or moved. All ranks call together.
+    """See that a model can be staged, before any of its values is made or moved.
 
-    Args:
-        model: as it was handed over.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None.
-
-    Returns:
-        Whether it has no values yet, on all ranks.
-
-    Raises:
-        PipelineError: ranks have different models, or another rank's was refused.
-        UsageError: it has values on some ranks alone.
-        NotAvailableError: what is asked for besides does not go together with stages yet.
+    All ranks call together. Gives whether it has none, on all ranks.
     """
     axis = mesh.axis(*DIMS)
     raise_together(
@@ -79,20 +67,9 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 
 
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
-    """Reduce a model to this rank's stage. All ranks call together.
+    """Reduce a model to this rank's stage.
 
-    Args:
-        model: changed in place; what stays keeps its name and identity.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None; what leaves the model leaves it too.
-
-    Returns:
-        The parts of this stage, by chunk.
-
-    Raises:
-        PipelineError: the model cannot be cut so.
-        MeshError: a PipelineModule was built for other stages.
+    All ranks call together. Gives the parts of the stage, by chunk; what leaves the model leaves the optimizer too.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     if isinstance(model, PipelineModule):
@@ -229,12 +206,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 
 
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
-    """Those of the parameters, or groups of them, that are this stage's.
-
-    Args:
-        model: reduced.
-        parameters: as `deepspeed.engine.build.listed` gives them.
-    """
+    """Those of the parameters, or groups of them, that are this stage's."""
     left = set(model.parameters())
     if parameters is None:
         return None if any(param.requires_grad for param in left) else [{"params": []}]
@@ -248,13 +220,7 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
 
 
 def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
-    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
-
-    Args:
-        held: elements of this stage's parameters.
-        limits: by `zero_optimization`.
-        config: resolved.
-    """
+    """Prefetch limits of a pipeline, whose stages keep what they gather or not; logs what either costs."""
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
     log_rank0(
@@ -274,14 +240,7 @@ def generate(
     """Call a model's own `generate` with forward passes through all stages. All ranks call together.
 
     Args:
-        model: its root; on each stage with the stage's blocks.
-        axis: the stages.
         outputs_of: runs keyword arguments of the model's forward through all stages; outputs on the last, else None.
-        args: for `generate`.
-        kwargs: the same by name; `use_cache` is False.
-
-    Raises:
-        PipelineError: the model has no `generate`.
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")

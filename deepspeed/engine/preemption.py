@@ -58,11 +58,7 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """After an update: save and exit when all ranks have agreed to stop here.
-
-        Raises:
-            SystemExit: with code 85.
-        """
+        """After an update: save and exit with code 85 when all ranks have agreed to stop here."""
         number = watchdog.end_of_step()
         if number == 0:
             return

@@ -27,16 +27,7 @@ BARE = (
 
 
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
-    """Let a model take slices of sequences, where the mesh has ranks that share them.
-
-    Args:
-        model: of an engine.
-        mesh: its ranks.
-        mpu: the unit that `initialize` was given; what was registered with it counts.
-
-    Raises:
-        NotAvailableError: its attention cannot be reached.
-    """
+    """Let a model take slices of sequences, where the mesh has ranks that share them."""
     asked = settings_of(mpu)
     cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
 
@@ -45,8 +36,6 @@ class Sequencing:
     """What an engine does with batches and losses of ranks that share sequences.
 
     Args:
-        model: its module.
-        mesh: its ranks.
         verify: compare it with what it computes whole.
         recompute: in backward exchange again what is kept beside a rank's share otherwise.
     """
@@ -70,11 +59,7 @@ class Sequencing:
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compare the model with what it computes whole, unless that is switched off. All ranks call together.
-
-        Args:
-            around: makes the context in which the engine computes.
-        """
+        """Compare the model with what it computes whole, unless that is switched off. All ranks call together."""
         for model in self._models if self._verify else []:
             with around():
                 prove(model, self._everyone)
@@ -119,11 +104,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together.
-
-        Raises:
-            UsageError: it is not, on all ranks, with two that differ.
-        """
+        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together."""
         if not self._losses:
             return
         self._losses -= 1

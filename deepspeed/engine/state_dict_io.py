@@ -43,9 +43,7 @@ class SaveWindow:
     collective runs, and nothing is kept alive for it.
 
     Args:
-        module: the model.
         state: the whole weights by name, on rank 0; None elsewhere.
-        groups: those that are sharded.
     """
 
     def __init__(
@@ -100,11 +98,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WeightsIO:
-    """An engine's weights as users and clients pass them around.
-
-    Args:
-        state: of the engine.
-    """
+    """An engine's weights as users and clients pass them around."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -124,9 +118,6 @@ class WeightsIO:
         """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
 
         Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
-
-        Args:
-            optimizer: its state is replaced too.
         """
         meet_before_change(self._state.components.groups)
         try:

@@ -28,9 +28,6 @@ def state_bytes(components: Components) -> dict[str, int]:
 def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | None]]:
     """Training state on this rank by kind.
 
-    Args:
-        components: of an engine.
-
     Returns:
         `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that
         stand beside the slices now, in use or kept.

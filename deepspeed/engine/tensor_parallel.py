@@ -33,20 +33,7 @@ def asked_by_model(model: nn.Module) -> list[Asked]:
 
 
 def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
-    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so.
-
-    Args:
-        model: changed in place; its parameters stay the objects they are.
-        config: resolved.
-        mesh: of the engine.
-        mpu: a client's unit, whose client cuts the model.
-        optimizer: the client's, or None.
-
-    Raises:
-        ArgumentError: the optimizer has state of whole matrices.
-        NotAvailableError: the model is to be compressed too.
-        TensorParallelError: the model cannot be cut so.
-    """
+    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so."""
     asked = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
     if mesh.size("tp") == 1 or not asked or is_cut(model):
         return
@@ -106,11 +93,7 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse optimizers whose update reads whole matrices, where ranks have slices.
-
-    Raises:
-        OptimizerError: it is one.
-    """
+    """Refuse optimizers whose update reads whole matrices, where ranks have slices."""
     if optimizer is None or plan_of(model) is None or not needs_whole_tensors(optimizer):
         return
     cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
@@ -122,19 +105,7 @@ def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any) -> None:
-    """Pack what the configuration names.
-
-    Args:
-        model: changed in place.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None.
-        parameters: what is to be trained, or nothing.
-
-    Raises:
-        ArgumentError: something is to be trained.
-        NotAvailableError: the model is cut over ranks too.
-    """
+    """Pack the weights that `weight_quantization` names, of a model that is not trained."""
     section = config.top.weight_quantization
     asked = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
     if not any(asked.values()):

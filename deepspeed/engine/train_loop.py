@@ -35,11 +35,7 @@ Agree = Callable[[int], tuple[int, int]]
 def count_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor or numpy array in a nest.
 
-    Args:
-        batch: what a loader gave.
-
-    Returns:
-        The number of samples; 1 when there is none of them or it has no dims.
+    Gives 1 where there is none, or it has no dims.
     """
     first = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
     return int(first.shape[0]) if first is not None and len(first.shape) else 1
@@ -146,12 +142,7 @@ def equal_steps(
 
 
 class Window:
-    """Micro-batches between two updates, as an iterator; what is left of them counts.
-
-    Args:
-        batches: of this rank; None where it needs no data.
-        samples: that each of them counts for, 0 for one that fills up.
-    """
+    """Micro-batches between two updates, as an iterator; what is left of them counts."""
 
     def __init__(self, batches: list[Any], samples: list[float]) -> None:
         self._batches, self.samples = deque(batches), samples
@@ -232,13 +223,7 @@ class TrainLoop:
                 self._state.window.weigh(None)
 
     def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
-        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer.
-
-        Args:
-            loader: this rank's loader; None where its stage needs no data.
-            policy: see `loop`.
-            progress: see `loop`.
-        """
+        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer."""
         batches, samples = list[Any](), list[float]()
         with self._shown(loader, progress):
             for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):

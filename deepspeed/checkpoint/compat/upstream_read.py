@@ -77,12 +77,7 @@ def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
     """A source over a folder in upstream's layout; tensors stay in its files until they are read.
 
     Args:
-        path: the folder of a tag, or a universal folder.
         trained: names of the parameters in the order of the engine's optimizer; stage 0 files have numbers only.
-
-    Raises:
-        CheckpointError: a pickle in it names a class that is not admitted, or it is of a kind that is not known.
-        CheckpointCorruptError: files are missing or broken.
     """
     return _Reading(path, list(trained)).source()
 

@@ -43,11 +43,6 @@ def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters
 
     `torch.load(weights_only=True)` opens them. A client's converter takes the weights through `zero_to_fp32` and the
     rest from here.
-
-    Args:
-        client_state: what the client saves; values that such a file may not hold are left out.
-        about: of the manifest.
-        counters: of the engine.
     """
     stage = about["stage"]
     shared = {
@@ -136,8 +131,6 @@ class UpstreamWriter:
 
     Args:
         source: the native files, complete but for the manifest.
-        ranks: all ranks; they call together.
-        settings: of the optimizer's groups.
         scale: of the loss; what is dynamic here goes on as a fixed one there.
         shared: what goes into every model file: counters, schedule, configuration, client state.
     """

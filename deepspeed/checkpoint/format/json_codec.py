@@ -42,15 +42,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON value of `value`.
-
-        Args:
-            value: any object.
-            path: what it is called in errors, as in `client_state['loops']`.
-
-        Raises:
-            CheckpointError: something inside has no place in JSON; the message has its path.
-        """
+        """The JSON value of `value`. `path` names it in errors, as in `client_state['loops']`."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -134,22 +126,13 @@ class Encoder:
 
 
 class Decoder:
-    """Turns JSON values back into objects.
-
-    Args:
-        tensors: gives the tensor of a number.
-        pickled: what the pickle of the checkpoint holds.
-    """
+    """Turns JSON values back into objects."""
 
     def __init__(self, tensors: Callable[[int], torch.Tensor], pickled: list[Any] | None = None) -> None:
         self._tensors, self._pickled = tensors, pickled or []
 
     def decode(self, value: Any) -> Any:
-        """The object of a JSON value.
-
-        Raises:
-            CheckpointError: a type that is unknown, or a class that is not imported.
-        """
+        """The object of a JSON value."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):

@@ -56,8 +56,6 @@ class ManifestEntry:
     """One parameter or buffer.
 
     Args:
-        name: qualified name in the module.
-        shape: global shape.
         dtype: of the stored value: that of the master where there is one.
         kind: `trained`, `frozen`, `left out` (frozen, and its values were not stored) or `buffer`.
         state: which of the optimizer states; None: it has none (yet).
@@ -145,9 +143,7 @@ class CutGroup:
         """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
 
         Args:
-            index: position in the group.
             low: first element of the flattened packed box.
-            high: one past the last.
         """
         box, cuts, offset = self.boxes[index], self.layout.cuts, self._offsets[index]
         end = offset + box.numel
@@ -172,10 +168,8 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Args:
-        rows: parameters and buffers.
         groups: how they are cut and where they lie; none where the values are elsewhere.
         states: the different optimizer states; rows refer to them by number.
-        files: every file beside the manifest, with its seal.
         about: everything else: counters, who saved, typed JSON of small state.
     """
 
@@ -208,12 +202,7 @@ class Manifest:
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """The optimizer state of a parameter; of one box, where boxes have different ones.
-
-        Args:
-            row: the parameter.
-            box: None: any.
-        """
+        """The optimizer state of a parameter; of one box, where boxes have different ones."""
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
@@ -284,11 +273,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, where: Path) -> Manifest:
-        """Parse the file's contents.
-
-        Raises:
-            CheckpointCorruptError: they are not what was written, or of a version that is not known here.
-        """
+        """Parse the file's contents."""
         size = len(_PREFIX % 0)
         try:
             stored_crc = int(data[len('{"crc32": "') :][:8], 16)
@@ -339,11 +324,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder.
-
-    Raises:
-        CheckpointCorruptError: there is none, or it is broken.
-    """
+    """The manifest in a checkpoint's folder."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -353,11 +334,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """See that every file is there in its full length.
-
-    Raises:
-        CheckpointCorruptError: one is not.
-    """
+    """See that every file is there in its full length."""
     for name, seal in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

@@ -31,11 +31,7 @@ from deepspeed.native import library
 
 
 def crc32(data: torch.Tensor) -> int:
-    """The CRC-32 of some bytes.
-
-    Args:
-        data: 1-D, uint8, contiguous, on the CPU.
-    """
+    """The CRC-32 of a tensor of bytes: 1-D, uint8, contiguous, on the CPU."""
     native = _native()
     return zlib.crc32(data.numpy().data) if native is None else native(data.data_ptr(), data.numel())
 
@@ -68,11 +64,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name of a dtype in a safetensors file.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """The name of a dtype in a safetensors file."""
     if dtype not in NAMES:
         raise CheckpointError(f"{what} is of {dtype}, which safetensors files cannot hold; convert it before saving")
     return NAMES[dtype]
@@ -83,9 +75,6 @@ class TensorToWrite:
     """A tensor that is to be written.
 
     Args:
-        name: in the file.
-        dtype: of its elements.
-        shape: of the tensor.
         values: gives the values: contiguous, of that many elements.
         hold: must be entered around `values` and its use; None: they stay where they are until the file is written.
     """
@@ -126,13 +115,7 @@ def file_bytes(entries: Iterable[TensorToWrite]) -> int:
 
 
 def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
-    """Write a new file; it is on the disk when this returns.
-
-    Args:
-        path: the file.
-        entries: in any order; large ones are written from where they lie.
-        metadata: text for the header.
-    """
+    """Write a new file; it is on the disk when this returns. Large tensors are written from where they lie."""
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     body = sum(entry.nbytes for entry in ordered)
     blocks = -(-body // BLOCK)
@@ -255,11 +238,7 @@ class TensorFile:
     """A safetensors file, ours or anyone's, open for reading.
 
     Args:
-        path: the file.
         seal: what the manifest says of it; None for files without checksums.
-
-    Raises:
-        CheckpointCorruptError: it is shorter or longer than it was, or header and table are not what was written.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None) -> None:
@@ -306,11 +285,7 @@ class TensorFile:
         self.close()
 
     def find(self, name: str) -> TensorLocation:
-        """Where a tensor lies.
-
-        Raises:
-            CheckpointCorruptError: it is not in the file.
-        """
+        """Where a tensor lies."""
         if name not in self.entries:
             raise CheckpointCorruptError(f"{self.path} does not hold {name!r}")
         return self.entries[name]
@@ -323,11 +298,7 @@ class TensorFile:
         return tensor
 
     def verify(self) -> None:
-        """Read every byte and compare.
-
-        Raises:
-            CheckpointCorruptError: a block differs; the message names the tensors in it.
-        """
+        """Read every byte and compare; the error names the tensors in a block that differs."""
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
             self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
@@ -455,14 +426,7 @@ Block = tuple[int, int, list[Range]]  # first byte in the file, one past the las
 
 
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
-    """Read ranges of files into tensors; every block that is touched is verified.
-
-    Args:
-        wanted: the ranges of each file.
-
-    Raises:
-        CheckpointCorruptError: a block differs from what was written.
-    """
+    """Read ranges of files into tensors; every block that is touched is verified."""
     runs: list[tuple[TensorFile, list[Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}

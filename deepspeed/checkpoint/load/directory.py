@@ -20,9 +20,7 @@ class CheckpointStatus:
 
     Args:
         kind: `native`, `foreign`, or empty: nothing that can be loaded.
-        problem: why not.
         saved_at: when it was saved, in ns.
-        crc32: of the manifest.
         absent: files it names that are not there in full length.
     """
 
@@ -90,25 +88,14 @@ def read_latest(folder: Path, name: str) -> str | None:
 
 
 class Finder:
-    """Finds a checkpoint for all ranks; they call together and get the same one.
-
-    Args:
-        folder: holds the tags.
-        ranks: who loads.
-        allow_pickle: of the checkpoint that is found.
-    """
+    """Finds a checkpoint for all ranks; they call together and get the same one."""
 
     def __init__(self, folder: Path, ranks: Ranks, allow_pickle: bool = False) -> None:
         self.folder, self.ranks, self._allow_pickle = folder, ranks, allow_pickle
         self.skipped: dict[str, str] = {}
 
     def named(self, tag: str) -> Source | Path:
-        """The checkpoint of a tag; a path when it is not in the native format.
-
-        Raises:
-            CheckpointMissingError: there is none.
-            CheckpointCorruptError: it is broken.
-        """
+        """The checkpoint of a tag; a path when it is not in the native format."""
         return self._open(tag, self.ranks.gather(look(self.folder, tag)))
 
     def latest(self, name: str = filesystem.LATEST) -> str | None:
@@ -172,8 +159,6 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
     """Remove complete native checkpoints beyond the newest ones; nothing else in the folder is touched.
 
     Args:
-        folder: holds the tags.
-        newest: the tag that was just saved; always kept.
         keep_last: how many are kept (`checkpoint.keep_last`).
         keep_every: those whose step is a multiple stay too (`checkpoint.keep_every`).
     """

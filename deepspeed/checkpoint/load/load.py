@@ -31,15 +31,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass
 class Loaded:
-    """What a load found.
-
-    Args:
-        missing: names of the model that the checkpoint does not have.
-        unexpected: names of the checkpoint that the model does not have.
-        left_out: frozen parameters the save left out.
-        elements: elements of parameters and buffers that were loaded.
-        total: elements the model has.
-    """
+    """What a load found."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -64,11 +56,7 @@ def _read_all(
     """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
 
     Args:
-        view: the state.
-        source: the checkpoint.
         slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
-        more: slots of no group.
-        rounded: values are rounded to the dtype of their group's parameters.
     """
 
     def read(groups: Iterable[ShardGroup], others: Slots) -> None:
@@ -93,16 +81,7 @@ def compare(
     """Match names and shapes of the model and the checkpoint.
 
     Args:
-        view: the model.
-        source: the checkpoint.
-        strict: any difference of names is an error.
         elsewhere: names of the model that other ranks hold.
-
-    Returns:
-        The rows by the model's names, and the differences.
-
-    Raises:
-        CheckpointError: names differ and `strict`, or a shape differs.
     """
     shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
     rows, loaded = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
@@ -141,9 +120,6 @@ def load_values(
     """Read parameters and buffers, and make them those of every rank. All ranks call together.
 
     Args:
-        view: the state.
-        source: the checkpoint.
-        rows: by the model's names.
         settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
         rounded: masters become what the parameters are, which are rounded to 16 bits.
     """
@@ -170,14 +146,7 @@ def load_values(
 def load_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together.
-
-    Args:
-        view: the engine's state, which `check_optimizer` has found to fit.
-        source: the checkpoint.
-        rows: by the model's names.
-        settings: of each optimizer group, as they were saved.
-    """
+    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together."""
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
     view.share_counters()
@@ -198,17 +167,7 @@ def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
 def check_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """See that an optimizer's state can be loaded; nothing is changed.
-
-    Args:
-        view: the engine's state.
-        source: the checkpoint.
-        rows: by the model's names.
-        settings: of each optimizer group, as they were saved.
-
-    Raises:
-        CheckpointError: the groups are not the ones that were saved, or a state cannot be cut as it is here.
-    """
+    """See that an optimizer's state can be loaded; nothing is changed."""
     have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
     advice = "build the optimizer as it was, or pass load_optimizer_states=False"
     if have != len(settings):
@@ -270,10 +229,6 @@ def load_window(
     On the topology of the save every buffer becomes what it was; on another one the gradients so far are added up.
 
     Args:
-        view: the engine's state.
-        source: the checkpoint.
-        rows: by the model's names.
-        ranks: who loads.
         private: this rank's own state of the save; empty on another mesh.
 
     Returns:

@@ -40,7 +40,6 @@ class ReadRequest:
 
     Args:
         field: `value`, `gradient`, `state/<key>`.
-        row: the parameter.
         range: which elements of which box; of state with a shape of its own: all of it, and whose.
         into: 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero.
     """
@@ -61,9 +60,6 @@ class Fetch:
     """Elements of one entry of one file: a run, or rows at a distance.
 
     Args:
-        file: file name.
-        entry: name in the file.
-        start: first element.
         into: 1-D, or (rows, elements of a row).
         distance: elements from the beginning of a row to that of the next.
     """
@@ -95,12 +91,7 @@ def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tenso
 
 
 class Source:
-    """What every kind of checkpoint offers a reader.
-
-    Args:
-        path: the folder.
-        manifest: rows and states.
-    """
+    """What every kind of checkpoint offers a reader."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
@@ -141,9 +132,6 @@ class NativeSource(Source):
     """A checkpoint in this package's format.
 
     Args:
-        path: its folder on this rank's disk.
-        manifest: what it holds.
-        ranks: who reads together.
         seen: by rank, the files that it can read; one rank reads for another what that one cannot.
         allow_pickle: the pickle of a client's objects may be opened (`checkpoint.client_state_pickle`).
     """
@@ -157,12 +145,7 @@ class NativeSource(Source):
         self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors; blocks are verified on the way. All ranks call together.
-
-        Raises:
-            CheckpointCorruptError: bytes differ from what was written.
-            CheckpointMissingError: a file is on no rank's disk.
-        """
+        """Read elements into tensors; blocks are verified on the way. All ranks call together."""
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for request in wanted:
@@ -223,11 +206,7 @@ class NativeSource(Source):
         return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
-        """The rank that reads a file for those that do not see it.
-
-        Raises:
-            CheckpointMissingError: nobody sees it.
-        """
+        """The rank that reads a file for those that do not see it."""
         for rank, seen in enumerate(self._seen):
             if file in seen:
                 return rank
@@ -236,11 +215,7 @@ class NativeSource(Source):
     # -- small state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The small state of the run. All ranks call together.
-
-        Raises:
-            CheckpointError: it holds a pickle, and pickles are not allowed here.
-        """
+        """The small state of the run. All ranks call together."""
         server = self.server(STATE)
         small: dict[str, bytes] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -314,12 +289,7 @@ class TensorSource(Source):
     """Values in memory, or mapped from files.
 
     Args:
-        path: what they came from, for reports.
-        rows: parameters and buffers.
         chunks: by `entry_name`, in any order.
-        states: as in `Manifest`.
-        state: what `state()` gives.
-        about: as in `Manifest`.
     """
 
     def __init__(
@@ -335,11 +305,7 @@ class TensorSource(Source):
         self._chunks, self._state = chunks, state or {}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copy elements.
-
-        Raises:
-            CheckpointCorruptError: some are in no chunk.
-        """
+        """Copy elements."""
         for request in wanted:
             name, copied = entry_name(request.field, request.row.name), 0
             own_shape = self.manifest.is_whole(request.field, request.row)
@@ -361,12 +327,7 @@ class TensorSource(Source):
 
 
 def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
-    """A source over the tensors of a state dict.
-
-    Args:
-        state_dict: tensors by name; other values are left alone.
-        what: it is, for reports.
-    """
+    """A source over the tensors of a state dict."""
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
         ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)

@@ -47,11 +47,9 @@ class Contents:
     """What a checkpoint is to hold.
 
     Args:
-        captured: this rank's part of the training state.
         state: small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts.
         about: JSON values for the manifest.
         beside: small files for readers of other formats, by name; rank 0's count.
-        allow_pickle: objects without a place in JSON are pickled (`checkpoint.client_state_pickle`).
     """
 
     captured: Snapshot
@@ -66,10 +64,7 @@ class Target:
     """Where a checkpoint goes.
 
     Args:
-        folder: holds the tags.
-        tag: a checked tag.
         leads: this rank makes the folders and the small files, on its node or everywhere.
-        latest: the tag becomes what loading without a tag finds.
         tools: small scripts dropped beside the tags, by name.
         check_tag: what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`.
     """
@@ -88,13 +83,7 @@ class Target:
 
 
 class Saving:
-    """One save, in the order `begin`, `write`, `commit`; all ranks call each of them together.
-
-    Args:
-        target: where to.
-        contents: what.
-        ranks: who.
-    """
+    """One save, in the order `begin`, `write`, `commit`; all ranks call each of them together."""
 
     def __init__(self, target: Target, contents: Contents, ranks: Ranks) -> None:
         self.target, self.contents, self.ranks = target, contents, ranks
@@ -107,11 +96,7 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Find what cannot be stored. All ranks call together.
-
-        Raises:
-            CheckpointError: something has no place in a checkpoint.
-        """
+        """Find what cannot be stored. All ranks call together."""
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
@@ -122,11 +107,7 @@ class Saving:
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
-        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails.
-
-        Raises:
-            CheckpointError: the tags differ, or the disk is too full.
-        """
+        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails."""
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
         report = (self.target.tag, self.target.leads, host, need, reports)
@@ -183,11 +164,7 @@ class Saving:
             self._seal = write_tensors(self.target.staging / name, self.entries, self._metadata)
 
     def commit(self, more: Callable[[Path, Manifest], dict[str, Seal]] | None = None) -> None:
-        """Seal the checkpoint and give it its name.
-
-        Args:
-            more: writes further files into the folder, from those that are there; all ranks call it together.
-        """
+        """Seal the checkpoint and give it its name. `more` writes further files from those that are there."""
         seals, hosts, times = zip(*self.ranks.gather((self._seal, platform.node(), time.time_ns())), strict=True)
         about = {
             **self.contents.about,
@@ -260,13 +237,7 @@ class Background:
         return Ranks(axis, self._group)
 
     def start(self, saving: Saving, ranks: Ranks, finish: Callable[[], None]) -> None:
-        """Copy what is to be written and return; a thread writes it and calls `finish`.
-
-        Args:
-            saving: a save that has begun.
-            ranks: to be used by the thread.
-            finish: what follows the writing.
-        """
+        """Copy what is to be written and return; a thread writes it and calls `finish`."""
         saving.entries = self._copied(saving.entries)
         saving.copy_small()
         saving.ranks = ranks

@@ -43,9 +43,7 @@ def join_slices(
     """Send every slice to the first rank, one tensor at a time. All ranks call together.
 
     Args:
-        view: the model of this rank.
         held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank sends.
-        ranks: all of them.
 
     Returns:
         Whole tensors and all aliases on the first rank; nothing of use on the others.
@@ -79,7 +77,6 @@ class LocalShards:
     Args:
         rows: parameters or buffers, without their optimizer state.
         boxes: of each, on these ranks.
-        rule: as in `CutGroup`.
         ranks: global ranks, in the order of the slices; the first speaks for all.
         filled: the window has a reduced part of their gradients.
         coordinates: the mesh coordinates of the first rank.
@@ -196,9 +193,6 @@ def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
     Args:
         offers: of all ranks, in rank order.
         numbers: the global ranks that save together; rank files are numbered by their position here.
-
-    Raises:
-        CheckpointError: offers of one name do not fit each other, or some elements are in none.
     """
     position = {rank: position_in_order for position_in_order, rank in enumerate(numbers)}
     plan, row_of, taken = SavePlan(), {}, {}
@@ -265,11 +259,7 @@ class Snapshot:
     private: dict[str, Any] = field(default_factory=dict)
 
     def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
-        """What this rank writes.
-
-        Args:
-            leaders: as in `SavePlan`.
-        """
+        """What this rank writes."""
         leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
         return [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())] + self.own
 
@@ -375,15 +365,7 @@ class Snapshot:
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
-    """Describe an engine's state and what this rank is to write of it; nothing is copied.
-
-    Args:
-        view: the state.
-        leave_out_frozen: values of parameters that do not require a gradient are not stored.
-
-    Raises:
-        CheckpointError: the optimizer keeps state that cannot be cut.
-    """
+    """Describe an engine's state and what this rank is to write of it; nothing is copied."""
     snapshot = Snapshot()
     order, numbers = view.optimizer_order(), view.group_numbers()
     # Names of parameters and buffers in the order of the module's `state_dict()`.

@@ -66,9 +66,6 @@ def allocated(device: torch.device) -> int:
 class MemoryReport:
     """Categories of an engine's memory.
 
-    Args:
-        state: of the engine.
-
     Attributes:
         left_by_forward: bytes of activations after the first one; below 0 before.
     """
@@ -130,12 +127,7 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """What is said when the container's memory is nearly used up, which ends in a signal and no error.
-
-        Args:
-            frames: of the thread that trains, outermost first.
-            free: bytes that are left.
-        """
+        """The warning that the container's memory is nearly used up; `frames` are outermost first, `free` in bytes."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
