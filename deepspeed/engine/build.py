@@ -427,12 +427,12 @@ def _groups(
         state = state_of_group(config, (own, layout), holders.shard.rank, (dtype, master), optimizer)
         planned.append((holders, own, members, (dtype, master), offload.place(state), state))
     offload.announce([(state, tiers) for *_, tiers, state in planned])
-    born = any(is_managed(param) for param in names)
+    were_sharded = any(is_managed(param) for param in names)
     groups = [
         build_group(holders, own, members, names, plan, dtypes, tiers)
         for holders, own, members, dtypes, tiers, _ in planned
     ]
-    if born and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
+    if were_sharded and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
         get_accelerator().empty_cache()
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):

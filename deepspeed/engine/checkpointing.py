@@ -257,8 +257,8 @@ class CheckpointIO:
         saving = Saving(target, self._contents(ranks, client_state or {}, leave_out_frozen), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
-            aside = self._background.ranks(self._state.everyone)
-            self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
+            background_ranks = self._background.ranks(self._state.everyone)
+            self._background.start(saving, background_ranks, lambda: self._finish(saving, background_ranks, started))
         else:
             saving.place()
             saving.write()
@@ -334,10 +334,10 @@ class CheckpointIO:
             "model_config": config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None,
         }
         settings = self._state.ds_config.top.checkpoint
-        beside = {}
+        small_files = {}
         if ranks.rank == 0 and settings.format == "native":
-            beside = upstream_names(client_state, about, state["engine"]["counters"])
-        return Contents(captured, state, about, beside, settings.client_state_pickle)
+            small_files = upstream_names(client_state, about, state["engine"]["counters"])
+        return Contents(captured, state, about, small_files, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
         """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""

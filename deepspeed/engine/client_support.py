@@ -20,7 +20,7 @@ _CLOSE = "_ds_close"
 
 
 def close_previous_engine(model: nn.Module) -> None:
-    """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted."""
+    """End the engine that has `model`, as Lightning's Trainer needs when it validates after it has fitted."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
         log_rank0(f"{type(model).__name__} gets a new engine: the one it had is closed")

@@ -73,7 +73,7 @@ class StructuredPruning:
         self._members = {id(member.param): member.name for member in self._view.members.values()}
 
     def run(self) -> None:
-        """Put aside, lay out anew, bring back."""
+        """Keep what stays, lay the model out anew, and restore it."""
         state, components = self.state, self._components
         self._view.settle()
         if components.lifecycle is not None:
@@ -138,8 +138,8 @@ class StructuredPruning:
         group = member.group
         if not group.policy.owns_a_slice:
             return part[member.offset : member.offset + member.numel].view(member.shape)
-        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
-        whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
+        sent = part.to(torch.uint8) if part.dtype is torch.bool else part
+        whole = group.assemble(member, sent.to(group.device), READ, f"removal from {member.name}")
         return whole.to(part.dtype).view(member.shape)
 
     def _keep(self, member: ParamRecord, key: str, whole: torch.Tensor) -> None:
@@ -236,9 +236,9 @@ class StructuredPruning:
     def _write(self, view: StateView, member: ParamRecord, key: str) -> None:
         part, n = self._aside.pop((self._was(member), key))
         size = self._exchange.axis.size
-        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        sent = part.to(torch.uint8) if part.dtype is torch.bool else part
         cuts = [n * rank // size for rank in range(size + 1)]
-        flat = self._exchange.whole(wire, cuts, f"removal from {member.name}").to(part.dtype)
+        flat = self._exchange.whole(sent, cuts, f"removal from {member.name}").to(part.dtype)
         if key == _VALUE:
             for other, start, stop in view.held_ranges(member.group):
                 if other is member:
@@ -257,11 +257,11 @@ class CompressionHooks:
         state: EngineState,
         weights: WeightsIO,
         feeding: TrainLoop,
-        laid_out_anew: Callable[[], None],
+        on_new_layout: Callable[[], None],
         make: Callable[..., Any],
     ) -> None:
         self._state, self._weights, self._feeding, self._make = state, weights, feeding, make
-        self._laid_out_anew = laid_out_anew
+        self._on_new_layout = on_new_layout
         self._exported = False
         state.hooks.opened.append(self.replay)
 
@@ -378,7 +378,7 @@ class CompressionHooks:
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
         StructuredPruning(self._state, removal, agree).run()
         self._state.removals.append(removal)
-        self._laid_out_anew()
+        self._on_new_layout()
         if self._state.compression is not None:
             self._state.compression.resume()
         after = sum(shape.numel() for shape in shapes_of(self._state.module).values())

@@ -55,7 +55,7 @@ from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
 from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
-from deepspeed.engine.tensor_parallel import asked_by_model, check_elementwise_optimizer, pack_weights, slice_model
+from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, logger
@@ -172,7 +172,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
         device = scalars.current.device or torch.device(accelerator.current_device_name())
-        mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
+        mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, axes_cut_by_model(model))
         axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
         resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.dp_sp_group.size, facts=facts)
@@ -226,15 +226,15 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
-        self._compressing = CompressionHooks(state, self._weights, self._feeding, self._laid_out_anew, type(self))
+        self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
         self._sequencing = Sequencing(state.module, state.axes.mesh, top.sequence_parallel_verify, again)
         self._applied = False
 
-    def _laid_out_anew(self) -> None:
-        """The groups are others than before."""
+    def _on_new_layout(self) -> None:
+        """Take the components of a new layout."""
         self._share_statistics()
         self.optimizer = self._components.optimizer or self._components.lifecycle
 

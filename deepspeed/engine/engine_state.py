@@ -30,8 +30,8 @@ class EngineHooks:
         stepped: after the optimizer's step, and within its time.
         applied: after an update that was not skipped, and its schedule.
         ended: at the end of a step; a hook may take itself off.
-        checkpointed: told of every save and load: the folder, and the client's state where that is saved.
-        opened: told of the compression that an opened checkpoint was saved with, before it is looked into.
+        checkpointed: called at every save and load with the folder, and the client's state where that is saved.
+        opened: called with the compression of an opened checkpoint, before that is compared with the model.
     """
 
     stepped: list[Callable[[], None]] = field(default_factory=list)

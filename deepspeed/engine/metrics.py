@@ -309,9 +309,7 @@ class Trial:
     def _end(self, updates: int, samples: int) -> None:
         seconds = (time.perf_counter() - self._since) / updates
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        timings = all_gather_objects(
-            self._state.everyone, (seconds, peak)
-        )  # nobody ends while a neighbour still needs it
+        timings = all_gather_objects(self._state.everyone, (seconds, peak))  # no rank ends while another still needs it
         if self._state.everyone.rank == 0:
             slowest = max(seconds_of_rank for seconds_of_rank, _ in timings)
             metrics = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
@@ -320,7 +318,7 @@ class Trial:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.{os.getpid()}")
             part.write_text(json.dumps(metrics, indent=2) + "\n")
-            part.replace(path)  # whoever waits for the file sees it whole
+            part.replace(path)  # readers see the whole file or none
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:

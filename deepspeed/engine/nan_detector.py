@@ -25,7 +25,7 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.optim.loss_scale import DynamicLossScaler
 from deepspeed.profiling.nonfinite import INPUT, OF_LOSS, UPDATE, Checker, Finding, describe, first_input, kinds_in
 
-_MOST = 4  # forwards for each micro-batch: who calls more without an update is not training
+_MOST = 4  # forwards for each micro-batch: more of them without an update are no training
 _ORDER = {UPDATE: 0, INPUT: 1, "forward": 2, "forward again, in backward": 3, "backward": 3}
 
 

@@ -96,7 +96,7 @@ class Preemption:
             # The launcher ends what another's death has left: this rank's report comes first.
             Preemption._end_after(left, number)
             return
-        signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: as if nobody listened
+        signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: the default action
         os.kill(os.getpid(), number)
 
     @staticmethod

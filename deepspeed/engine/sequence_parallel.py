@@ -28,8 +28,8 @@ BARE = (
 
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
     """Let a model take slices of sequences, where the mesh has ranks that share them."""
-    asked = settings_of(mpu)
-    cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
+    settings = settings_of(mpu)
+    cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
 
 
 class Sequencing:

@@ -86,11 +86,11 @@ class _BatchReader:
             return True
         except StopIteration:
             self.batches = None
-        except Exception as problem:  # raised in tell(), once every rank knows
+        except Exception as problem:  # raised in exchange(), once every rank knows
             self.problem = problem
         return False
 
-    def tell(self, flag: int) -> tuple[int, int]:
+    def exchange(self, flag: int) -> tuple[int, int]:
         """The least and the greatest flag of all ranks; all raise when one has failed."""
         low, high = self.agree(flag)
         if self.problem is not None:
@@ -115,7 +115,7 @@ def equal_steps(
         agree: gives the least and the greatest of all ranks' flags but `ALONG`; a collective.
         policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
             batch with weight 0; "cycle" ends with the longest, the others start again.
-        weigh: told the number of samples of the batch that follows, 0 for a padded one.
+        weigh: called with the number of samples of the batch that follows, 0 for a padded one.
 
     Yields:
         The batches.
@@ -127,7 +127,7 @@ def equal_steps(
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
     reader = _BatchReader(loader, agree)
     while True:
-        low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
+        low, high = reader.exchange(reader.advance(cycle=policy == "cycle"))
         if reader.steps == 0 and low == ENDING:
             whose = "this" if reader.ended else "another"
             raise DataError(f"the data loader of {whose} rank gives no batch at all; every rank needs data")
@@ -135,7 +135,7 @@ def equal_steps(
             return
         if policy == "cycle" and low == ENDING:
             # Some rank has to start again, and may fail; the others hear of it before they step.
-            reader.tell(reader.cycle() if reader.batches is None else READY)
+            reader.exchange(reader.cycle() if reader.batches is None else READY)
         reader.steps += 1
         weigh(0.0 if reader.ended and policy == "pad" else float(count_samples(reader.batch)))
         yield reader.batch
@@ -156,7 +156,7 @@ class Window:
     def __next__(self) -> Any:
         if not self._batches:
             raise StopIteration
-        return self._batches.popleft()  # who runs it has it alone
+        return self._batches.popleft()  # nothing else keeps it alive while it runs
 
 
 class TrainLoop:
@@ -241,7 +241,7 @@ class TrainLoop:
 
     @contextlib.contextmanager
     def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
-        """A live line inside, where one is asked for."""
+        """A live line inside, where one is wanted."""
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
             try:

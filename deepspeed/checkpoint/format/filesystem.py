@@ -127,15 +127,15 @@ def tag_under_way(name: str) -> str | None:
     return None
 
 
-def publish(folder: Path, tag: str, beside: Mapping[str, bytes]) -> None:
+def publish(folder: Path, tag: str, small_files: Mapping[str, bytes]) -> None:
     """Give a complete staging folder its name; what had it before stays whole until then.
 
     Args:
-        beside: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
+        small_files: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
     """
     final, old = folder / tag, replaced_of(folder, tag)
-    hidden = {name: folder / f".{name}{_STAGING}" for name in beside}
-    write_files({hidden[name]: data for name, data in beside.items()})
+    hidden = {name: folder / f".{name}{_STAGING}" for name in small_files}
+    write_files({hidden[name]: data for name, data in small_files.items()})
     if old.exists():
         current.remove(old)
     if final.exists():

@@ -1,4 +1,4 @@
-"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; in a thread, if asked to."""
+"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; or the same in a thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.foundation.log import log_rank0, logger, warn_once
 
 _ALIGN = 64
-_SMALL_FILES = 1 << 20  # bytes kept free for the files beside the tensors
+_SMALL_FILES = 1 << 20  # bytes kept free for the small files
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Contents:
     Args:
         state: small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts.
         about: JSON values for the manifest.
-        beside: small files for readers of other formats, by name; rank 0's count.
+        small_files: small files for readers of other formats, by name; rank 0's count.
     """
 
     captured: Snapshot
     state: dict[str, Any]
     about: dict[str, Any]
-    beside: dict[str, bytes] = field(default_factory=dict)
+    small_files: dict[str, bytes] = field(default_factory=dict)
     allow_pickle: bool = False
 
 
@@ -65,7 +65,7 @@ class Target:
 
     Args:
         leads: this rank makes the folders and the small files, on its node or everywhere.
-        tools: small scripts dropped beside the tags, by name.
+        tools: small scripts in the folder of the tags, by name.
         check_tag: what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`.
     """
 
@@ -115,7 +115,7 @@ class Saving:
         self._check_tags(tags)
         shared = sum(leads) == 1  # one disk for all ranks
         if not shared:  # every node writes the same small files, those of rank 0
-            self._small, self.contents.beside = self.ranks.gather((self._small, self.contents.beside))[0]
+            self._small, self.contents.small_files = self.ranks.gather((self._small, self.contents.small_files))[0]
         room = sum(n for n, where in zip(needs, hosts, strict=True) if shared or where == host)
         with self.ranks.together(f"making the folder of checkpoint '{self.target.tag}'"):
             if self.target.leads:
@@ -127,11 +127,11 @@ class Saving:
         tensors: list[torch.Tensor] = []
         private = Encoder(tensors).encode(captured.private, "this rank's state")
         self._metadata = {"rank": json.dumps(private)}
-        aside: list[torch.Tensor] = []
+        state_tensors: list[torch.Tensor] = []
         pickled: list[Any] | None = [] if contents.allow_pickle else None
-        encoder = Encoder(aside, pickled)
+        encoder = Encoder(state_tensors, pickled)
         encoded = {key: encoder.encode(value, key) for key, value in contents.state.items()}
-        self._small = {"json": encoded, "tensors": aside, "pickle": pickled}
+        self._small = {"json": encoded, "tensors": state_tensors, "pickle": pickled}
         return [fixed(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
@@ -193,14 +193,14 @@ class Saving:
             seals[STATE_TENSORS] = write_tensors(staging / STATE_TENSORS, entries, {})
         filesystem.write_files({staging / MANIFEST: manifest.to_bytes()})
         filesystem.current.sync_folder(staging)
-        beside = {name: data for name, data in self.target.tools.items() if not (folder / name).exists()}
+        small_files = {name: data for name, data in self.target.tools.items() if not (folder / name).exists()}
         if self.target.latest:
-            beside[filesystem.LATEST] = f"{self.target.tag}\n".encode()
-        filesystem.publish(folder, self.target.tag, beside)
+            small_files[filesystem.LATEST] = f"{self.target.tag}\n".encode()
+        filesystem.publish(folder, self.target.tag, small_files)
         log_rank0(f"checkpoint '{self.target.tag}' is complete in {folder}")
 
     def _small_files(self) -> dict[str, bytes]:
-        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.beside}
+        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.small_files}
         if self._small["pickle"]:
             files[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
         return files

@@ -44,7 +44,7 @@ _BY_FUNCTION = {
     LocalShard.add_master: MASTERS,
     LocalShard.split_master: MASTERS,
     LocalShard.round_masters: MASTERS,
-    Axis.empty: "",  # for whoever asks there
+    Axis.empty: "",  # counts for the caller
     SharedMemory.empty: "",
     SimulatedMemory.empty: "",
 }
@@ -68,7 +68,7 @@ def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
     """The category that the innermost known function allocates for; `frames` are outermost first."""
     known = [(_is_within(frame.f_globals.get("__name__", ""), _COMM), _of_frame(frame)) for frame in reversed(frames)]
     sent = any(category for in_comm, category in known if in_comm)
-    # Messages are for whoever sends them: what a gather maps of its neighbours' memory, it gathers.
+    # Messages count for their sender; what a gather maps of other ranks' memory counts as gathered.
     allocates = next((category for in_comm, category in known if category and not in_comm), None)
     return TRANSIT if sent and allocates in (None, OPTIMIZER) else allocates or otherwise
 

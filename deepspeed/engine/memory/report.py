@@ -119,7 +119,7 @@ class MemoryReport:
         frames = list(frames_of(error))
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        rows, advice = self.by_category(), self._advice(category, frames, self._asked_for(error))
+        rows, advice = self.by_category(), self._advice(category, frames, self._requested_bytes(error))
         exhausted_error = MemoryExhaustedError(
             f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}"
         )
@@ -134,8 +134,8 @@ class MemoryReport:
         return f"{left}. {self._table(self.by_category())}. {advice}"
 
     @staticmethod
-    def _asked_for(error: BaseException) -> int:
-        """Bytes that an allocator was asked for when it failed; 0 where its words do not say."""
+    def _requested_bytes(error: BaseException) -> int:
+        """Bytes that an allocator was asked for when it failed; 0 where the error does not say."""
         match = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
         if match is None:
             return 0
@@ -156,8 +156,8 @@ class MemoryReport:
     def _table(rows: dict[str, int]) -> str:
         return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
 
-    def _advice(self, category: str, frames: Sequence[Any], asked: int) -> Advice:
-        """The first of what helps a category that frees enough; `asked` is in bytes, 0 where it is not known."""
+    def _advice(self, category: str, frames: Sequence[Any], requested: int) -> Advice:
+        """The first of what helps a category that frees enough; `requested` is in bytes, 0 where it is not known."""
         held, free = self._known(), free_bytes(self._state.device)
         # What the first updates will still make of state is not free.
         needs = self.holding().needs(Setting.of(self._state.ds_config))
@@ -168,17 +168,17 @@ class MemoryReport:
         if category == POOLS and HOST not in near_places(self._state.device) and (suggestion := self._fewer_buffers()):
             return suggestion
         room = self._state.components.room or sum(held.values()) + free
-        # Where state alone does not fit, whatever asked last is not what has to go.
+        # Where state alone does not fit, the last allocation is not what has to go.
         fits = needs <= room
         if category == ACTIVATIONS and fits:
-            suggestion = self._less_activations(self._progress(self._state.module, frames), later, asked)
+            suggestion = self._less_activations(self._progress(self._state.module, frames), later, requested)
             if suggestion:
                 return suggestion
         # State has to leave room for the activations that come with it.
-        beside = max(0, self.left_by_forward)
+        activations = max(0, self.left_by_forward)
         if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
-            beside = self._live() + _AT_ONCE * asked
-        return self._on_state(category, room - beside)
+            activations = self._live() + _AT_ONCE * requested
+        return self._on_state(category, room - activations)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
         """Twice the bucket is under way where messages overlap backward; one group always is."""
@@ -201,10 +201,10 @@ class MemoryReport:
                 keys[name] = {"buffer_count": 1}
         return Advice({"zero_optimization": keys}, "one slice is read ahead, and one written behind") if keys else None
 
-    def _less_activations(self, progress: float, free: int, asked: int) -> Advice | None:
+    def _less_activations(self, progress: float, free: int, requested: int) -> Advice | None:
         window, config = self._state.window, self._state.ds_config
         micro, live = window.micro, self._live()
-        needed = max(live / progress, live + 3 * asked) + 2 * asked  # the latter in backward
+        needed = max(live / progress, live + 3 * requested) + 2 * requested  # the latter in backward
         fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
         divisor = next((size for size in range(min(fits, micro - 1), 0, -1) if micro % size == 0), 0)
         keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": divisor or 1}

@@ -297,13 +297,13 @@ def _folder(config: DeepSpeedConfig) -> str:
 
 
 def advise_on_state(
-    config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, asked: str = "state"
+    config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, category: str = "state"
 ) -> Advice:
     """The least change under which a model's state fits into `room` bytes near.
 
     Args:
         stages: a higher stage may be suggested (a pipeline has none).
-        asked: the category that memory was asked for.
+        category: the one that memory was asked for.
     """
     now, folder = Setting.of(config), _folder(config)
     near, mib = "device" if HOST not in holding.near else "memory", 2**20
@@ -321,7 +321,7 @@ def advise_on_state(
             fewer = "fewer buffers" if setting.buffers != now.buffers and not moved else ""
             remark = "two modules are gathered at a time" if setting.live != now.live else ""
             what = "; ".join(part for part in (split, moved, remark, fewer) if part)
-            takes = f"{asked} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
+            takes = f"{category} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
             return Advice({"zero_optimization": keys}, f"{what}: {takes}")
     if least is None:
         return Advice(
