@@ -54,7 +54,6 @@ class FolderSource(Source):
                     read_all({file: [range_ for request in some for range_ in self._ranges(file, request)]})
 
     def most(self, count: int) -> int:
-        """The largest count of any rank."""
         return max(self._ranks.gather(count))
 
     @staticmethod

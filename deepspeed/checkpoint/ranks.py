@@ -53,5 +53,4 @@ class Ranks:
         comm.send(tensor, self.numbers[to], group=self.group)
 
     def receive(self, tensor: Any, sender: int) -> None:
-        """Receive into a CPU tensor."""
         comm.recv(tensor, self.numbers[sender], group=self.group)

@@ -261,7 +261,6 @@ def choose_optimizer(
 
 
 def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
-    """What "auto" values are resolved from."""
     config = getattr(model, "config", None)
     hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0]) or None
     rate = client.param_groups[0].get("lr") if isinstance(client, torch.optim.Optimizer) else None

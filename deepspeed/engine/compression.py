@@ -42,17 +42,12 @@ _VALUE = "value"
 
 @dataclass
 class _Facts:
-    """What ranks know of a parameter's optimizer state together.
+    """What ranks know of a parameter's optimizer state together."""
 
-    Args:
-        group: number of its optimizer group; -1: in none.
-        sliced: dtypes of state tensors that are cut as the parameter is.
-        rest: other state values.
-    """
-
-    group: int = -1
+    group: int = -1  # number of its optimizer group; -1: in none
+    # dtypes of state tensors that are cut as the parameter is
     sliced: dict[str, torch.dtype] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)  # other state values
 
 
 class StructuredPruning:

@@ -24,20 +24,15 @@ from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 @dataclass(eq=False)
 class EngineHooks:
-    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it.
+    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it."""
 
-    Attributes:
-        stepped: after the optimizer's step, and within its time.
-        applied: after an update that was not skipped, and its schedule.
-        ended: at the end of a step; a hook may take itself off.
-        checkpointed: called at every save and load with the folder, and the client's state where that is saved.
-        opened: called with the compression of an opened checkpoint, before that is compared with the model.
-    """
-
-    stepped: list[Callable[[], None]] = field(default_factory=list)
+    stepped: list[Callable[[], None]] = field(default_factory=list)  # after the optimizer's step, and within its time
+    # after an update that was not skipped, and its schedule
     applied: list[Callable[[], None]] = field(default_factory=list)
-    ended: list[Callable[[], None]] = field(default_factory=list)
+    ended: list[Callable[[], None]] = field(default_factory=list)  # at the end of a step; a hook may take itself off
+    # called at every save and load with the folder, and the client's state where that is saved
     checkpointed: list[Callable[[str, dict[str, Any] | None], None]] = field(default_factory=list)
+    # called with the compression of an opened checkpoint, before that is compared with the model
     opened: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
 

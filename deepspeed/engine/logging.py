@@ -37,7 +37,6 @@ class ProgressLog:
         self._looked = False  # at the first batch
 
     def say_plan(self) -> None:
-        """What trains how."""
         state, (batch, micro, steps) = self._state, self._facts.get_batch_info()
         config, chosen = state.ds_config, state.basic_optimizer
         precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"

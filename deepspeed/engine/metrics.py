@@ -103,7 +103,6 @@ class StepTimers:
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
     def end_micro_batch(self) -> None:
-        """A micro-batch is over."""
         if self.active:
             self._show(0)
 
@@ -146,7 +145,6 @@ class Profiling:
         self._due = False  # a report waits for the time of the step
 
     def on_forward(self, inputs: Any) -> None:
-        """A micro-batch begins."""
         ahead = self._section.profile_step - self._state.global_steps
         if self.profiler is None or self.profiler.started or ahead not in (0, 1):
             return
@@ -162,7 +160,6 @@ class Profiling:
         self._before = self._elapsed()
 
     def on_step(self, boundary: bool) -> None:
-        """A micro-batch ends."""
         if self.profiler is not None and self.profiler.started:
             self.profiler.stop_profile()
             self._due = self._state.global_steps == self._section.profile_step
@@ -170,12 +167,10 @@ class Profiling:
                 self._print()
 
     def after_update(self) -> None:
-        """The step was measured as well."""
         if self._due:
             self._print()
 
     def close(self) -> None:
-        """Count no more."""
         if self.profiler is not None:
             self.profiler.stop_profile()
 
@@ -280,11 +275,7 @@ class Tracing:
 
 
 class Trial:
-    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process.
-
-    Attributes:
-        active: whether this run is a trial: the block is enabled and says where the figures go.
-    """
+    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process."""
 
     def __init__(self, state: EngineState, facts: StateAccessors) -> None:
         self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
@@ -391,7 +382,6 @@ class Instruments:
             self._after_update = self._hooks()
 
     def stop_progress(self) -> None:
-        """End the line."""
         shown, self.progress = self.progress, None
         if shown is not None:
             self._after_update = self._hooks()
@@ -450,7 +440,6 @@ class Instruments:
     # -- the window -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch begins."""
         self.throughput.start()
         if self._profiling.profiler is not None:
             self._profiling.on_forward((args, kwargs))
@@ -607,7 +596,6 @@ class Instruments:
         return self._names[1]
 
     def close(self) -> None:
-        """End what is under way."""
         self.stop_progress()
         self._profiling.close()
         self._tracing.close()

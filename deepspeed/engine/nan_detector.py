@@ -31,23 +31,14 @@ _ORDER = {UPDATE: 0, INPUT: 1, "forward": 2, "forward again, in backward": 3, "b
 
 @dataclass(eq=False)
 class _Micro:
-    """A micro-batch of the window.
+    """A micro-batch of the window."""
 
-    Attributes:
-        inputs: of forward.
-        random: states of the random numbers of host and device before it.
-        outputs: differentiable tensors that forward gave, as long as they live.
-        loss: which of them was differentiated.
-        scale: of that loss.
-        gradients: of those outputs, by place.
-    """
-
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    random: tuple[torch.Tensor, Any]
-    outputs: list[Any] = field(default_factory=list)
-    loss: int | None = None
-    scale: float = 1.0
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # of forward
+    random: tuple[torch.Tensor, Any]  # states of the random numbers of host and device before it
+    outputs: list[Any] = field(default_factory=list)  # differentiable tensors that forward gave, as long as they live
+    loss: int | None = None  # which of them was differentiated
+    scale: float = 1.0  # of that loss
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of those outputs, by place
 
 
 class NonFiniteFinder:
@@ -67,7 +58,6 @@ class NonFiniteFinder:
     # -- what is kept -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch begins."""
         if not self.enabled or self._replaying or not self._left:
             return
         if self._hook is None:
@@ -90,18 +80,15 @@ class NonFiniteFinder:
             tensor.register_hook(lambda gradient, index=index: micro.gradients.__setitem__(index, gradient))
 
     def on_loss(self, loss: torch.Tensor, scale: float) -> None:
-        """Backward begins."""
         if self._window:
             outputs = [reference() for reference in self._window[-1].outputs]
             self._window[-1].loss = next((index for index, tensor in enumerate(outputs) if tensor is loss), None)
             self._window[-1].scale = scale
 
     def forget(self) -> None:
-        """The window is over."""
         self._window.clear()
 
     def close(self) -> None:
-        """Take the hook off."""
         if self._hook is not None:
             self._hook.remove()
         self.forget()

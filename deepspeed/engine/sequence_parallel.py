@@ -53,7 +53,6 @@ class Sequencing:
         self._whole = False  # each rank is given the whole batch
 
     def close(self) -> None:
-        """Make the models plain ones again."""
         for model in self._models:
             model.remove()
         self._models = []
@@ -68,9 +67,6 @@ class Sequencing:
         """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
 
         The first ten batches are compared: equal ones are whole, others have to be slices of one.
-
-        Raises:
-            DataError: they are neither, or labels are shifted wrongly, on all ranks, with both that differ.
         """
         if self._batches:
             self._batches -= 1

@@ -70,7 +70,6 @@ class SaveWindow:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank has the weights."""
         return self._copies is not None
 
     def state_of(self, part: nn.Module) -> dict[str, Any] | None:

@@ -116,12 +116,6 @@ def equal_steps(
         policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
             batch with weight 0; "cycle" ends with the longest, the others start again.
         weigh: called with the number of samples of the batch that follows, 0 for a padded one.
-
-    Yields:
-        The batches.
-
-    Raises:
-        DataError: an unknown policy, a loader without any batch, or a loader that failed on another rank.
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")

@@ -132,7 +132,6 @@ class Decoder:
         self._tensors, self._pickled = tensors, pickled or []
 
     def decode(self, value: Any) -> Any:
-        """The object of a JSON value."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):

@@ -37,7 +37,6 @@ VALUE, GRADIENT = "value", "gradient"
 
 
 def rank_file(rank: int) -> str:
-    """The tensor file of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -75,12 +74,10 @@ class ManifestEntry:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def everything(self) -> RegionRange:
-        """All of its elements."""
         return RegionRange(Region(self.shape), 0, self.numel)
 
 
@@ -99,13 +96,11 @@ class StateRule:
     values: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
         whole = {key: [NAMES[dtype], list(shape)] for key, (dtype, shape) in self.whole.items()}
         return {"sliced": {k: NAMES[d] for k, d in self.sliced.items()}, "whole": whole, "values": self.values}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> StateRule:
-        """From JSON."""
         whole = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in fields["whole"].items()}
         return StateRule({k: DTYPES[d] for k, d in fields["sliced"].items()}, whole, fields["values"])
 
@@ -193,7 +188,6 @@ class Manifest:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters."""
         return self.about.get("aliases", {})
 
     def row(self, name: str) -> ManifestEntry | None:
@@ -240,7 +234,6 @@ class Manifest:
     # -- on disk --------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
         boxes: dict[Any, int] = {(): 0}  # numbers by cuts, in the order in which they are seen
         files: dict[tuple[str, ...], int] = {}
         groups = []
@@ -273,7 +266,6 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, where: Path) -> Manifest:
-        """Parse the file's contents."""
         size = len(_PREFIX % 0)
         try:
             stored_crc = int(data[len('{"crc32": "') :][:8], 16)
@@ -324,7 +316,6 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder."""
     path = folder / MANIFEST
     try:
         data = path.read_bytes()

@@ -87,7 +87,6 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -275,7 +274,6 @@ class TensorFile:
         self._end = size
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def __enter__(self) -> TensorFile:
@@ -285,7 +283,6 @@ class TensorFile:
         self.close()
 
     def find(self, name: str) -> TensorLocation:
-        """Where a tensor lies."""
         if name not in self.entries:
             raise CheckpointCorruptError(f"{self.path} does not hold {name!r}")
         return self.entries[name]
@@ -374,7 +371,6 @@ class Range:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
         return self.into.shape[-1] * self.dtype.itemsize
 
     def rows_in(self, begin: int, end: int) -> tuple[int, int]:

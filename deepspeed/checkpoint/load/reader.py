@@ -36,18 +36,12 @@ from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of a field of a parameter, and where they go.
+    """Elements of a field of a parameter, and where they go."""
 
-    Args:
-        field: `value`, `gradient`, `state/<key>`.
-        range: which elements of which box; of state with a shape of its own: all of it, and whose.
-        into: 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero.
-    """
-
-    field: str
+    field: str  # `value`, `gradient`, `state/<key>`
     row: ManifestEntry
-    range: RegionRange
-    into: torch.Tensor
+    range: RegionRange  # which elements of which box; of state with a shape of its own: all of it, and whose
+    into: torch.Tensor  # 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero
 
     def clear_padding(self) -> None:
         """Make the elements zero that no checkpoint holds."""
@@ -57,18 +51,13 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements of one entry of one file: a run, or rows at a distance.
-
-    Args:
-        into: 1-D, or (rows, elements of a row).
-        distance: elements from the beginning of a row to that of the next.
-    """
+    """Elements of one entry of one file: a run, or rows at a distance."""
 
     file: str
     entry: str
     start: int
-    into: torch.Tensor = field(compare=False)
-    distance: int = 0
+    into: torch.Tensor = field(compare=False)  # 1-D, or (rows, elements of a row)
+    distance: int = 0  # elements from the beginning of a row to that of the next
 
     @property
     def stop(self) -> int:
@@ -202,7 +191,6 @@ class NativeSource(Source):
                     far[number].into.copy_(values)
 
     def most(self, count: int) -> int:
-        """The largest count of any rank."""
         return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:

@@ -44,41 +44,30 @@ _SMALL_FILES = 1 << 20  # bytes kept free for the small files
 
 @dataclass
 class Contents:
-    """What a checkpoint is to hold.
-
-    Args:
-        state: small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts.
-        about: JSON values for the manifest.
-        small_files: small files for readers of other formats, by name; rank 0's count.
-    """
+    """What a checkpoint is to hold."""
 
     captured: Snapshot
+    # small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts
     state: dict[str, Any]
-    about: dict[str, Any]
+    about: dict[str, Any]  # JSON values for the manifest
+    # small files for readers of other formats, by name; rank 0's count
     small_files: dict[str, bytes] = field(default_factory=dict)
     allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes.
-
-    Args:
-        leads: this rank makes the folders and the small files, on its node or everywhere.
-        tools: small scripts in the folder of the tags, by name.
-        check_tag: what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`.
-    """
+    """Where a checkpoint goes."""
 
     folder: Path
     tag: str
-    leads: bool
+    leads: bool  # this rank makes the folders and the small files, on its node or everywhere
     latest: bool = True
-    tools: dict[str, bytes] = field(default_factory=dict)
-    check_tag: str = "Warn"
+    tools: dict[str, bytes] = field(default_factory=dict)  # small scripts in the folder of the tags, by name
+    check_tag: str = "Warn"  # what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`
 
     @property
     def staging(self) -> Path:
-        """Where it is written."""
         return filesystem.staging_of(self.folder, self.tag)
 
 

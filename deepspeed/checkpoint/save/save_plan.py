@@ -259,7 +259,6 @@ class Snapshot:
     private: dict[str, Any] = field(default_factory=dict)
 
     def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
-        """What this rank writes."""
         leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
         return [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())] + self.own
 

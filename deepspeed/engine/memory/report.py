@@ -105,7 +105,6 @@ class MemoryReport:
         return sizes
 
     def note_forward(self) -> None:
-        """A forward is over."""
         self.left_by_forward = self._live()
 
     def _live(self) -> int:
@@ -293,7 +292,6 @@ class MemoryWatchdog:
 
     @property
     def left(self) -> int:
-        """Bytes that the container still allows."""
         return self._limit - self._container.used()
 
     @property
@@ -302,7 +300,6 @@ class MemoryWatchdog:
         return max(_LEAST, _SHARE * self._limit)
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -46,15 +46,10 @@ _AWAY = "masters, gradient sums and optimizer state leave it"
 
 @dataclass(frozen=True)
 class Advice:
-    """Keys that would fit.
+    """Keys that would fit."""
 
-    Args:
-        settings: a part of the JSON, to be laid over the user's; empty where no key helps.
-        why: what they do, or why there are none.
-    """
-
-    settings: dict[str, Any]
-    why: str
+    settings: dict[str, Any]  # a part of the JSON, to be laid over the user's; empty where no key helps
+    why: str  # what they do, or why there are none
 
     def __str__(self) -> str:
         return f"What would fit: {json.dumps(self.settings)}: {self.why}" if self.settings else self.why
@@ -62,25 +57,16 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how much state is near.
+    """What decides how much state is near."""
 
-    Args:
-        stage: of ZeRO.
-        optimizer: place of masters, gradient sums and optimizer state.
-        parameters: place of split parameters.
-        buffers: `buffer_count` of the disk.
-        live: most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time.
-    """
-
-    stage: int
-    optimizer: str = DEVICE
-    parameters: str = DEVICE
-    buffers: int = 4
-    live: int = 0
+    stage: int  # of ZeRO
+    optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
+    parameters: str = DEVICE  # place of split parameters
+    buffers: int = 4  # `buffer_count` of the disk
+    live: int = 0  # most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time
 
     @classmethod
     def of(cls, config: DeepSpeedConfig) -> Setting:
-        """That of a configuration."""
         places, zero = {"none": DEVICE, "cpu": HOST, "nvme": NVME}, config.zero
         split = policy_for(zero.stage).gathers_before_use
         parameters = places[zero.offload_param.device] if split else DEVICE
@@ -210,7 +196,6 @@ class Holding:
         return max(self.tensors, default=0)
 
     def _groups(self, policy: Policy) -> list[int]:
-        """Elements of each group."""
         if policy.gathers_before_use:
             return list(self.units)
         limit = min(self.bucket, max((self.trained + self.frozen) // LEAST_BUCKETS, SMALLEST_SHARE))
