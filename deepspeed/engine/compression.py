@@ -260,11 +260,6 @@ class CompressionHooks:
         self._exported = False
         state.hooks.opened.append(self.replay)
 
-    @property
-    def compression_scheduler(self) -> Compression | None:
-        """What counts the applied steps of compression (`training_steps`); None without it."""
-        return self._state.compression
-
     def start(self) -> None:
         """Begin, if the JSON or the old calls ask for something. All ranks call together."""
         top = self._state.ds_config.top

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.instruments import SynchronizedWallClockTimer
+from deepspeed.accelerator.instruments import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed.activation_checkpointing.apply import compile_block, wrap
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.one_sided import release_abandoned
@@ -28,6 +28,7 @@ from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.compression.controller import Compression
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import ConfigAccessors, MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
@@ -60,7 +61,10 @@ from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim.precision import DTYPES
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.timeline import Timeline
 from deepspeed.zero.gradients.accumulation import Purpose, Way
 from deepspeed.zero.layout.mesh import find_mesh
 from deepspeed.zero.layout.stages import policy_for
@@ -82,14 +86,13 @@ def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenat
     return call
 
 
-def shared(name: str, part: str = "_state") -> Any:
-    """A field of the component under `part`: of `EngineState`, where users may set it too."""
+def shared(name: str) -> Any:
+    """A field of `EngineState`, which users may set too."""
 
     def put(self: Any, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
+        setattr(self._state, name, value)
 
-    owner = "EngineState" if part == "_state" else "Instruments" if part == "_instruments" else "CompressionHooks"
-    return property(lambda self: getattr(getattr(self, part), name), put, doc=f"See `{owner}.{name}`.")
+    return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
 
 
 class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
@@ -101,6 +104,7 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
     global_samples, skipped_steps = shared("global_samples"), shared("skipped_steps")
     device, compression = shared("device"), shared("compression")
     _components = shared("components")
+    _instruments: Instruments
     _axes: Any = property(lambda self: self._state.components.axes)
     _window: Any = property(lambda self: self._state.components.window)
 
@@ -110,14 +114,10 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
 
-    monitor, timeline = shared("monitor", "_instruments"), shared("timeline", "_instruments")
-    tput_timer = shared("throughput", "_instruments")
-    flops_profiler = shared("flops_profiler", "_instruments")
     get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
     memory_by_category = by("_instruments", Instruments.memory_by_category)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
-    compression_scheduler = shared("compression_scheduler", "_compressing")
     set_teacher = by("_compressing", CompressionHooks.set_teacher)
     export_compressed = by("_compressing", CompressionHooks.export_compressed)
 
@@ -133,6 +133,31 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
     load_pretrained = by("_weights", WeightsIO.load_pretrained)
     _consolidated_16bit_state_dict = by("_weights", WeightsIO._consolidated_16bit_state_dict)
     _zero3_consolidated_16bit_state_dict = by("_weights", WeightsIO._zero3_consolidated_16bit_state_dict)
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
+        return self._instruments.monitor
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second over all ranks; see `Instruments.throughput`."""
+        return self._instruments.throughput
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        return self._instruments.profiling.profiler
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        return self._instruments.tracing.timeline
+
+    @property
+    def compression_scheduler(self) -> Compression | None:
+        """What counts the applied steps of compression (`training_steps`); None without it."""
+        return self._state.compression
 
 
 class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):

@@ -335,15 +335,15 @@ class Instruments:
 
     def __init__(self, state: EngineState, engine: StateAccessors) -> None:
         self._state, self._facts = state, engine
-        self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
-        self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
+        self.monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
+        self.profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
         self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # running out of memory inside comes with a report
         self._pressure = MemoryWatchdog(self._memory)
-        self._tracing = Tracing(state, self._memory)
+        self.tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
         self._trial = Trial(state, engine)
-        self._collects = self._monitor.enabled or self._finder.enabled
+        self._collects = self.monitor.enabled or self._finder.enabled
         profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         says = state.ds_config.wall_clock_breakdown
         self.times = StepTimers(state.timers, profiled or self._trial.active, says)
@@ -364,12 +364,12 @@ class Instruments:
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
         """What is done after an update, in order, with what each rank gave as its `row` and the window's samples."""
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
-            (self._profiling.profiler is not None, lambda _rows, _samples: self._profiling.after_update()),
+            (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
-            (self._tracing.enabled, lambda _rows, _samples: self._tracing.after_update()),
+            (self.tracing.enabled, lambda _rows, _samples: self.tracing.after_update()),
             (self.times.active, self._end_times),
             (self.progress is not None, self._show_progress),
-            (self._monitor.enabled, self._write_events),
+            (self.monitor.enabled, self._write_events),
         ]
         return [hook for is_on, hook in hooks if is_on]
 
@@ -422,32 +422,17 @@ class Instruments:
             yield
         see_memory_usage(f"after {name}", force=shows)
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
-        return self._tracing.timeline
-
-    @property
-    def monitor(self) -> MonitorMaster:
-        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
-        return self._monitor
-
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
-        return self._profiling.profiler
-
     # -- the window -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.throughput.start()
-        if self._profiling.profiler is not None:
-            self._profiling.on_forward((args, kwargs))
+        if self.profiling.profiler is not None:
+            self.profiling.on_forward((args, kwargs))
         if self.progress is not None:
             self.progress.on_batch()
         if self._finder.enabled:
             self._finder.on_forward(args, kwargs)
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
 
@@ -473,7 +458,7 @@ class Instruments:
         """Note a pipeline's window: its mean loss, and batches that `stages` ranks see alike."""
         if self.progress is not None:
             self.progress.on_loss(loss.detach())
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._loss, self._weight, self._metrics = loss.double(), 1.0, metrics
             nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
@@ -481,8 +466,8 @@ class Instruments:
 
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""
-        if self._profiling.profiler is not None:
-            self._profiling.on_step(boundary)
+        if self.profiling.profiler is not None:
+            self.profiling.on_step(boundary)
         if not boundary:
             self.times.end_micro_batch()
             self.throughput.stop()
@@ -516,9 +501,9 @@ class Instruments:
         state, now = self._state, time.perf_counter()
         seconds, self._since = now - (self._since or now), now
         self._tell(seconds)
-        if self._monitor.writes:
+        if self.monitor.writes:
             events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
-            self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+            self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 
     def _tell(self, seconds: float, **more: Any) -> None:
         """What `ds_top` shows of this rank."""
@@ -528,7 +513,7 @@ class Instruments:
         norm = self._facts.get_global_grad_norm()
         if norm is not None and math.isfinite(norm):
             facts["gradient norm"] = norm
-        self._monitor.tell({**facts, "memory": self._memory.by_category(), **more})
+        self.monitor.tell({**facts, "memory": self._memory.by_category(), **more})
 
     def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
         loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
@@ -597,10 +582,10 @@ class Instruments:
 
     def close(self) -> None:
         self.stop_progress()
-        self._profiling.close()
-        self._tracing.close()
+        self.profiling.close()
+        self.tracing.close()
         self._pressure.close()
         self._finder.close()
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._tell(0.0, ended=True)
-        self._monitor.close()
+        self.monitor.close()
