@@ -5,8 +5,8 @@
     PYTHONPATH=TREE python tests/equivalence/record.py load FILE FOLDER  # goes on from checkpoints of another tree
 
 Only `deepspeed`'s public names are used, so one file runs with trees of different inner names. A record is digests:
-losses, gradient norms, masters, moments, files of checkpoints, bytes of state, tokens, logits, estimates. Two records of
-one machine are equal where the package computes the same.
+losses, gradient norms, masters, moments, files of checkpoints, bytes of state, tokens, logits, estimates. Two
+records of one machine are equal where the package computes the same.
 """
 
 from __future__ import annotations
