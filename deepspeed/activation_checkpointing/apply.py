@@ -23,12 +23,6 @@ from deepspeed.zero.parameters.module_hooks import Hook
 _TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers checkpoints, when it does
 
 
-def flags_set(flags: ActivationCheckpointing) -> list[str]:
-    """The true flags that ask for checkpoints."""
-    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-    return [name for name in names if getattr(flags, name)]
-
-
 class BlockForward:
     """Stands in for the `forward` of a block; a copy of the block, or its pickle, gets its own `forward` back."""
 
@@ -41,8 +35,22 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or inside_checkpoint():
             return self.inner(*args, **kwargs)
-        args, kwargs = _without_caches(args), _without_caches(kwargs)
+        args, kwargs = self._without_caches(args), self._without_caches(kwargs)
         return self._checkpointer.run(self.inner, args, kwargs, self._statistics_kept)
+
+    @staticmethod
+    def _without_caches(arguments: Any) -> Any:
+        """Key-value caches are left out: the second call would append to them again."""
+
+        def keep(value: Any) -> Any:
+            if hasattr(value, "get_seq_length"):
+                log_once("activation checkpointing: key-value caches are not filled while training")
+                return None
+            return value
+
+        if isinstance(arguments, dict):
+            return {name: keep(value) for name, value in arguments.items()}
+        return tuple(keep(value) for value in arguments)
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
@@ -66,27 +74,8 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _without_caches(arguments: Any) -> Any:
-    """Key-value caches are left out: the second call would append to them again."""
-
-    def keep(value: Any) -> Any:
-        if hasattr(value, "get_seq_length"):
-            log_once("activation checkpointing: key-value caches are not filled while training")
-            return None
-        return value
-
-    if isinstance(arguments, dict):
-        return {name: keep(value) for name, value in arguments.items()}
-    return tuple(keep(value) for value in arguments)
-
-
 def compile_block(block: nn.Module, **how: Any) -> None:
-    """Compile what a block computes, inside of its checkpoint when it has one.
-
-    Args:
-        block: its `forward` is replaced.
-        how: keywords of torch.compile.
-    """
+    """Compile what a block computes, inside of its checkpoint when it has one."""
     if isinstance(block.forward, BlockForward):
         block.forward.inner = torch.compile(block.forward.inner, **how)
     else:
@@ -97,19 +86,13 @@ class Wrapping:
     """What the JSON asks for one model: wrapped blocks, or flags on the model's own checkpoints.
 
     Args:
-        model: the root.
-        flags: the section `activation_checkpointing` of the JSON.
         mpu: a client's model-parallel unit; None: that of `deepspeed.checkpointing.configure`.
-
-    Raises:
-        DeepSpeedConfigError: `enabled` is true and the model has no repeated blocks.
     """
 
     def __init__(self, model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> None:
         self._model = model
-        self._wants = flags.enabled if flags.enabled is not None else bool(flags_set(flags))
-        if mpu is None and calls.configured is not None:
-            mpu = calls.configured.mpu
+        self._wants = flags.enabled if flags.enabled is not None else bool(self.flags_set(flags))
+        mpu = calls.mpu if mpu is None else mpu
         blocks = repeated_blocks(model)
         if flags.number_checkpoints is None and blocks:
             flags = flags.model_copy(update={"number_checkpoints": len(blocks)})
@@ -125,6 +108,12 @@ class Wrapping:
             model.register_forward_pre_hook(Hook(self._enter), prepend=True),
             model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
+
+    @staticmethod
+    def flags_set(flags: ActivationCheckpointing) -> list[str]:
+        """The true flags that ask for checkpoints."""
+        names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+        return [name for name in names if getattr(flags, name)]
 
     def _wrap(self, blocks: list[nn.Module]) -> None:
         if not blocks:
@@ -145,7 +134,7 @@ class Wrapping:
             block.forward = BlockForward(block, self.checkpointer)
         self._wrapped = list(blocks)
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for b in blocks).items())
-        flags = ", ".join(flags_set(self.checkpointer.flags))
+        flags = ", ".join(self.flags_set(self.checkpointer.flags))
         log_rank0(
             f"activation checkpointing: {len(blocks)} blocks ({kinds}) are computed again in backward"
             + (f"; {flags}" if flags else "")
@@ -162,10 +151,10 @@ class Wrapping:
         """Whether Transformers' gradient checkpointing is on; the flags then hold for its calls."""
         on = [m for m in self._model.modules() if getattr(m, "gradient_checkpointing", False) is True]
         for module in on:
-            theirs = vars(module).get(_TRANSFORMERS)
-            if theirs is not None and not isinstance(theirs, _Governed):
-                setattr(module, _TRANSFORMERS, _Governed(theirs, self.checkpointer))
-                self._governed.append((module, theirs))
+            own = vars(module).get(_TRANSFORMERS)
+            if own is not None and not isinstance(own, _Governed):
+                setattr(module, _TRANSFORMERS, _Governed(own, self.checkpointer))
+                self._governed.append((module, own))
         if self._governed:
             self._unwrap()
             log_rank0(
@@ -196,8 +185,8 @@ class Wrapping:
     def remove(self) -> None:
         """Give the model back as it was."""
         self._unwrap()
-        for module, theirs in self._governed:
-            setattr(module, _TRANSFORMERS, theirs)
+        for module, own in self._governed:
+            setattr(module, _TRANSFORMERS, own)
         for handle in self._handles:
             handle.remove()
 
@@ -205,24 +194,18 @@ class Wrapping:
 class _Governed:
     """A model's own checkpointing function under the flags."""
 
-    def __init__(self, theirs: Callable[..., Any], checkpointer: Checkpointer) -> None:
-        self._theirs, self._checkpointer = theirs, checkpointer
+    def __init__(self, own: Callable[..., Any], checkpointer: Checkpointer) -> None:
+        self._own, self._checkpointer = own, checkpointer
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._checkpointer.governed("a block of the model"):
-            return self._theirs(function, *args, **kwargs)
+            return self._own(function, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _itself, (self._theirs,)
+        return _itself, (self._own,)
 
 
 def wrap(model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> Wrapping | None:
-    """What the JSON asks for; None when it asks for nothing, as with a block that is all false.
-
-    Args:
-        model: the root.
-        flags: the section `activation_checkpointing` of the JSON.
-        mpu: a client's model-parallel unit, or None.
-    """
-    asks = flags.enabled or flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
+    """What the JSON asks for; None when it asks for nothing, as with a block that is all false."""
+    asks = flags.enabled or Wrapping.flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
     return Wrapping(model, flags, mpu) if asks else None

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import rng
-from deepspeed.activation_checkpointing.recompute import Checkpointer, calls
+from deepspeed.activation_checkpointing.recompute import calls
 from deepspeed.activation_checkpointing.rng import RNGTracker
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.memory import ActivationCheckpointing
@@ -50,7 +50,7 @@ def configure(
         if not isinstance(config, DeepSpeedConfig):
             config = DeepSpeedConfig.for_init(config)
         flags = config.top.activation_checkpointing
-    _change(
+    calls.configure(
         flags,
         mpu_,
         partition_activations=partition_activations,
@@ -60,11 +60,6 @@ def configure(
         synchronize_checkpoint_boundary=synchronize,
         profile=profile,
     )
-
-
-def _change(flags: ActivationCheckpointing, mpu: Any, **values: Any) -> None:
-    given = {name: value for name, value in values.items() if value is not None}
-    calls.configured = Checkpointer(ActivationCheckpointing(**flags.model_dump() | given), mpu)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,12 +113,13 @@ def set_num_layers(nlayers: int) -> None:
     """
     if nlayers < 1:
         raise ArgumentError(f"set_num_layers({nlayers}): a model has at least one layer")
-    _change(calls.checkpointer().flags, calls.checkpointer().mpu, number_checkpoints=nlayers)
+    calls.configure(calls.checkpointer().flags, calls.checkpointer().mpu, number_checkpoints=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turn the flag `partition_activations` on or off."""
-    _change(calls.checkpointer().flags, calls.checkpointer().mpu, partition_activations=partition_activation)
+    flags, mpu = calls.checkpointer().flags, calls.checkpointer().mpu
+    calls.configure(flags, mpu, partition_activations=partition_activation)
 
 
 def get_cuda_rng_tracker() -> RNGTracker:
@@ -140,17 +136,15 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
     get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
-def _mpu() -> Any:
-    return calls.configured.mpu if calls.configured is not None else None
-
-
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the device alike on all ranks of the unit given to `configure`, and "model-parallel-rng" apart on each.
 
     Args:
         seed: the same on every rank of the group.
     """
-    rng.seed_model_parallel(seed, _mpu())
+    rng.tracker.reset()
+    get_accelerator().manual_seed(seed)
+    rng.tracker.add(rng.MODEL_PARALLEL, seed + rng.SEED_OFFSET + (rng.of_model_parallel(calls.mpu, "rank") or 0))
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
@@ -159,4 +153,5 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     Args:
         seed: the same on every rank of the group.
     """
-    rng.reseed_model_parallel(seed, _mpu())
+    rank = rng.of_model_parallel(calls.mpu, "rank") or 0
+    rng.tracker.reseed(rng.MODEL_PARALLEL, seed + rng.SEED_OFFSET + rank)

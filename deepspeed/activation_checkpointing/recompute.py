@@ -32,18 +32,13 @@ def inside_checkpoint() -> bool:
 
 
 class Checkpointer:
-    """Runs functions under one set of flags.
-
-    Args:
-        flags: the section `activation_checkpointing` of the JSON.
-        mpu: a client's model-parallel unit, whose group holds the same activations on every rank; or None.
-    """
+    """Runs functions under one set of flags; all ranks of `mpu`'s model-parallel group have the same activations."""
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
         self.flags, self.mpu = flags, mpu
         axis = None
         if flags.partition_activations:
-            group = rng.model_parallel_group(mpu)
+            group = rng.of_model_parallel(mpu, "group")
             if group is not None:
                 axis = group_axis("model", group, torch.device(get_accelerator().current_device_name()))
             if axis is None or axis.size == 1:
@@ -55,11 +50,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def governed(self, name: str) -> Iterator[None]:
-        """Around a call of any checkpoint of torch's: its inputs rest as the flags say.
-
-        Args:
-            name: for the lines of `profile`.
-        """
+        """Around a call of any checkpoint of torch's: its inputs are kept as the flags say."""
         with self.saver.hooks(), self._boundary(f"{name}, forward"):
             yield
 
@@ -73,12 +64,7 @@ class Checkpointer:
     ) -> Any:
         """Call `function`; its backward calls it again on the same inputs with the same random states.
 
-        Args:
-            function: what to run.
-            args: for it.
-            kwargs: for it; tensors may stand anywhere in nests of lists, tuples and dicts.
-            again: a context to enter around the second call.
-            options: for torch's checkpoint.
+        Tensors may be anywhere in nests of lists, tuples and dicts. `again` is a context around the second call.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -92,7 +78,7 @@ class Checkpointer:
 
         def contexts() -> tuple[Any, Any]:
             states = rng.tracker.get_states()
-            return _marked(), _Fresh(lambda: self._second_call(name, states, again))
+            return self._marked(), _Fresh(lambda: self._second_call(name, states, again))
 
         with self.governed(name):
             return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts, **options)
@@ -102,10 +88,19 @@ class Checkpointer:
         now = rng.tracker.get_states()
         rng.tracker.set_states(states)
         try:
-            with _marked(), again(), self._boundary(f"{name}, recomputation"):
+            with self._marked(), again(), self._boundary(f"{name}, recomputation"):
                 yield
         finally:
             rng.tracker.set_states(now)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _marked() -> Iterator[None]:
+        token = _inside.set(True)
+        try:
+            yield
+        finally:
+            _inside.reset(token)
 
     @contextlib.contextmanager
     def _boundary(self, what: str) -> Iterator[None]:
@@ -138,15 +133,6 @@ class _Fresh:
         return self._entered.pop().__exit__(*error)
 
 
-@contextlib.contextmanager
-def _marked() -> Iterator[None]:
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
 class CheckpointFlags:
     """Under which flags a call by hand runs: those of the engine whose forward is running, else of `configure`."""
 
@@ -155,6 +141,16 @@ class CheckpointFlags:
         self.running: ContextVar[Checkpointer | None] = ContextVar("of the engine whose forward runs", default=None)
         self.made = 0  # calls so far
         self._plain = Checkpointer(ActivationCheckpointing())
+
+    @property
+    def mpu(self) -> Any:
+        """The model-parallel unit of `configure`."""
+        return None if self.configured is None else self.configured.mpu
+
+    def configure(self, flags: ActivationCheckpointing, mpu: Any, **values: Any) -> None:
+        """Take flags, with those of `values` that are not None, for calls outside of an engine that has its own."""
+        changed = {name: value for name, value in values.items() if value is not None}
+        self.configured = Checkpointer(ActivationCheckpointing(**flags.model_dump() | changed), mpu)
 
     def checkpointer(self) -> Checkpointer:
         """For a call made now."""

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError
 
 MODEL_PARALLEL = "model-parallel-rng"
-_OFFSET = 2718  # Megatron's, so that scripts written for it draw the same numbers
+SEED_OFFSET = 2718  # Megatron's, so that scripts written for it draw the same numbers
 
 
 class RNGTracker:
@@ -41,7 +41,20 @@ class RNGTracker:
         """
         if name in self._states:
             raise ArgumentError(f"random state {name!r} exists already; reset() the tracker to seed anew")
-        self._states[name] = _state_after(seed)
+        self._states[name] = self._state_after(seed)
+
+    @staticmethod
+    def _state_after(seed: int) -> torch.Tensor:
+        accelerator = get_accelerator()
+        around = accelerator.get_rng_state()
+        accelerator.manual_seed(seed)
+        seeded = accelerator.get_rng_state()
+        accelerator.set_rng_state(around)
+        return seeded
+
+    def reseed(self, name: str, seed: int) -> None:
+        """Seed a state anew, or make it; the device's own state stays."""
+        self._states[name] = self._state_after(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -68,41 +81,7 @@ class RNGTracker:
 tracker = RNGTracker()
 
 
-def _state_after(seed: int) -> torch.Tensor:
-    accelerator = get_accelerator()
-    around = accelerator.get_rng_state()
-    accelerator.manual_seed(seed)
-    seeded = accelerator.get_rng_state()
-    accelerator.set_rng_state(around)
-    return seeded
-
-
-def seed_model_parallel(seed: int, mpu: Any) -> None:
-    """Seed the device alike on the ranks of a model-parallel group, and its named state apart on each.
-
-    Args:
-        seed: the same on every rank of the group.
-        mpu: names this process's rank in the group; None is rank 0.
-    """
-    tracker.reset()
-    get_accelerator().manual_seed(seed)
-    tracker.add(MODEL_PARALLEL, seed + _OFFSET + model_parallel_rank(mpu))
-
-
-def reseed_model_parallel(seed: int, mpu: Any) -> None:
-    """Seed the named state anew and leave the device's own state alone."""
-    states = tracker.get_states()
-    states[MODEL_PARALLEL] = _state_after(seed + _OFFSET + model_parallel_rank(mpu))
-    tracker.set_states(states)
-
-
-def model_parallel_rank(mpu: Any) -> int:
-    """This process's place in the model-parallel group of a client's unit."""
-    get = getattr(mpu, "get_tensor_model_parallel_rank", None) or getattr(mpu, "get_model_parallel_rank", None)
-    return get() if get is not None else 0
-
-
-def model_parallel_group(mpu: Any) -> Any:
-    """The model-parallel process group of a client's unit, or None."""
-    get = getattr(mpu, "get_tensor_model_parallel_group", None) or getattr(mpu, "get_model_parallel_group", None)
-    return get() if get is not None else None
+def of_model_parallel(mpu: Any, what: str) -> Any:
+    """The `rank` or `group` that a client's model-parallel unit names; None without one."""
+    get = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
+    return None if get is None else get()

@@ -55,9 +55,6 @@ class ActivationBuffers:
     """One buffer per dtype and place, in which tensors lie one behind the other until all are given back.
 
     It has room for the most that was ever lent at once; what exceeds it, as in the first pass, lies on its own.
-
-    Args:
-        count: tensors of the first one's size to make room for at the start.
     """
 
     def __init__(self, count: int) -> None:
@@ -96,7 +93,6 @@ class Saver:
     parameters are: they stay as they are.
 
     Args:
-        flags: the section of the JSON.
         axis: the ranks that hold the same activations and may each keep a part; None: this rank alone.
     """
 
@@ -115,9 +111,6 @@ class Saver:
             return contextlib.nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _cuts(self, count: int, axis: Axis) -> list[int]:
-        return partition_uniform(count, axis.size)
-
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
         if not tensor.requires_grad or isinstance(tensor, Parameter) or tensor.layout != torch.strided:
             return tensor
@@ -126,7 +119,7 @@ class Saver:
             whole = whole.contiguous()
         flat = whole.as_strided((whole.numel(),), (1,))
         if self._axis is not None:
-            cuts = self._cuts(flat.numel(), self._axis)
+            cuts = partition_uniform(flat.numel(), self._axis.size)
             flat = flat[cuts[self._axis.rank] : cuts[self._axis.rank + 1]]
         place = torch.device("cpu") if self._host else flat.device
         pinned = self._host and flat.device.type != "cpu"
@@ -147,7 +140,7 @@ class Saver:
         axis, count = self._axis, saved.shape.numel()
         if axis is None:
             return saved.values.to(saved.device, non_blocking=True).as_strided(saved.shape, saved.stride)
-        cuts = self._cuts(count, axis)
+        cuts = partition_uniform(count, axis.size)
         flat = torch.empty(count, dtype=saved.values.dtype, device=saved.device)
         flat[cuts[axis.rank] : cuts[axis.rank + 1]].copy_(saved.values, non_blocking=True)
         tag = tag_of(self._channel, SPREAD, next(self._turns))

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.checkpoint.compat.zero_to_fp32 import in_dtype, open_source, rows_of
 from deepspeed.checkpoint.format import filesystem
-from deepspeed.checkpoint.format.manifest import Manifest, read_manifest, state_field
+from deepspeed.checkpoint.format.manifest import read_manifest, state_field
 from deepspeed.checkpoint.format.safetensors_file import TensorFile
 from deepspeed.checkpoint.huggingface import write_sharded
 from deepspeed.checkpoint.load.directory import look, place_of, read_latest, tags_of
@@ -43,27 +43,24 @@ def list_tags(folder: Path) -> Iterator[str]:
         )
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path) -> Iterator[str]:
     """Read every byte of a native checkpoint; gives what is wrong."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
-        return [str(error)]
-    return [problem for name in sorted(manifest.files) for problem in _verify_file(path, name, manifest)]
-
-
-def _verify_file(path: Path, name: str, manifest: Manifest) -> Iterator[str]:
-    seal = manifest.files[name]
-    try:
-        if name.endswith(".safetensors"):
-            with TensorFile(path / name, seal) as file:
-                file.verify()
-        else:
-            data = (path / name).read_bytes()
-            if (len(data), zlib.crc32(data)) != (seal.nbytes, seal.crc32):
-                yield f"{path / name} differs from what was written"
-    except (CheckpointCorruptError, OSError) as error:
         yield str(error)
+        return
+    for name, seal in sorted(manifest.files.items()):
+        try:
+            if name.endswith(".safetensors"):
+                with TensorFile(path / name, seal) as file:
+                    file.verify()
+            else:
+                data = (path / name).read_bytes()
+                if (len(data), zlib.crc32(data)) != (seal.nbytes, seal.crc32):
+                    yield f"{path / name} differs from what was written"
+        except (CheckpointCorruptError, OSError) as error:
+            yield str(error)
 
 
 def differences(first: Source, other: Source) -> Iterator[str]:
@@ -87,15 +84,7 @@ def differences(first: Source, other: Source) -> Iterator[str]:
 
 
 def export(source: Source, folder: Path, kind: str, dtype: torch.dtype | None, limit: str) -> list[Path]:
-    """Write the weights of a checkpoint for other libraries.
-
-    Args:
-        source: the checkpoint.
-        folder: made if it is not there.
-        kind: `hf` for safetensors and configuration, `torch` for a state dict.
-        dtype: of the weights; None: as they are stored.
-        limit: largest file.
-    """
+    """Write weights: as `hf` safetensors and configuration, or a `torch` state dict; dtype None: as they are stored."""
     state = {row.name: in_dtype(source.whole(row.name), dtype) for row in rows_of(source, False)}
     state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
     written = write_sharded(state, folder, limit, safe=kind == "hf")
@@ -130,28 +119,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 when all is well."""
     options = _arguments().parse_args(arguments)
     try:
-        return _run(options)
+        if options.command == "ls":
+            lines = list(list_tags(options.folder))
+            print("\n".join(lines) or f"no checkpoints in {options.folder}")
+            return 0
+        if options.command == "diff":
+            difference_lines = list(differences(open_source(options.one), open_source(options.other)))
+            print("\n".join(difference_lines) or "equal")
+            return 1 if difference_lines else 0
+        source = open_source(options.folder, options.tag)
+        if options.command == "export":
+            for path in export(source, options.output, options.to, _DTYPES[options.dtype], options.max_shard_size):
+                print(path)
+            return 0
+        if not isinstance(source, NativeSource):
+            raise CheckpointError(f"{source.path} is in upstream's layout, which has no checksums to verify")
+        problems = list(verify(source.path))
+        print("\n".join(problems) or f"{source.path}: every byte is as it was written")
+        return 1 if problems else 0
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.command == "ls":
-        lines = list(list_tags(options.folder))
-        print("\n".join(lines) or f"no checkpoints in {options.folder}")
-        return 0
-    if options.command == "diff":
-        difference_lines = list(differences(open_source(options.one), open_source(options.other)))
-        print("\n".join(difference_lines) or "equal")
-        return 1 if difference_lines else 0
-    source = open_source(options.folder, options.tag)
-    if options.command == "export":
-        for path in export(source, options.output, options.to, _DTYPES[options.dtype], options.max_shard_size):
-            print(path)
-        return 0
-    if not isinstance(source, NativeSource):
-        raise CheckpointError(f"{source.path} is in upstream's layout, which has no checksums to verify")
-    problems = verify(source.path)
-    print("\n".join(problems) or f"{source.path}: every byte is as it was written")
-    return 1 if problems else 0

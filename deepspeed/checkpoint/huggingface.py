@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed.checkpoint.format.manifest import FROZEN, Manifest, ManifestEntry
 from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all
 from deepspeed.checkpoint.load import load
-from deepspeed.checkpoint.load.reader import ReadRequest, Source, byte_range, clear_padding, runs
+from deepspeed.checkpoint.load.reader import ReadRequest, Source, byte_range, runs
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import ArgumentError, CheckpointCorruptError, CheckpointMissingError
 from deepspeed.foundation.log import log_rank0
@@ -30,18 +30,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderSource(Source):
-    """The tensors of one or several safetensors files.
-
-    Args:
-        path: a file, or a folder with `model.safetensors` or its index.
-        ranks: who reads together; every rank reads for itself.
-    """
+    """The tensors of one or several safetensors files."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self._file_of: dict[str, Path] = {}
         rows = []
-        for file in _files(path):
+        for file in self._files(path):
             with TensorFile(file) as opened:
                 for name, stored in opened.entries.items():
                     self._file_of[name] = file
@@ -56,32 +51,31 @@ class FolderSource(Source):
                 by_file.setdefault(self._file_of[request.row.name], []).append(request)
             for path, some in by_file.items():
                 with TensorFile(path) as file:
-                    read_all({file: [range_ for request in some for range_ in _ranges(file, request)]})
+                    read_all({file: [range_ for request in some for range_ in self._ranges(file, request)]})
 
     def most(self, count: int) -> int:
-        """The largest count of any rank."""
         return max(self._ranks.gather(count))
 
+    @staticmethod
+    def _ranges(file: TensorFile, request: ReadRequest) -> Iterator[Range]:
+        stored = file.find(request.row.name)
+        request.clear_padding()
+        for copy in copies(request.row.everything, request.range):
+            for start, distance, place in runs(copy, request.into):
+                yield byte_range(stored, start, distance, place)
 
-def _ranges(file: TensorFile, request: ReadRequest) -> Iterator[Range]:
-    stored = file.find(request.row.name)
-    clear_padding(request)
-    for copy in copies(request.row.everything, request.range):
-        for start, distance, place in runs(copy, request.into):
-            yield byte_range(stored, start, distance, place)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if (path / INDEX).is_file():
-        named = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-        if any(Path(name).name != name for name in named):
-            raise CheckpointCorruptError(f"{path / INDEX} names files outside of its folder")
-        return [path / name for name in sorted(named)]
-    if (path / WEIGHTS).is_file():
-        return [path / WEIGHTS]
-    raise CheckpointMissingError(f"{path} has neither {WEIGHTS} nor {INDEX}")
+    @staticmethod
+    def _files(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path]
+        if (path / INDEX).is_file():
+            named = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            if any(Path(name).name != name for name in named):
+                raise CheckpointCorruptError(f"{path / INDEX} names files outside of its folder")
+            return [path / name for name in sorted(named)]
+        if (path / WEIGHTS).is_file():
+            return [path / WEIGHTS]
+        raise CheckpointMissingError(f"{path} has neither {WEIGHTS} nor {INDEX}")
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> int:
@@ -132,21 +126,12 @@ def bytes_of(size: str | int | None) -> float:
     return float(match.group(1)) * _UNITS[match.group(2).upper()]
 
 
-def _numel_bytes(tensor: Any) -> int:
-    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-
-
 def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | int | None, safe: bool) -> list[Path]:
     """Write tensors into one file, or several with an index, as Hugging Face libraries name them.
 
     Args:
         state: tensors by name, or objects with `shape`, `dtype` and `contiguous()`; one shard is in memory at a time.
-        folder: made if it is not there.
-        max_shard_size: largest file.
         safe: safetensors (without aliases) instead of `torch.save`.
-
-    Returns:
-        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     limit = bytes_of(max_shard_size)
@@ -154,7 +139,7 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
     shards: list[list[str]] = []
     filled, total, seen = math.inf, 0, set()
     for name, tensor in listed.items():
-        size = 0 if id(tensor) in seen else _numel_bytes(tensor)
+        size = 0 if id(tensor) in seen else math.prod(tensor.shape) * tensor.dtype.itemsize
         seen.add(id(tensor))
         if filled + size > limit:
             shards.append([])

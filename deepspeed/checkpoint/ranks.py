@@ -15,7 +15,6 @@ class Ranks:
     """The ranks of an axis.
 
     Args:
-        axis: who saves or loads together; None: this process alone.
         group: process group to talk over, where it is not the axis's own.
     """
 
@@ -34,11 +33,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What fails inside on one rank raises on all of them, at the end.
-
-        Args:
-            what: is done inside, for the error of the other ranks.
-        """
+        """What fails inside on one rank raises on all of them, at the end."""
         error: Exception | None = None
         try:
             yield
@@ -58,5 +53,4 @@ class Ranks:
         comm.send(tensor, self.numbers[to], group=self.group)
 
     def receive(self, tensor: Any, sender: int) -> None:
-        """Receive into a CPU tensor."""
         comm.recv(tensor, self.numbers[sender], group=self.group)

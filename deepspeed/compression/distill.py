@@ -36,11 +36,11 @@ class Distiller:
             student.register_forward_hook(self._add_loss, with_kwargs=True),
         ]
 
-    def set_teacher(self, teacher: Any) -> None:
-        """Take a module or an engine as the teacher; it runs in evaluation mode, without gradients."""
+    def set_teacher(self, teacher: Any, close: Callable[[], None] | None = None) -> None:
+        """Take a module or an engine as the teacher, run in evaluation mode without gradients; `close` ends it."""
         if not callable(teacher):
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
-        self.teacher = teacher
+        self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Have the student give hidden states and attention maps, where they are compared."""

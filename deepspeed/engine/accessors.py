@@ -1,4 +1,4 @@
-"""Read-only accessors of an engine: sizes, rates, bytes and configuration values."""
+"""Read-only accessors of an engine, as mixins: sizes, rates, bytes and configuration values."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from deepspeed.comm.process_groups.mesh import MODEL, Mesh
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.state_size import gather_counts, state_bytes
+from deepspeed.engine.state_size import state_bytes
 from deepspeed.optim.precision import DTYPES
 
 
 class MeshAccessors:
-    """Where this rank stands among the others.
+    """Where this rank stands among the others."""
 
-    Args:
-        state: of the engine.
-    """
-
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
+    _state: EngineState
 
     @property
     def mesh(self) -> Mesh:
@@ -88,14 +83,9 @@ class MeshAccessors:
 
 
 class StateAccessors:
-    """Answers about an engine.
+    """Batch sizes, rates, scales and bytes of an engine."""
 
-    Args:
-        state: of the engine.
-    """
-
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
+    _state: EngineState
 
     @property
     def config(self) -> Any:
@@ -130,25 +120,18 @@ class StateAccessors:
 
     def get_lr(self) -> list[float]:
         """Learning rate of each optimizer group."""
-        return (
-            [float(g["lr"]) for g in self._state.basic_optimizer.param_groups]
-            if self._state.basic_optimizer is not None
-            else []
-        )
+        optimizer = self._state.basic_optimizer
+        return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each optimizer group."""
-        if self._state.basic_optimizer is None:
-            return []
-        return [g.get("betas", g.get("momentum")) for g in self._state.basic_optimizer.param_groups]
+        optimizer = self._state.basic_optimizer
+        return [] if optimizer is None else [g.get("betas", g.get("momentum")) for g in optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
         """The `type` entry of each optimizer group, where users set one."""
-        return (
-            [g.get("type") for g in self._state.basic_optimizer.param_groups]
-            if self._state.basic_optimizer is not None
-            else []
-        )
+        optimizer = self._state.basic_optimizer
+        return [] if optimizer is None else [group.get("type") for group in optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's mean gradient, before clipping; None before the first update."""
@@ -176,8 +159,13 @@ class StateAccessors:
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
-        """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
-        return gather_counts(self._state.components)
+        """Stage 3 in numbers: elements gathered now and at the peak, gathers so far, those that came late."""
+        lifecycle = self._state.components.lifecycle
+        if lifecycle is None:
+            return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
+        prefetch = lifecycle.prefetcher
+        counts = {"live": prefetch.live(), "peak": prefetch.peak, "gathers": prefetch.gathers}
+        return {**counts, "late": prefetch.late, "groups": len(prefetch.groups)}
 
 
 # getter: JSON path of the resolved value
@@ -239,14 +227,9 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters of `GETTERS`, and those that combine several values.
+    """Getters of `GETTERS`, and those that combine several values."""
 
-    Args:
-        config: resolved configuration.
-    """
-
-    def __init__(self, config: DeepSpeedConfig) -> None:
-        self.ds_config = config
+    ds_config: DeepSpeedConfig
 
     def zero_optimization(self) -> bool:
         """Whether a stage above 0 is on."""
@@ -288,7 +271,7 @@ class ConfigAccessors:
         }
 
     def postscale_gradients(self) -> bool:
-        """Whether the mean is formed after the wire."""
+        """Whether gradients are divided after they are reduced."""
         return not self.ds_config.prescale_gradients
 
 

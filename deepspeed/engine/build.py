@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,20 +15,21 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.one_sided import release_abandoned
 from deepspeed.comm.collectives.same_error import OrderCheck
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.client_support import tell_dtypes
 from deepspeed.engine.memory.suggestions import tells_what_fits
 from deepspeed.engine.offload_plan import Offload, accumulator_dtype, master_dtype, state_of_group
-from deepspeed.engine.optimizer_setup import traits_of
 from deepspeed.engine.pipeline_setup import limits_of_stages
+from deepspeed.engine.sequence_parallel import BARE
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
-from deepspeed.foundation.log import log_once, log_rank0
+from deepspeed.foundation.log import log_once, log_rank0, warn_once
 from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, check_supported, leave_embeddings_to_adam, needs_whole_tensors
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
-from deepspeed.optim.separability import UpdateTraits
+from deepspeed.optim.separability import MethodTraits, UpdateTraits, update_traits
 from deepspeed.zero.api.reshard import check_not_served
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.buckets import ReduceSettings
@@ -67,7 +68,7 @@ class Components:
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
     room: int = 0  # bytes that were free for all of it when it was built
-    given: int = 0  # bytes of the model as it was given
+    model_bytes: int = 0  # of the model as it was passed
 
     def wind_up(self) -> ShardedParameterError | None:
         """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""
@@ -84,6 +85,80 @@ class Components:
                 group.wait_all_gather()
         return first
 
+    def without_optimizer(self, call: str) -> UsageError:
+        """The error of a call that needs an optimizer."""
+        if self.destroyed:
+            return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
+        return UsageError(
+            f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an "
+            f"optimizer, or name one in the JSON under optimizer.type"
+        )
+
+    def add_lifecycle(self, model: nn.Module, config: DeepSpeedConfig) -> None:
+        """Hook the modules whose parameters are all-gathered before use."""
+        sharded = [group for group in self.groups if group.policy.gathers_before_use]
+        if not sharded:
+            return
+        zero, axes = config.zero, self.axes
+        limits = PrefetchLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
+        if axes.mesh.size("pp") > 1:
+            limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
+        any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
+        release_abandoned(group.axis for group in sharded)
+        for group in sharded:
+            group.serve(any_graph)
+        order = None
+        if any(group.fetch is None for group in sharded) and OrderCheck.possible(axes.dp_sp_group):
+            order = GatherOrder(axes.dp_sp_group, zero.stage3_check_order, zero.stage3_fixed_graph)
+        self.lifecycle = ModuleHooks(model, PrefetchScheduler(sharded, limits), order)
+        log_rank0(self.lifecycle.bound())
+
+    def add_optimizer(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        traits: UpdateTraits,
+        config: DeepSpeedConfig,
+        held: ZeroOptimizer | None,
+    ) -> None:
+        """Make the gradient buckets and the ZeRO optimizer; `held` is one of an earlier layout that goes on."""
+        fp16, zero, axes, lifecycle = config.fp16.enabled, config.zero, self.axes, self.lifecycle
+        low = self.dtype != torch.float32
+        ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
+        predivide, overlap = config.gradient_predivide_factor, zero.overlap_comm is not False
+        settings = ReduceSettings(
+            accumulates=self.window.steps > 1,
+            accumulator=accumulator_dtype(config),
+            comm_dtype=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+            overlap=overlap,
+            # A bucket travels while the next one is collected: with one alone, backward would wait for every message.
+            in_flight=zero.reduce_bucket_size * (2 if overlap else 1),
+            prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
+            in_rank_order=config.deterministic_reduction,
+            watch_ranks=low,
+        )
+        complete = None if lifecycle is None else lifecycle.gradients_complete
+        self.reducer = Reducer(axes, self.groups, settings, self.window, complete)
+        self.reducer.replaced.watch(model)
+        steps = StepSettings(
+            clip=config.gradient_clipping,
+            refuse_unused=not zero.ignore_unused_parameters,
+            norm=zero.compute_grad_norm,
+            check=fp16 or (low and config.bf16.check_grad_overflow),
+            master=master_dtype(config, self.dtype),
+        )
+        scaler = loss_scale.from_config(config.fp16) if fp16 else None
+        whole = zero.overlap_publish and lifecycle is None and axes.mesh.size("pp") == 1
+        late = DeferredAllGatherHooks(model, self.groups) if whole else None
+        if held is None:
+            self.window.set_scaler(scaler)
+            self.optimizer = ZeroOptimizer(optimizer, self.reducer, steps, scaler, lifecycle, late, traits)
+        else:
+            held.attach(self.reducer, lifecycle, late)
+            self.optimizer = held
+        members = (m for group in self.groups for m in group.members if m.uid in self.optimizer.fragments)
+        self.frozen = [m for m in members if not m.param.requires_grad and m.param.is_floating_point()]
+
 
 def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
     """The dtype of parameters while they compute."""
@@ -96,10 +171,8 @@ def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 def listed(model_parameters: Any) -> list[Any] | None:
     """Materialise generators, of parameters or inside groups; None stays None."""
-    if model_parameters is None:
-        return None
-    if isinstance(model_parameters, torch.Tensor):
-        return [model_parameters]
+    if model_parameters is None or isinstance(model_parameters, torch.Tensor):
+        return None if model_parameters is None else [model_parameters]
     if isinstance(model_parameters, (str, bytes, dict)) or not isinstance(model_parameters, Iterable):
         raise ArgumentError(
             f"model_parameters is a {type(model_parameters).__name__}; pass model.parameters() or a list of groups"
@@ -108,10 +181,24 @@ def listed(model_parameters: Any) -> list[Any] | None:
     for entry in entries:
         if isinstance(entry, tuple):
             raise ArgumentError("model_parameters holds (name, parameter) pairs; pass model.parameters() instead")
-        if isinstance(entry, dict):
-            _check_group(entry)
-        elif not isinstance(entry, torch.Tensor):
-            raise ArgumentError(f"model_parameters holds a {type(entry).__name__}; it takes parameters or group dicts")
+        if not isinstance(entry, dict):
+            if not isinstance(entry, torch.Tensor):
+                kind = type(entry).__name__
+                raise ArgumentError(f"model_parameters holds a {kind}; it takes parameters or group dicts")
+            continue
+        params = entry.get("params")
+        if isinstance(params, torch.Tensor):
+            continue
+        if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+            raise ArgumentError(
+                f"a group of model_parameters needs 'params' with its parameters; it has {sorted(entry)}"
+            )
+        entry["params"] = list(params)
+        for param in entry["params"]:
+            if not isinstance(param, torch.Tensor):
+                raise ArgumentError(
+                    f"'params' of a group of model_parameters holds a {type(param).__name__}, no parameter"
+                )
     if len({isinstance(entry, dict) for entry in entries}) > 1:
         raise ArgumentError("model_parameters mixes parameters and group dicts; put every parameter into a group")
     return entries
@@ -173,7 +260,6 @@ def choose_optimizer(
 
 
 def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
-    """What "auto" values are resolved from."""
     config = getattr(model, "config", None)
     hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0]) or None
     rate = client.param_groups[0].get("lr") if isinstance(client, torch.optim.Optimizer) else None
@@ -185,7 +271,12 @@ def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
     )
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]) -> set[Parameter]:
+def _updated(
+    optimizer: torch.optim.Optimizer, names: dict[Parameter, str], written: dict[Parameter, None]
+) -> set[Parameter]:
+    """Take the parameters that the model writes itself out of the optimizer; gives those that it updates, checked."""
+    for group in optimizer.param_groups if written else ():
+        group["params"] = [param for param in group["params"] if param not in written]
     updated = set()
     foreign = 0
     for param in _flat(optimizer.param_groups):
@@ -223,20 +314,14 @@ def build(
 ) -> Components:
     """Cast, move, group and hook a model.
 
-    Args:
-        model: the user's module; its parameters keep their identity.
-        optimizer: over its parameters, or None.
-        config: resolved configuration.
-        axes: who shares what.
-        device: where the model computes.
-        held: the optimizer users hold of an engine that is laid out anew.
+    `held` is the optimizer that users hold of an engine that is laid out anew.
     """
     low = compute_dtype(config)
     _check_parameters(model, low)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
-    names = _without(written, named_parameters(model), optimizer)
-    updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
+    names = {param: name for param, name in named_parameters(model).items() if param not in written}
+    updated = _updated(optimizer, names, written) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
         axes.dp_sp_group,
@@ -254,8 +339,7 @@ def build(
     if config.data_types.buffer_dtype is not None:
         cast_buffers(model, DTYPES[config.data_types.buffer_dtype], stay)
     traits = traits_of(optimizer, config, axes) if held is None else held.traits
-    plan = _grouping_plan(config, optimizer, traits)
-    groups = _groups(model, names, (wanted, updated), (relations, signatures), plan, config, optimizer)
+    groups = _groups(model, names, (wanted, updated), (relations, signatures), traits, config, optimizer)
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
@@ -263,40 +347,18 @@ def build(
     components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)
-    sharded = [g for g in groups if g.policy.gathers_before_use]
-    if sharded:
-        components.lifecycle = _lifecycle(model, sharded, config, axes)
+    components.add_lifecycle(model, config)
     if optimizer is not None:
-        _add_optimizer(components, model, (optimizer, traits), config, held)
+        components.add_optimizer(model, optimizer, traits, config, held)
     return components
-
-
-def _grouping_plan(
-    config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None, traits: UpdateTraits
-) -> GroupingPlan:
-    return GroupingPlan(
-        bucket=config.zero.reduce_bucket_size,
-        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
-        one_owner=not traits.by_parameter,
-        persist_below=config.zero.param_persistence_threshold,
-        persist_total=config.zero.model_persistence_threshold,
-    )
-
-
-def _without(
-    written: dict[Parameter, None], names: dict[Parameter, str], optimizer: torch.optim.Optimizer | None
-) -> dict[Parameter, str]:
-    """The parameters that are left to manage, and to the optimizer, without those that the model writes itself."""
-    for group in optimizer.param_groups if optimizer is not None and written else ():
-        group["params"] = [param for param in group["params"] if param not in written]
-    return {param: name for param, name in names.items() if param not in written}
 
 
 def _window(config: DeepSpeedConfig, axes: ParallelGroups) -> AccumulationWindow:
     ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
     # Ranks of a sequence have the same loss, of all its tokens, and each differentiates it once.
     ranks *= axes.mesh.size("sp")
-    return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
+    steps, micro = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
+    return AccumulationWindow(steps, micro, ranks, refuses_bare=BARE if axes.mesh.size("sp") > 1 else "")
 
 
 def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
@@ -340,12 +402,19 @@ def _groups(
     names: dict[Parameter, str],
     chosen: tuple[dict[Parameter, torch.dtype], set[Parameter]],
     ranks: tuple[RankResolver, dict[Parameter, Signature]],
-    plan: GroupingPlan,
+    traits: UpdateTraits,
     config: DeepSpeedConfig,
     optimizer: torch.optim.Optimizer | None,
 ) -> list[ShardGroup]:
     (wanted, updated), (relations, signatures) = chosen, ranks
     policy = policy_for(config.zero.stage, relations.stages)
+    plan = GroupingPlan(
+        bucket=config.zero.reduce_bucket_size,
+        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
+        one_owner=not traits.by_parameter,
+        persist_below=config.zero.param_persistence_threshold,
+        persist_total=config.zero.model_persistence_threshold,
+    )
     offload, planned = Offload(config), []
     for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
         around = relations.resolve(signatures[members[0]])
@@ -356,12 +425,12 @@ def _groups(
         state = state_of_group(config, (own, layout), around.shard.rank, (dtype, master), optimizer)
         planned.append((around, own, members, (dtype, master), offload.place(state), state))
     offload.announce([(state, tiers) for *_, tiers, state in planned])
-    born = any(is_managed(param) for param in names)
+    were_sharded = any(is_managed(param) for param in names)
     groups = [
         build_group(around, own, members, names, plan, dtypes, tiers)
         for around, own, members, dtypes, tiers, _ in planned
     ]
-    if born and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
+    if were_sharded and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
         get_accelerator().empty_cache()
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
@@ -369,102 +438,73 @@ def _groups(
     return groups
 
 
-def _lifecycle(
-    model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedConfig, axes: ParallelGroups
-) -> ModuleHooks:
-    zero = config.zero
-    limits = PrefetchLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
-    if axes.mesh.size("pp") > 1:
-        limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
-    any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
-    release_abandoned(group.axis for group in sharded)
-    for group in sharded:
-        group.serve(any_graph)
-    order = None
-    if any(group.fetch is None for group in sharded) and OrderCheck.possible(axes.dp_sp_group):
-        order = GatherOrder(axes.dp_sp_group, zero.stage3_check_order, zero.stage3_fixed_graph)
-    lifecycle = ModuleHooks(model, PrefetchScheduler(sharded, limits), order)
-    log_rank0(lifecycle.bound())
-    return lifecycle
+def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups) -> UpdateTraits:
+    """How the optimizer's update may be split; what follows of it is logged."""
+    traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
+    if optimizer is None or traits.known:
+        return traits
+    traits = _joined_traits(traits, axes)
+    name, mesh = type(optimizer).__name__, axes.mesh
+    if traits.unknown:
+        warn_once(
+            f"{name} could not be tried on small copies of its groups ({traits.unknown}), so it is taken for one that "
+            f"updates each parameter by itself; a global norm inside of its step would be that of one rank",
+            key=type(optimizer),
+        )
+    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1):
+        raise OptimizerError(
+            f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
+            f"{traits.difference:.1g} of the distance moved), and ranks of a model cut by tp or pp have some each; use "
+            f"an optimizer that updates each parameter by itself, such as AdamW, or data parallelism alone"
+        )
+    if not traits.by_parameter and config.zero.stage > 0 and axes.shard.size > 1:
+        warn_once(
+            f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
+            f"{traits.difference:.1g} of the distance moved), so rank 0 of each data-parallel group updates all of "
+            f"them and holds all of its state; an optimizer that updates each parameter by itself, such as AdamW, is "
+            f"sharded",
+            key=type(optimizer),
+        )
+    return traits
 
 
-def _add_optimizer(
-    components: Components,
-    model: nn.Module,
-    chosen: tuple[torch.optim.Optimizer, UpdateTraits],
-    config: DeepSpeedConfig,
-    held: ZeroOptimizer | None,
-) -> None:
-    fp16 = config.fp16.enabled
-    low = components.dtype != torch.float32
-    ranks = components.axes.data.size if config.gradient_allreduce_op == "mean" else 1
-    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else None
-    predivide = config.gradient_predivide_factor
-    overlap = config.zero.overlap_comm is not False
-    settings = ReduceSettings(
-        accumulates=components.window.steps > 1,
-        accumulator=accumulator_dtype(config),
-        comm_dtype=comm_dtype,
-        overlap=overlap,
-        # A bucket travels while the next one is collected: with one alone, backward would wait for every message.
-        in_flight=config.zero.reduce_bucket_size * (2 if overlap else 1),
-        prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
-        in_rank_order=config.deterministic_reduction,
-        watch_ranks=low,
-    )
-    axes = components.axes
-    lifecycle = components.lifecycle
-    complete = None if lifecycle is None else lifecycle.gradients_complete
-    components.reducer = Reducer(axes, components.groups, settings, components.window, complete)
-    components.reducer.replaced.watch(model)
-    steps = StepSettings(
-        clip=config.gradient_clipping,
-        refuse_unused=not config.zero.ignore_unused_parameters,
-        norm=config.zero.compute_grad_norm,
-        check=fp16 or (low and config.bf16.check_grad_overflow),
-        master=master_dtype(config, components.dtype),
-    )
-    scaler = loss_scale.from_config(config.fp16) if fp16 else None
-    whole = config.zero.overlap_publish and lifecycle is None and axes.mesh.size("pp") == 1
-    late = DeferredAllGatherHooks(model, components.groups) if whole else None
-    if held is None:
-        components.window.set_scaler(scaler)
-        optimizer, traits = chosen
-        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, lifecycle, late, traits)
-    else:
-        held.attach(components.reducer, lifecycle, late)
-        components.optimizer = held
-    components.frozen = [
-        m
-        for g in components.groups
-        for m in g.members
-        if m.uid in components.optimizer.fragments and not m.param.requires_grad and m.param.is_floating_point()
+def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
+    """The traits that hold on all ranks: one rank may hold an object that cannot be copied, or other parameters.
+
+    Ranks lay parameters out by the result, so none may decide alone. All ranks call together.
+    """
+    every = [
+        replace(each, methods=methods)
+        for each, methods in all_gather_objects(axes.everyone, (replace(traits, methods={}), dict(traits.methods)))
     ]
+    tried = [each for each in every if not each.unknown]
+    if not tried:
+        return traits
+    methods: dict[str, MethodTraits] = {}
+    for each in tried:
+        for name, method in each.methods.items():
+            methods[name] = method.joined(methods.get(name, method))
+    return replace(
+        tried[0],
+        by_parameter=all(each.by_parameter for each in tried),
+        in_parts=all(each.in_parts for each in tried),
+        counts_alone=all(each.counts_alone for each in tried),
+        methods=methods,
+        difference=max(each.difference for each in tried),
+    )
 
 
 def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The schedule of an engine: the client's, the JSON's, or none.
-
-    Args:
-        client: the argument of `initialize`.
-        config: names one otherwise.
-        optimizer: what it is to schedule.
-    """
+    """The schedule of an engine: the client's, the JSON's, or none."""
     section = config.scheduler
-    if client is not None:
-        return _client_scheduler(client, _scheduled(optimizer, "an lr_scheduler"))
-    if section is None or not section.type:
+    name = section.type if section is not None else None
+    if client is None and not name:
         return None
-    return build_scheduler(section.type, dict(section.params or {}), _scheduled(optimizer, "a scheduler"))
-
-
-def _scheduled(optimizer: torch.optim.Optimizer | None, what: str) -> torch.optim.Optimizer:
     if optimizer is None:
+        what = "a scheduler" if client is None else "an lr_scheduler"
         raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
-    return optimizer
-
-
-def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if client is None and section is not None and name:
+        return build_scheduler(name, dict(section.params or {}), optimizer)
     if callable(client) and not hasattr(client, "step"):
         client = call_with("lr_scheduler", client, optimizer)
     if not hasattr(client, "step"):
@@ -481,13 +521,7 @@ def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
-    """A client's factory, called with its one argument; typed when it takes another number of them.
-
-    Args:
-        what: the argument of `initialize` it was passed as, for the error.
-        callable_: the factory.
-        argument: parameters for an optimizer, the optimizer for a scheduler.
-    """
+    """A client's factory, called with its one argument; `what` names it in the error of another number of arguments."""
     try:
         signature = inspect.signature(callable_)
     except ValueError:  # built in: it has none to look at
@@ -498,13 +532,3 @@ def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
         takes = "the optimizer" if isinstance(argument, torch.optim.Optimizer) else "the parameters"
         raise ArgumentError(f"the {what} callable must take one argument, {takes}: {error}") from error
     return callable_(argument)
-
-
-def without_optimizer(call: str, components: Components) -> UsageError:
-    """The error of a call that needs an optimizer."""
-    if components.destroyed:
-        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
-    return UsageError(
-        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
-        f"or name one in the JSON under optimizer.type"
-    )

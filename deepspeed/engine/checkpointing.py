@@ -25,9 +25,8 @@ from deepspeed.checkpoint.load import load
 from deepspeed.checkpoint.load.directory import Finder, prune
 from deepspeed.checkpoint.load.reader import NativeSource, Source
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.async_save import Background
-from deepspeed.checkpoint.save.save import Contents, Saving, Target
-from deepspeed.checkpoint.save.snapshot import Snapshot, capture
+from deepspeed.checkpoint.save.save import Background, Contents, Saving, Target
+from deepspeed.checkpoint.save.save_plan import Snapshot, capture
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.engine.data_loading import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState
@@ -44,153 +43,128 @@ from deepspeed.zero.gradients.accumulation import Way
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
-def capture_run(state: EngineState) -> dict[str, Any]:
-    """The state that all ranks share.
+class RunState:
+    """The small state of a run: counters, schedule, position in the data, random generators, and the open window."""
 
-    Args:
-        state: of the engine.
-    """
-    optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
-    run_state: dict[str, Any] = {
-        "counters": {name: getattr(state, name) for name in COUNTERS},
-        "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
-        "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
-        "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
-        "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
-    }
-    if state.compression is not None or state.removals:
-        more = {} if state.compression is None else state.compression.state_dict()
-        run_state["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
-    if optimizer is not None:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
-        run_state["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
-        if named := optimizer.state.without_parameter():
-            run_state["optimizer"]["named"] = named
-    return run_state
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
 
+    def capture(self) -> dict[str, Any]:
+        """What all ranks share."""
+        state = self._state
+        optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
+        run_state: dict[str, Any] = {
+            "counters": {name: getattr(state, name) for name in COUNTERS},
+            "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
+            "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
+            "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
+            "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
+        }
+        if state.compression is not None or state.removals:
+            more = {} if state.compression is None else state.compression.state_dict()
+            run_state["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
+        if optimizer is not None:
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
+            run_state["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
+            if named := optimizer.state.without_parameter():
+                run_state["optimizer"]["named"] = named
+        return run_state
 
-def capture_private(state: EngineState) -> dict[str, Any]:
-    """The state that belongs to this rank alone."""
-    optimizer, reducer = state.components.optimizer, state.components.reducer
-    private_state: dict[str, Any] = {"random": capture_random()}
-    window = state.window
-    if optimizer is not None and reducer is not None and window.seen + (not reducer.clean):
-        private_state["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
-    return private_state
+    def capture_private(self) -> dict[str, Any]:
+        """What belongs to this rank alone: all random generators, named ones too, and its part of the open window."""
+        accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
+        random_state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "named": tracker.get_states(),
+        }
+        if accelerator.device_name() != "cpu":
+            random_state["device"] = accelerator.get_rng_state()
+        private_state: dict[str, Any] = {"random": random_state}
+        if parts.optimizer is not None and parts.reducer is not None and window.seen + (not parts.reducer.clean):
+            private_state["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
+        return private_state
 
+    def restore_random(self, saved: dict[str, Any]) -> None:
+        """Put the random generators back; named states that the checkpoint lacks stay as they are."""
+        random.setstate(saved["python"])
+        np.random.set_state(saved["numpy"])
+        torch.set_rng_state(saved["torch"])
+        tracker.set_states(tracker.get_states() | saved.get("named", {}))
+        if "device" in saved and get_accelerator().device_name() != "cpu":
+            get_accelerator().set_rng_state(saved["device"])
 
-def capture_random() -> dict[str, Any]:
-    """The states of all random generators of this process, those that `get_cuda_rng_tracker` has by name included."""
-    accelerator = get_accelerator()
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    state["named"] = tracker.get_states()
-    if accelerator.device_name() != "cpu":
-        state["device"] = accelerator.get_rng_state()
-    return state
+    def restore_counters(self, saved: dict[str, Any]) -> None:
+        """Restore counters and the position in the data; those of the window come with its gradients."""
+        for name, value in saved.get("counters", {}).items():
+            setattr(self._state, name, value)
+        loader = self._state.training_dataloader
+        if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
+            loader.load_state_dict(saved["data"])
 
+    def restore_optimizer(self, saved: dict[str, Any]) -> None:
+        """Restore the loss scaler and the state without a parameter; log it if the optimizer is another one."""
+        optimizer = self._state.components.optimizer
+        if optimizer is None:
+            return
+        if optimizer.scaler is not None and saved.get("scaler") is not None:
+            optimizer.scaler.load_state_dict(saved["scaler"])
+        optimizer.state.update(saved.get("named", {}))
+        now, before = type(optimizer.optimizer).__name__, saved.get("class")
+        if before not in (None, now):
+            log_rank0(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
 
-def restore_random(saved: dict[str, Any]) -> None:
-    """Put the random generators back; named states that the checkpoint lacks stay as they are."""
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
-    torch.set_rng_state(saved["torch"])
-    tracker.set_states(tracker.get_states() | saved.get("named", {}))
-    if "device" in saved and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(saved["device"])
+    def restore_scheduler(self, saved: Any) -> None:
+        """Restore the schedule."""
+        scheduler = self._state.lr_scheduler
+        if saved is None or scheduler is None:
+            return
+        try:
+            scheduler.load_state_dict(saved)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the scheduler {type(scheduler).__name__} does not take the saved state ({error!r}); load with "
+                f"load_lr_scheduler_states=False if it is meant to be another one"
+            ) from error
 
+    def window_fits(self, saved: dict[str, Any]) -> bool:
+        """Whether the micro-batches of a saved window are a whole number of micro-batches here, of an equal batch."""
+        then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
+        if then is None:
+            return False
+        size, samples = self._state.window.micro * self._state.axes.data.size, seen * then["micro"] * then["ranks"]
+        batch = then["micro"] * then["ranks"] * then["gas"]
+        return batch == size * self._state.window.steps and samples % size == 0
 
-def restore_run(state: EngineState, saved: dict[str, Any]) -> None:
-    """Take back counters and data position; those of the window come with its gradients."""
-    for name, value in saved.get("counters", {}).items():
-        setattr(state, name, value)
-    loader = state.training_dataloader
-    if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
-        loader.load_state_dict(saved["data"])
+    def restore_window(self, saved: dict[str, Any], window: dict[str, Any] | None) -> None:
+        """Go on in the middle of a window, once its gradients are back; `window` is this rank's part of it, if any."""
+        then, now = saved["batch"], self._state.window
+        seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * self._state.axes.data.size)
+        ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
+        if window is not None and "ways" in window:
+            ways, items = window["ways"], window["items"]
+        elif window is not None:  # earlier checkpoints say (items, whether they count, backward passes)
+            items, counts, backwards = window["counts"]
+            ways = int(Way.ITEMS) if counts else ways or int(Way.MEAN if backwards else Way.NONE)
+        now.resume(seen, ways, items)
 
-
-def restore_optimizer(state: EngineState, saved: dict[str, Any]) -> None:
-    """Restore the loss scaler and the state that belongs to no parameter; log it if the optimizer is another one."""
-    optimizer = state.components.optimizer
-    if optimizer is None:
-        return
-    if optimizer.scaler is not None and saved.get("scaler") is not None:
-        optimizer.scaler.load_state_dict(saved["scaler"])
-    optimizer.state.update(saved.get("named", {}))
-    now, before = type(optimizer.optimizer).__name__, saved.get("class")
-    if before not in (None, now):
-        log_rank0(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
-
-
-def restore_scheduler(state: EngineState, saved: Any) -> None:
-    """Take back the schedule."""
-    if saved is None or state.lr_scheduler is None:
-        return
-    try:
-        state.lr_scheduler.load_state_dict(saved)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the scheduler {type(state.lr_scheduler).__name__} does not take the saved state ({error!r}); load with "
-            f"load_lr_scheduler_states=False if it is meant to be another one"
-        ) from error
-
-
-def window_fits(state: EngineState, saved: dict[str, Any]) -> bool:
-    """Whether the micro-batches of a saved window are a whole number of micro-batches here, of an equal batch."""
-    then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
-    if then is None:
-        return False
-    now = (state.window.micro, state.axes.data.size)
-    samples = seen * then["micro"] * then["ranks"]
-    batch = then["micro"] * then["ranks"] * then["gas"]
-    return batch == now[0] * now[1] * state.window.steps and samples % (now[0] * now[1]) == 0
-
-
-def restore_window(state: EngineState, saved: dict[str, Any], window: dict[str, Any] | None, same_ranks: bool) -> None:
-    """Go on in the middle of a window, once its gradients are back.
-
-    Args:
-        state: of the engine.
-        saved: what `capture_run` gave.
-        window: this rank's own part of it.
-        same_ranks: as many ranks as saved.
-    """
-    then, now = saved["batch"], state.window
-    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * state.axes.data.size)
-    ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
-    if window is not None and same_ranks:
-        ways, items = _counted(window, ways)
-    now.resume(seen, ways, items)
-
-
-def _counted(window: dict[str, Any], sums: int) -> tuple[int, float]:
-    """(ways of counting, items) of a rank's window; earlier checkpoints say (items, whether they count, backwards)."""
-    if "ways" in window:
-        return window["ways"], window["items"]
-    items, counts, backwards = window["counts"]
-    return int(Way.ITEMS) if counts else sums or int(Way.MEAN if backwards else Way.NONE), items
-
-
-def restart_window(state: EngineState, saved: dict[str, Any]) -> None:
-    """Go on from the beginning of a window: its gradients are dropped, its samples come again."""
-    seen, then = saved["window"]["seen"], saved["batch"]
-    loader = state.training_dataloader
-    if isinstance(loader, DeepSpeedDataLoader):
-        loader.rewind(seen * then["micro"] * then["ranks"])
-    state.micro_steps -= seen
-    log_rank0(
-        f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
-        f"of micro-batches on {state.axes.data.size} rank(s): the window starts again"
-    )
+    def restart_window(self, saved: dict[str, Any]) -> None:
+        """Go on from the beginning of a window: its gradients are dropped, its samples come again."""
+        seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
+        if isinstance(loader, DeepSpeedDataLoader):
+            loader.rewind(seen * then["micro"] * then["ranks"])
+        self._state.micro_steps -= seen
+        log_rank0(
+            f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole "
+            f"number of micro-batches on {self._state.axes.data.size} rank(s): the window starts again"
+        )
 
 
 @dataclass(frozen=True)
-class _What:
-    """What a load takes over; see `load_checkpoint`."""
+class LoadOptions:
+    """What a load restores; see `CheckpointIO.load_checkpoint`."""
 
     strict: bool
     optimizer: bool
@@ -200,18 +174,12 @@ class _What:
 
 
 class CheckpointIO:
-    """The checkpoints of an engine.
-
-    Args:
-        state: of the engine.
-        weights: refuses what a load has left in pieces.
-        guard: a context around what makes state: running out of memory inside comes with a report.
-    """
+    """The checkpoints of an engine. `guard` is a context in which running out of memory comes with a report."""
 
     def __init__(
         self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        self._state, self._weights, self._guard = state, weights, guard
+        self._state, self._weights, self._guard, self._run = state, weights, guard, RunState(state)
         self._background = Background()
         self._extra_objects: list[Any] = []
 
@@ -289,8 +257,8 @@ class CheckpointIO:
         saving = Saving(target, self._contents(ranks, client_state or {}, leave_out_frozen), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
-            aside = self._background.ranks(self._state.everyone)
-            self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
+            background_ranks = self._background.ranks(self._state.everyone)
+            self._background.start(saving, background_ranks, lambda: self._finish(saving, background_ranks, started))
         else:
             saving.place()
             saving.write()
@@ -344,14 +312,15 @@ class CheckpointIO:
         view.settle()
         view.settle_gradients(Ranks(self._state.axes.dp_sp_group).gather)
         captured = capture(view, leave_out_frozen)
-        captured.private |= capture_private(self._state)
+        captured.private |= self._run.capture_private()
         self._add_own_buffers(captured, view, ranks)
         state = {
-            "engine": capture_run(self._state),
+            "engine": self._run.capture(),
             "client_state": client_state,
             "objects": [stateful.state_dict() for stateful in self._extra_objects],
             "module": self._extra_state(ranks),
         }
+        config: Any = getattr(self._state.module, "config", None)
         about = {
             "package": __version__,
             "ranks": ranks.size,
@@ -361,19 +330,23 @@ class CheckpointIO:
             "mesh": self._state.model_dims,
             "aliases": view.aliases,
             "has_gradients": any(ranks.gather(view.has_gradients)) if self._state.sliced else view.has_gradients,
-            "model_config": _model_config(self._state.module),
+            # So that an export can be opened by Hugging Face's library.
+            "model_config": config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None,
         }
         settings = self._state.ds_config.top.checkpoint
-        beside = {}
+        small_files = {}
         if ranks.rank == 0 and settings.format == "native":
-            beside = upstream_names(client_state, about, state["engine"]["counters"])
-        return Contents(captured, state, about, beside, settings.client_state_pickle)
+            small_files = upstream_names(client_state, about, state["engine"]["counters"])
+        return Contents(captured, state, about, small_files, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
         """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
         if not view.buffers and not self._state.sliced:
             return
-        fingerprints = {name: (view.box(name), _fingerprint(buffer)) for name, buffer in view.buffers.items()}
+        fingerprints = {}
+        for name, buffer in view.buffers.items():
+            flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            fingerprints[name] = view.box(name), zlib.crc32(flat.numpy().tobytes())
         first: dict[Any, int] = {}
         for rank_fingerprints in ranks.gather(fingerprints):
             for name, (box, print_) in rank_fingerprints.items():
@@ -383,7 +356,9 @@ class CheckpointIO:
 
     def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
         """What modules give as extra state, by module name; of all stages."""
-        local_state = _extra_state(self._state.module)
+        default, modules = torch.nn.Module.get_extra_state, self._state.module.named_modules()
+        own = {name: module for name, module in modules if type(module).get_extra_state != default}
+        local_state = {name: module.get_extra_state() for name, module in own.items()}
         states = ranks.gather(local_state) if self._state.sliced else [local_state]
         return {name: state for rank_state in reversed(states) for name, state in rank_state.items()}
 
@@ -427,7 +402,7 @@ class CheckpointIO:
             hook(load_dir, None)
         ranks = Ranks(self._state.everyone)
         finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
-        what = _What(
+        options = LoadOptions(
             load_module_strict,
             load_optimizer_states and not load_module_only,
             load_lr_scheduler_states and not load_module_only,
@@ -436,17 +411,19 @@ class CheckpointIO:
         )
         if tag is not None:
             source = finder.named(filesystem.checked_tag(tag))
-            return self._load(source, ranks, what)
-        return self._load_latest(finder, ranks, what)
+            return self._load(source, ranks, options)
+        return self._load_latest(finder, ranks, options)
 
-    def _load_latest(self, finder: Finder, ranks: Ranks, what: _What) -> tuple[str | None, dict[str, Any] | None]:
+    def _load_latest(
+        self, finder: Finder, ranks: Ranks, options: LoadOptions
+    ) -> tuple[str | None, dict[str, Any] | None]:
         name = filesystem.LATEST_UNIVERSAL if self._state.ds_config.top.checkpoint.load_universal else filesystem.LATEST
         tag = finder.latest(name)
         if tag is None and name == filesystem.LATEST_UNIVERSAL:
             raise CheckpointError(f"{finder.folder} has no '{name}' (checkpoint.load_universal)")
         if tag is not None:
             try:
-                return self._load(finder.named(tag), ranks, what)
+                return self._load(finder.named(tag), ranks, options)
             except CheckpointCorruptError as error:
                 finder.skip(tag, str(error))
             except FileNotFoundError as error:
@@ -459,48 +436,48 @@ class CheckpointIO:
                 warn_once(f"there is no checkpoint in {finder.folder}; nothing was loaded")
                 return None, None
             try:
-                return self._load(source, ranks, what)
+                return self._load(source, ranks, options)
             except CheckpointCorruptError as error:
                 finder.skip(source.path.name, str(error))
 
-    def _load(self, source_or_path: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+    def _load(self, source_or_path: Source | Path, ranks: Ranks, options: LoadOptions) -> tuple[str, dict[str, Any]]:
         source = self._opened(source_or_path, ranks)
         view = self._state.view()
         saved = source.state()
         run = saved.get("engine", {})
         elsewhere = self._state.names_elsewhere(view)
         with ranks.together("comparing the checkpoint with the engine"):
-            rows, report = load.compare(view, source, what.strict and what.custom is None, elsewhere)
-            if what.custom is not None:
+            rows, report = load.compare(view, source, options.strict and options.custom is None, elsewhere)
+            if options.custom is not None:
                 self._weights.check_custom(view)
             optimizer = (
-                run.get("optimizer") if what.optimizer and self._state.components.optimizer is not None else None
+                run.get("optimizer") if options.optimizer and self._state.components.optimizer is not None else None
             )
             settings = None if optimizer is None else optimizer["groups"]
             if settings is not None:
                 load.check_optimizer(view, source, rows, settings)
-            if what.run:
+            if options.run:
                 self._check_objects(saved.get("objects", []))
         # A load makes and drops copies of all that there is: they are not to leave holes in the heap.
         with self._weights.replacing(optimizer is not None), self._guard(), own_pages():
             self._state.forget_window()
-            if what.custom is None:
+            if options.custom is None:
                 rounded = not self._state.ds_config.zero.load_from_fp32_weights
                 load.load_values(view, source, rows, settings, rounded)
             else:
-                self._load_custom(source, view, what.custom)
+                self._load_custom(source, view, options.custom)
                 if settings is not None:
                     load.load_optimizer(view, source, rows, settings)
             if optimizer is not None:
-                restore_optimizer(self._state, optimizer)
-            if what.scheduler:
-                restore_scheduler(self._state, run.get("scheduler"))
+                self._run.restore_optimizer(optimizer)
+            if options.scheduler:
+                self._run.restore_scheduler(run.get("scheduler"))
             self._restore_modules(saved.get("module", {}))
             compressed = run.get("compression", {})
-            if what.run and "training_steps" in compressed and self._state.compression is not None:
+            if options.run and "training_steps" in compressed and self._state.compression is not None:
                 self._state.compression.load_state_dict(compressed)
-            if what.run:
-                self._restore_run(source, view, rows, run, what.optimizer)
+            if options.run:
+                self._restore_run(source, view, rows, run, options.optimizer)
                 for stateful, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
                     stateful.load_state_dict(state)
         left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
@@ -529,12 +506,12 @@ class CheckpointIO:
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
     ) -> None:
         """Counters, data position, this rank's randomness, and the gradients of an open window."""
-        restore_run(self._state, run)
+        self._run.restore_counters(run)
         ranks, about = Ranks(self._state.everyone), source.manifest.about
         same_ranks = about.get("ranks") == ranks.size and about.get("mesh", {}) == self._state.model_dims
         private = source.private(ranks.rank) if same_ranks else {}
         if "random" in private:
-            restore_random(private["random"])
+            self._run.restore_random(private["random"])
         for name, values in private.get("buffers", {}).items():
             if name in view.buffers:
                 view.buffers[name].copy_(values)
@@ -542,13 +519,13 @@ class CheckpointIO:
         has_gradients = bool(about.get("has_gradients"))
         if not (window.get("seen") or has_gradients):
             return
-        if not (gradients and window_fits(self._state, run)):
-            restart_window(self._state, run)
+        if not (gradients and self._run.window_fits(run)):
+            self._run.restart_window(run)
             return
         if has_gradients:
             same, touched = load.load_window(view, source, rows, ranks, private)
             view.resume_window(touched, private["window"]["deferred"] if same else self._state.window.steps > 1)
-        restore_window(self._state, run, private.get("window"), same_ranks)
+        self._run.restore_window(run, private.get("window"))
 
     def _check_objects(self, states: list[Any]) -> None:
         if len(states) != len(self._extra_objects):
@@ -566,20 +543,3 @@ class CheckpointIO:
         with GatheredParameters(list(self._state.module.parameters()), modifier_rank=first):
             load(src=state, dst=self._state.module)
         view.settle()
-
-
-def _extra_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What modules give as extra state, by module name."""
-    none = torch.nn.Module.get_extra_state
-    having = [(name, child) for name, child in module.named_modules() if type(child).get_extra_state != none]
-    return {name: child.get_extra_state() for name, child in having}
-
-
-def _model_config(module: torch.nn.Module) -> str | None:
-    """The JSON of a Hugging Face model's configuration, so that an export can be opened by its library."""
-    config: Any = getattr(module, "config", None)
-    return config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -20,30 +20,23 @@ _CLOSE = "_ds_close"
 
 
 def close_previous_engine(model: nn.Module) -> None:
-    """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted."""
+    """End the engine that has `model`, as Lightning's Trainer needs when it validates after it has fitted."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
         log_rank0(f"{type(model).__name__} gets a new engine: the one it had is closed")
         before()
 
 
-def register_engine(model: nn.Module, close: Callable[[], None]) -> None:
-    """Note how the engine that has `model` now is ended, once it can be: one that was refused has nothing to end."""
-    vars(model)[_CLOSE] = Hook(close)
-
-
-def unregister_engine(model: nn.Module) -> None:
-    """The engine of `model` is closed."""
-    vars(model).pop(_CLOSE, None)
+def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
+    """Note how the engine of `model` is ended, once it can be; None: it is closed."""
+    if close is None:
+        vars(model).pop(_CLOSE, None)
+    else:
+        vars(model)[_CLOSE] = Hook(close)
 
 
 def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
-    """Modules of Lightning answer for their dtype from a note of their own, which a cast of parameters must change.
-
-    Args:
-        model: whose parameters have been cast.
-        dtypes: to which dtype; those that are not named kept theirs.
-    """
+    """Update the `dtype` that modules of Lightning keep, after parameters were cast to `dtypes`."""
     for module in model.modules():
         if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
@@ -61,11 +54,7 @@ def loss_is_divided(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what backward cannot begin with.
-
-    Raises:
-        ArgumentError: it is no tensor with one element and a graph.
-    """
+    """Refuse what backward cannot begin with."""
     if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
             f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
@@ -84,10 +73,6 @@ class RunningStatistics:
     """Rank 0's running statistics on every rank, as of the last update.
 
     They travel with the update, so that `eval()` itself sends nothing and one rank may evaluate alone.
-
-    Args:
-        module: the model.
-        axis: ranks that train it together.
 
     Attributes:
         buffers: of the model that are such statistics; empty where one rank trains.

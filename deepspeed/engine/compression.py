@@ -41,27 +41,16 @@ _VALUE = "value"
 
 @dataclass
 class _Facts:
-    """What ranks know of a parameter's optimizer state together.
+    """What ranks know of a parameter's optimizer state together."""
 
-    Args:
-        group: number of its optimizer group; -1: in none.
-        sliced: dtypes of state tensors that are cut as the parameter is.
-        rest: other state values.
-    """
-
-    group: int = -1
+    group: int = -1  # number of its optimizer group; -1: in none
+    # dtypes of state tensors that are cut as the parameter is
     sliced: dict[str, torch.dtype] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)  # other state values
 
 
 class StructuredPruning:
-    """One removal from one engine. All ranks call together.
-
-    Args:
-        state: of an engine between two windows.
-        removal: what leaves.
-        agree: waits for all ranks.
-    """
+    """One removal from one engine. All ranks call together."""
 
     def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
         self.state, self.removal, self._agree = state, removal, agree
@@ -78,7 +67,7 @@ class StructuredPruning:
         self._members = {id(member.param): member.name for member in self._view.members.values()}
 
     def run(self) -> None:
-        """Put aside, lay out anew, bring back."""
+        """Keep what stays, lay the model out anew, and restore it."""
         state, components = self.state, self._components
         self._view.settle()
         if components.lifecycle is not None:
@@ -143,8 +132,8 @@ class StructuredPruning:
         group = member.group
         if not group.policy.owns_a_shard:
             return part[member.offset : member.offset + member.numel].view(member.shape)
-        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
-        whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
+        sent = part.to(torch.uint8) if part.dtype is torch.bool else part
+        whole = group.assemble(member, sent.to(group.device), READ, f"removal from {member.name}")
         return whole.to(part.dtype).view(member.shape)
 
     def _keep(self, member: ParamRecord, key: str, whole: torch.Tensor) -> None:
@@ -241,9 +230,9 @@ class StructuredPruning:
     def _write(self, view: StateView, member: ParamRecord, key: str) -> None:
         part, n = self._aside.pop((self._was(member), key))
         size = self._exchange.axis.size
-        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        sent = part.to(torch.uint8) if part.dtype is torch.bool else part
         cuts = [n * rank // size for rank in range(size + 1)]
-        flat = self._exchange.whole(wire, cuts, f"removal from {member.name}").to(part.dtype)
+        flat = self._exchange.whole(sent, cuts, f"removal from {member.name}").to(part.dtype)
         if key == _VALUE:
             for other, start, stop in view.held_ranges(member.group):
                 if other is member:
@@ -255,33 +244,20 @@ class StructuredPruning:
 
 
 class CompressionHooks:
-    """What `compression_training` does to one engine.
-
-    Args:
-        state: of the engine.
-        weights: gives whole weights to export.
-        feeding: agrees with the other ranks.
-        laid_out_anew: tells the engine that its groups are others than before.
-        make: makes another engine of a model and a configuration.
-    """
+    """What `compression_training` does to one engine. `make` makes another engine of a model and a configuration."""
 
     def __init__(
         self,
         state: EngineState,
         weights: WeightsIO,
         feeding: TrainLoop,
-        laid_out_anew: Callable[[], None],
+        on_new_layout: Callable[[], None],
         make: Callable[..., Any],
     ) -> None:
         self._state, self._weights, self._feeding, self._make = state, weights, feeding, make
-        self._laid_out_anew = laid_out_anew
+        self._on_new_layout = on_new_layout
         self._exported = False
         state.hooks.opened.append(self.replay)
-
-    @property
-    def compression_scheduler(self) -> Compression | None:
-        """What counts the applied steps of compression (`training_steps`); None without it."""
-        return self._state.compression
 
     def start(self) -> None:
         """Begin, if the JSON or the old calls ask for something. All ranks call together."""
@@ -350,8 +326,7 @@ class CompressionHooks:
         for module in twin.modules():
             plain_module(module)
         teacher = self._make(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
-        distiller.set_teacher(teacher)
-        distiller.close = teacher.destroy
+        distiller.set_teacher(teacher, teacher.destroy)
 
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None
@@ -392,7 +367,7 @@ class CompressionHooks:
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
         StructuredPruning(self._state, removal, agree).run()
         self._state.removals.append(removal)
-        self._laid_out_anew()
+        self._on_new_layout()
         if self._state.compression is not None:
             self._state.compression.resume()
         after = sum(shape.numel() for shape in shapes_of(self._state.module).values())

@@ -44,7 +44,6 @@ class _FromHere(Sampler[int]):
         self.start = 0  # samples of the epoch that all ranks together have seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order."""
         self.whole.set_epoch(epoch)
 
     def _total(self) -> int:

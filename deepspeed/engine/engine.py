@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.instruments import SynchronizedWallClockTimer
+from deepspeed.accelerator.instruments import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed.activation_checkpointing.apply import compile_block, wrap
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.one_sided import release_abandoned
@@ -28,8 +28,9 @@ from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.compression.controller import Compression
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.accessors import GETTERS, ConfigAccessors, MeshAccessors, StateAccessors
+from deepspeed.engine.accessors import ConfigAccessors, MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
     Components,
     build,
@@ -37,7 +38,6 @@ from deepspeed.engine.build import (
     facts_of,
     listed,
     make_scheduler,
-    without_optimizer,
 )
 from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.client_support import (
@@ -46,7 +46,6 @@ from deepspeed.engine.client_support import (
     close_previous_engine,
     loss_is_divided,
     register_engine,
-    unregister_engine,
 )
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
@@ -55,14 +54,17 @@ from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
-from deepspeed.engine.sequence_parallel import BARE, Sequencing, share_sequence
+from deepspeed.engine.sequence_parallel import Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
-from deepspeed.engine.tensor_parallel import asked_by_model, check_elementwise_optimizer, pack_weights, slice_model
+from deepspeed.engine.tensor_parallel import axes_cut_by_model, check_elementwise_optimizer, pack_weights, slice_model
 from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.optim.precision import DTYPES
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.timeline import Timeline
 from deepspeed.zero.gradients.accumulation import Purpose, Way
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.out_of_memory import behind
@@ -83,11 +85,6 @@ def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenat
     return call
 
 
-def read(part: str, of: Any) -> Any:
-    """A property that the component under `part` answers."""
-    return property(lambda self: of.fget(getattr(self, part)), doc=of.__doc__)
-
-
 def shared(name: str) -> Any:
     """A field of `EngineState`, which users may set too."""
 
@@ -97,10 +94,8 @@ def shared(name: str) -> Any:
     return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
 
 
-class EngineSurface:
+class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
     """What an engine's components answer and do, under the engine's name."""
-
-    _state: EngineState
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
     lr_scheduler, training_dataloader = shared("lr_scheduler"), shared("training_dataloader")
@@ -108,50 +103,9 @@ class EngineSurface:
     global_samples, skipped_steps = shared("global_samples"), shared("skipped_steps")
     device, compression = shared("device"), shared("compression")
     _components = shared("components")
+    _instruments: Instruments
     _axes: Any = property(lambda self: self._state.components.axes)
     _window: Any = property(lambda self: self._state.components.window)
-
-    config = read("_facts", StateAccessors.config)
-    mesh = read("_mesh", MeshAccessors.mesh)
-    world_size = read("_mesh", MeshAccessors.world_size)
-    dp_world_size = read("_mesh", MeshAccessors.dp_world_size)
-    seq_dp_world_size = read("_mesh", MeshAccessors.seq_dp_world_size)
-    mp_world_size = read("_mesh", MeshAccessors.mp_world_size)
-    sequence_parallel_size = read("_mesh", MeshAccessors.sequence_parallel_size)
-    global_rank = read("_mesh", MeshAccessors.global_rank)
-    local_rank = read("_mesh", MeshAccessors.local_rank)
-    data_parallel_group = read("_mesh", MeshAccessors.data_parallel_group)
-    inside_no_sync_ctxt = read("_facts", StateAccessors.inside_no_sync_ctxt)
-    param_names = read("_facts", StateAccessors.param_names)
-    communication_data_type = read("_facts", StateAccessors.communication_data_type)
-    train_batch_size = by("_facts", StateAccessors.train_batch_size)
-    train_micro_batch_size_per_gpu = by("_facts", StateAccessors.train_micro_batch_size_per_gpu)
-    gradient_accumulation_steps = by("_facts", StateAccessors.gradient_accumulation_steps)
-    get_batch_info = by("_facts", StateAccessors.get_batch_info)
-    get_lr = by("_facts", StateAccessors.get_lr)
-    get_mom = by("_facts", StateAccessors.get_mom)
-    get_type = by("_facts", StateAccessors.get_type)
-    get_global_grad_norm = by("_facts", StateAccessors.get_global_grad_norm)
-    loss_scale = by("_facts", StateAccessors.loss_scale)
-    get_data_types = by("_facts", StateAccessors.get_data_types)
-    get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
-    get_data_parallel_rank = by("_mesh", MeshAccessors.get_data_parallel_rank)
-    get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
-    get_sequence_parallel_group = by("_mesh", MeshAccessors.get_sequence_parallel_group)
-    get_tensor_parallel_rank = by("_mesh", MeshAccessors.get_tensor_parallel_rank)
-    torch_autocast_dtype = by("_facts", StateAccessors.torch_autocast_dtype)
-    state_bytes = by("_facts", StateAccessors.state_bytes)
-    zero_report = by("_facts", StateAccessors.zero_report)
-
-    zero_optimization = by("_settings", ConfigAccessors.zero_optimization)
-    zero_cpu_offload = by("_settings", ConfigAccessors.zero_cpu_offload)
-    zero_overlap_comm = by("_settings", ConfigAccessors.zero_overlap_comm)
-    zero_optimization_partition_gradients = by("_settings", ConfigAccessors.zero_optimization_partition_gradients)
-    zero_optimization_partition_weights = by("_settings", ConfigAccessors.zero_optimization_partition_weights)
-    dynamic_loss_scale = by("_settings", ConfigAccessors.dynamic_loss_scale)
-    initial_dynamic_scale = by("_settings", ConfigAccessors.initial_dynamic_scale)
-    dynamic_loss_scale_args = by("_settings", ConfigAccessors.dynamic_loss_scale_args)
-    postscale_gradients = by("_settings", ConfigAccessors.postscale_gradients)
 
     deepspeed_io = by("_feeding", TrainLoop.deepspeed_io)
     loop = by("_feeding", TrainLoop.loop)
@@ -159,14 +113,10 @@ class EngineSurface:
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
 
-    monitor = read("_instruments", Instruments.monitor)
-    tput_timer = property(lambda self: self._instruments.throughput, doc="See `Instruments.throughput`.")
-    flops_profiler = read("_instruments", Instruments.flops_profiler)
+    get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
     memory_by_category = by("_instruments", Instruments.memory_by_category)
-    timeline = read("_instruments", Instruments.timeline)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
-    compression_scheduler = read("_compressing", CompressionHooks.compression_scheduler)
     set_teacher = by("_compressing", CompressionHooks.set_teacher)
     export_compressed = by("_compressing", CompressionHooks.export_compressed)
 
@@ -183,9 +133,30 @@ class EngineSurface:
     _consolidated_16bit_state_dict = by("_weights", WeightsIO._consolidated_16bit_state_dict)
     _zero3_consolidated_16bit_state_dict = by("_weights", WeightsIO._zero3_consolidated_16bit_state_dict)
 
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
+        return self._instruments.monitor
 
-for _name in GETTERS:
-    setattr(EngineSurface, _name, by("_settings", getattr(ConfigAccessors, _name)))
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second over all ranks; see `Instruments.throughput`."""
+        return self._instruments.throughput
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        return self._instruments.profiling.profiler
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        return self._instruments.tracing.timeline
+
+    @property
+    def compression_scheduler(self) -> Compression | None:
+        """What counts the applied steps of compression (`training_steps`); None without it."""
+        return self._state.compression
 
 
 class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
@@ -225,7 +196,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
         device = scalars.current.device or torch.device(accelerator.current_device_name())
-        mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
+        mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, axes_cut_by_model(model))
         axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
         resolved = DeepSpeedConfig(config, world=axes.data.size, replicas=axes.dp_sp_group.size, facts=facts)
@@ -273,24 +244,21 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """The components that `EngineSurface` names."""
         state = self._state
         self._share_statistics()
-        self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
-        self._settings = ConfigAccessors(state.ds_config)
-        self._reports, self._offload = ProgressLog(state), OffloadStates(state, self.register_forward_pre_hook)
-        self._instruments = Instruments(state, self._facts, self)
+        self._reports, self._offload = ProgressLog(state, self), OffloadStates(state, self.register_forward_pre_hook)
+        self._instruments = Instruments(state, self)
         self._feeding = TrainLoop(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
-        self._compressing = CompressionHooks(state, self._weights, self._feeding, self._laid_out_anew, type(self))
+        self._compressing = CompressionHooks(state, self._weights, self._feeding, self._on_new_layout, type(self))
         self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
         self._sequencing = Sequencing(state.module, state.axes.mesh, top.sequence_parallel_verify, again)
-        self._window.refuses_bare = BARE if self._sequencing.active else ""
         self._applied = False
 
-    def _laid_out_anew(self) -> None:
-        """The groups are others than before."""
+    def _on_new_layout(self) -> None:
+        """Take the components of a new layout."""
         self._share_statistics()
         self.optimizer = self._components.optimizer or self._components.lifecycle
 
@@ -361,7 +329,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
-            raise without_optimizer("backward", self._components)
+            raise self._components.without_optimizer("backward")
         window, counts = self._window, num_items is not None
         way = Way.ITEMS if counts else Way.MEAN if scale_wrt_gas else Way.SUM
         if not counts:
@@ -427,7 +395,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._components.optimizer is None:
-            raise without_optimizer("step", self._components)
+            raise self._components.without_optimizer("step")
         self.micro_steps += 1
         self._applied = False
         if self._instruments.on_step(self._window.end_micro_batch()):
@@ -440,7 +408,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         All ranks call together; without a micro-batch in the window nothing happens.
         """
         if self._components.optimizer is None:
-            raise without_optimizer("flush", self._components)
+            raise self._components.without_optimizer("flush")
         with self._window.flush():
             if self._window.seen:
                 self._update(None)
@@ -602,7 +570,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         for group in components.groups:
             group.dissolve()
         self._sequencing.close()
-        unregister_engine(self.module)
+        register_engine(self.module, None)
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None

@@ -24,20 +24,15 @@ from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 @dataclass(eq=False)
 class EngineHooks:
-    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it.
+    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it."""
 
-    Attributes:
-        stepped: after the optimizer's step, and within its time.
-        applied: after an update that was not skipped, and its schedule.
-        ended: at the end of a step; a hook may take itself off.
-        checkpointed: told of every save and load: the folder, and the client's state where that is saved.
-        opened: told of the compression that an opened checkpoint was saved with, before it is looked into.
-    """
-
-    stepped: list[Callable[[], None]] = field(default_factory=list)
+    stepped: list[Callable[[], None]] = field(default_factory=list)  # after the optimizer's step, and within its time
+    # after an update that was not skipped, and its schedule
     applied: list[Callable[[], None]] = field(default_factory=list)
-    ended: list[Callable[[], None]] = field(default_factory=list)
+    ended: list[Callable[[], None]] = field(default_factory=list)  # at the end of a step; a hook may take itself off
+    # called at every save and load with the folder, and the client's state where that is saved
     checkpointed: list[Callable[[str, dict[str, Any] | None], None]] = field(default_factory=list)
+    # called with the compression of an opened checkpoint, before that is compared with the model
     opened: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
 
@@ -46,21 +41,11 @@ class EngineState:
     """The configuration, model, parts and counters of one engine; fields have the engine's public names.
 
     Args:
-        ds_config: resolved configuration.
-        module: the model.
-        device: where it computes.
-        mpu: a client's model-parallel unit.
-        components: groups, gradients, optimizer, window.
-        basic_optimizer: the torch optimizer inside.
-        timers: of forward, backward and step.
-        lr_scheduler: the schedule.
-        training_dataloader: the loader of `training_data`.
         global_steps: updates so far, skipped ones too.
         micro_steps: micro-batches so far.
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
         compression: what makes the model smaller; None without it.
-        hooks: what features do in a step, and around checkpoints.
         removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
     """
 

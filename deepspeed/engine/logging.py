@@ -29,19 +29,14 @@ def say_info() -> None:
 
 
 class ProgressLog:
-    """The speaking side of an engine.
+    """Logs an engine's plan and progress."""
 
-    Args:
-        state: of the engine.
-    """
-
-    def __init__(self, state: EngineState) -> None:
-        self._state, self._facts = state, StateAccessors(state)
+    def __init__(self, state: EngineState, facts: StateAccessors) -> None:
+        self._state, self._facts = state, facts
         self._reported = (time.perf_counter(), 0)
         self._looked = False  # at the first batch
 
     def say_plan(self) -> None:
-        """What trains how."""
         state, (batch, micro, steps) = self._state, self._facts.get_batch_info()
         config, chosen = state.ds_config, state.basic_optimizer
         precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
@@ -61,11 +56,7 @@ class ProgressLog:
             log_rank0(as_text(config.explain()))
 
     def look_at_batch(self, *arguments: Any) -> None:
-        """A line where a rank's first batch is as large as that of all should be: then all train on the same samples.
-
-        Args:
-            arguments: what forward got; the first tensor's first dimension is taken for its samples.
-        """
+        """Warn where a rank's first batch (dim 0 of the first tensor) is as large as that of all ranks should be."""
         if self._looked:
             return
         self._looked = True

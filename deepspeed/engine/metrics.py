@@ -28,12 +28,10 @@ from deepspeed.comm.collectives.torch_api import all_gather_object, all_gather_o
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
-from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, allocated
-from deepspeed.engine.memory.watchdog import MemoryWatchdog
+from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import log_rank0
@@ -73,7 +71,6 @@ class StepTimers:
     their way when backward was over: what overlapped with it has no time of its own.
 
     Args:
-        timers: where the stopwatches are.
         active: measure; else nothing waits for the device, and nothing is said.
         says: a line after each micro-batch, and one after each window, on rank 0.
 
@@ -106,7 +103,6 @@ class StepTimers:
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
     def end_micro_batch(self) -> None:
-        """A micro-batch is over."""
         if self.active:
             self._show(0)
 
@@ -133,19 +129,10 @@ class StepTimers:
                 self._timers(name).elapsed(reset=True)
 
 
-def _shapes(inputs: Any) -> list[Any]:
-    return [tuple(x.shape) if isinstance(x, torch.Tensor) else type(x) for x in tree_leaves(inputs)]
-
-
 class Profiling:
     """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
     Operations are counted in the update before, once per shape of the inputs, since counting takes time.
-
-    Args:
-        state: of the engine.
-        engine: for the report.
-        elapsed: gives milliseconds of the window so far, by part.
     """
 
     def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
@@ -158,11 +145,11 @@ class Profiling:
         self._due = False  # a report waits for the time of the step
 
     def on_forward(self, inputs: Any) -> None:
-        """A micro-batch begins."""
         ahead = self._section.profile_step - self._state.global_steps
         if self.profiler is None or self.profiler.started or ahead not in (0, 1):
             return
-        shapes = _shapes(inputs)
+        leaves = tree_leaves(inputs)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves]
         if shapes == self._shapes:
             if ahead:
                 return
@@ -173,11 +160,6 @@ class Profiling:
         self._before = self._elapsed()
 
     def on_step(self, boundary: bool) -> None:
-        """A micro-batch ends.
-
-        Args:
-            boundary: an update follows.
-        """
         if self.profiler is not None and self.profiler.started:
             self.profiler.stop_profile()
             self._due = self._state.global_steps == self._section.profile_step
@@ -185,12 +167,10 @@ class Profiling:
                 self._print()
 
     def after_update(self) -> None:
-        """The step was measured as well."""
         if self._due:
             self._print()
 
     def close(self) -> None:
-        """Count no more."""
         if self.profiler is not None:
             self.profiler.stop_profile()
 
@@ -208,12 +188,7 @@ _ROUNDS = 9  # of comparing clocks
 
 
 class Tracing:
-    """Records from the end of the update before `start_step`.
-
-    Args:
-        state: of the engine.
-        memory: by category, as counts of the trace.
-    """
+    """Records from the end of the update before `start_step`."""
 
     def __init__(self, state: EngineState, memory: MemoryReport) -> None:
         self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
@@ -253,7 +228,7 @@ class Tracing:
         self.close()
         spans, lost = recorder.take()
         axis = self._state.everyone
-        ahead = _ahead(axis.group) if axis.size > 1 else 0
+        ahead = self._ahead(axis.group) if axis.size > 1 else 0
         spans = [s._replace(begin=s.begin - ahead, end=s.end - ahead) for s in spans]
         marks = [mark - ahead for mark in self._marks]
         local_record = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
@@ -267,6 +242,23 @@ class Tracing:
             ]
             self.timeline = Timeline(records, self._state.global_steps - self._section.steps)
             self._write(self.timeline)
+
+    @staticmethod
+    def _ahead(group: Any) -> int:
+        """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
+
+        Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
+        """
+        clocks: list[Any] = [None] * group.size()
+        all_gather_object(clocks, boot(), group=group)
+        if len(set(clocks)) == 1:
+            return 0
+        offsets = []
+        for _ in range(_ROUNDS):
+            all_gather_object(clocks, None, group=group)
+            all_gather_object(clocks, now(), group=group)
+            offsets.append(clocks[group.rank()] - clocks[0])
+        return int(statistics.median(offsets))
 
     def _write(self, timeline: Timeline) -> None:
         folder = Path(self._section.output_path or ".").absolute() / self._section.job_name
@@ -282,33 +274,8 @@ class Tracing:
         log_rank0(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
 
 
-def _ahead(group: Any) -> int:
-    """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
-
-    Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
-    """
-    clocks: list[Any] = [None] * group.size()
-    all_gather_object(clocks, boot(), group=group)
-    if len(set(clocks)) == 1:
-        return 0
-    offsets = []
-    for _ in range(_ROUNDS):
-        all_gather_object(clocks, None, group=group)
-        all_gather_object(clocks, now(), group=group)
-        offsets.append(clocks[group.rank()] - clocks[0])
-    return int(statistics.median(offsets))
-
-
 class Trial:
-    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process.
-
-    Args:
-        state: of the engine.
-        facts: answers about it.
-
-    Attributes:
-        active: whether this run is a trial: the block is enabled and says where the figures go.
-    """
+    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process."""
 
     def __init__(self, state: EngineState, facts: StateAccessors) -> None:
         self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
@@ -318,15 +285,7 @@ class Trial:
         self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
 
     def after_update(self, samples: int, times: dict[str, float]) -> None:
-        """An update is over.
-
-        Args:
-            samples: of it, over all ranks.
-            times: milliseconds of its parts.
-
-        Raises:
-            SystemExit: with code 0, on all ranks alike, after the last timed update.
-        """
+        """Count an update: samples over all ranks, milliseconds. After the last timed one all ranks exit with 0."""
         if not self.active:
             return
         self._done += 1
@@ -341,13 +300,16 @@ class Trial:
     def _end(self, updates: int, samples: int) -> None:
         seconds = (time.perf_counter() - self._since) / updates
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        timings = all_gather_objects(
-            self._state.everyone, (seconds, peak)
-        )  # nobody ends while a neighbour still needs it
+        timings = all_gather_objects(self._state.everyone, (seconds, peak))  # no rank ends while another still needs it
         if self._state.everyone.rank == 0:
             slowest = max(seconds_of_rank for seconds_of_rank, _ in timings)
             metrics = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
-            _write(Path(str(self._section.metric_path)), {**metrics, "peak_resident": max(held for _, held in timings)})
+            metrics["peak_resident"] = max(bytes_of_rank for _, bytes_of_rank in timings)
+            path = Path(str(self._section.metric_path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_text(json.dumps(metrics, indent=2) + "\n")
+            part.replace(path)  # readers see the whole file or none
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:
@@ -355,14 +317,6 @@ class Trial:
         turns = self._state.window.steps
         each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
-
-
-def _write(path: Path, metrics: dict[str, Any]) -> None:
-    """Whoever waits for the file sees it whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(metrics, indent=2) + "\n")
-    part.replace(path)
 
 
 _NOTHING = nullcontext()
@@ -373,28 +327,23 @@ _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 class Instruments:
     """Collects the numbers of a window, and hands them to the monitors.
 
-    Args:
-        state: of the engine.
-        facts: answers about it.
-        engine: itself, for the profiler's report.
-
     Attributes:
         throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
             waits for no device: an update ends with the norm on the host, so little is under way then. The line of
             `steps_per_print` tells the current figure, so it logs none of its own.
     """
 
-    def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
-        self._state, self._facts = state, facts
-        self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
-        self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
+    def __init__(self, state: EngineState, engine: StateAccessors) -> None:
+        self._state, self._facts = state, engine
+        self.monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
+        self.profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
         self.guard = partial(MemoryGuard, self._memory, _NOTHING)  # running out of memory inside comes with a report
         self._pressure = MemoryWatchdog(self._memory)
-        self._tracing = Tracing(state, self._memory)
+        self.tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
-        self._trial = Trial(state, facts)
-        self._collects = self._monitor.enabled or self._finder.enabled
+        self._trial = Trial(state, engine)
+        self._collects = self.monitor.enabled or self._finder.enabled
         profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         says = state.ds_config.wall_clock_breakdown
         self.times = StepTimers(state.timers, profiled or self._trial.active, says)
@@ -415,21 +364,17 @@ class Instruments:
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
         """What is done after an update, in order, with what each rank gave as its `row` and the window's samples."""
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
-            (self._profiling.profiler is not None, lambda _rows, _samples: self._profiling.after_update()),
+            (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
-            (self._tracing.enabled, lambda _rows, _samples: self._tracing.after_update()),
+            (self.tracing.enabled, lambda _rows, _samples: self.tracing.after_update()),
             (self.times.active, self._end_times),
             (self.progress is not None, self._show_progress),
-            (self._monitor.enabled, self._write_events),
+            (self.monitor.enabled, self._write_events),
         ]
         return [hook for is_on, hook in hooks if is_on]
 
     def start_progress(self, batches: int | None) -> None:
-        """Show a live line on rank 0, instead of the one that is shown.
-
-        Args:
-            batches: that are to come; None where that is unknown.
-        """
+        """Show a live line on rank 0, instead of another; `batches` are to come, None where that is unknown."""
         self.stop_progress()
         if self._state.everyone.rank == 0:
             device = self._state.device
@@ -437,7 +382,6 @@ class Instruments:
             self._after_update = self._hooks()
 
     def stop_progress(self) -> None:
-        """End the line."""
         shown, self.progress = self.progress, None
         if shown is not None:
             self._after_update = self._hooks()
@@ -478,43 +422,22 @@ class Instruments:
             yield
         see_memory_usage(f"after {name}", force=shows)
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
-        return self._tracing.timeline
-
-    @property
-    def monitor(self) -> MonitorMaster:
-        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
-        return self._monitor
-
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
-        return self._profiling.profiler
-
     # -- the window -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch begins."""
         self.throughput.start()
-        if self._profiling.profiler is not None:
-            self._profiling.on_forward((args, kwargs))
+        if self.profiling.profiler is not None:
+            self.profiling.on_forward((args, kwargs))
         if self.progress is not None:
             self.progress.on_batch()
         if self._finder.enabled:
             self._finder.on_forward(args, kwargs)
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
 
     def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
-        """Backward begins: the loss counts as its gradient does.
-
-        Args:
-            loss: mean over the micro-batch, or with `num_items` the sum over so many.
-            num_items: see `engine.backward`.
-        """
+        """Note the loss as its gradient counts: the micro-batch's mean, or its sum over `num_items`."""
         if self._finder.enabled:
             self._finder.on_loss(loss, self._state.window.loss_scale)
         if self.progress is not None:
@@ -532,17 +455,10 @@ class Instruments:
     def on_window(
         self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
     ) -> None:
-        """A pipeline has run a window.
-
-        Args:
-            loss: its mean, the same on every rank.
-            metrics: what its last stage reports besides.
-            batches: micro-batches, where this rank counts them.
-            stages: how many ranks see the same ones.
-        """
+        """Note a pipeline's window: its mean loss, and batches that `stages` ranks see alike."""
         if self.progress is not None:
             self.progress.on_loss(loss.detach())
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._loss, self._weight, self._metrics = loss.double(), 1.0, metrics
             nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
@@ -550,8 +466,8 @@ class Instruments:
 
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""
-        if self._profiling.profiler is not None:
-            self._profiling.on_step(boundary)
+        if self.profiling.profiler is not None:
+            self.profiling.on_step(boundary)
         if not boundary:
             self.times.end_micro_batch()
             self.throughput.stop()
@@ -567,12 +483,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """An update is over: tell the instruments that are on.
-
-        Args:
-            rows: what each rank gave as its `row`.
-            samples: of the window, over all ranks.
-        """
+        """Run the instruments that are on, with the `row` of each rank and the window's samples over all ranks."""
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
         for hook in self._after_update:
@@ -590,9 +501,9 @@ class Instruments:
         state, now = self._state, time.perf_counter()
         seconds, self._since = now - (self._since or now), now
         self._tell(seconds)
-        if self._monitor.writes:
+        if self.monitor.writes:
             events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
-            self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+            self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 
     def _tell(self, seconds: float, **more: Any) -> None:
         """What `ds_top` shows of this rank."""
@@ -602,7 +513,7 @@ class Instruments:
         norm = self._facts.get_global_grad_norm()
         if norm is not None and math.isfinite(norm):
             facts["gradient norm"] = norm
-        self._monitor.tell({**facts, "memory": self._memory.by_category(), **more})
+        self.monitor.tell({**facts, "memory": self._memory.by_category(), **more})
 
     def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
         loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
@@ -643,7 +554,7 @@ class Instruments:
         """
         optimizer, reducer = self._state.components.optimizer, self._state.components.reducer
         if optimizer is None or reducer is None:
-            raise without_optimizer("gradient_norms", self._state.components)
+            raise self._state.components.without_optimizer("gradient_norms")
         agreed = reducer.finish(Purpose.REDUCE)
         squares_of, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
         names = self._all_names(reducer)
@@ -670,12 +581,11 @@ class Instruments:
         return self._names[1]
 
     def close(self) -> None:
-        """End what is under way."""
         self.stop_progress()
-        self._profiling.close()
-        self._tracing.close()
+        self.profiling.close()
+        self.tracing.close()
         self._pressure.close()
         self._finder.close()
-        if self._monitor.enabled:
+        if self.monitor.enabled:
             self._tell(0.0, ended=True)
-        self._monitor.close()
+        self.monitor.close()

@@ -25,38 +25,24 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.optim.loss_scale import DynamicLossScaler
 from deepspeed.profiling.nonfinite import INPUT, OF_LOSS, UPDATE, Checker, Finding, describe, first_input, kinds_in
 
-_MOST = 4  # forwards for each micro-batch: who calls more without an update is not training
+_MOST = 4  # forwards for each micro-batch: more of them without an update are no training
 _ORDER = {UPDATE: 0, INPUT: 1, "forward": 2, "forward again, in backward": 3, "backward": 3}
 
 
 @dataclass(eq=False)
 class _Micro:
-    """A micro-batch of the window.
+    """A micro-batch of the window."""
 
-    Attributes:
-        inputs: of forward.
-        random: states of the random numbers of host and device before it.
-        outputs: differentiable tensors that forward gave, as long as they live.
-        loss: which of them was differentiated.
-        scale: of that loss.
-        gradients: of those outputs, by place.
-    """
-
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    random: tuple[torch.Tensor, Any]
-    outputs: list[Any] = field(default_factory=list)
-    loss: int | None = None
-    scale: float = 1.0
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # of forward
+    random: tuple[torch.Tensor, Any]  # states of the random numbers of host and device before it
+    outputs: list[Any] = field(default_factory=list)  # differentiable tensors that forward gave, as long as they live
+    loss: int | None = None  # which of them was differentiated
+    scale: float = 1.0  # of that loss
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of those outputs, by place
 
 
 class NonFiniteFinder:
-    """Finds where values that are not finite come from.
-
-    Args:
-        state: of the engine.
-        engine: runs forward.
-    """
+    """Finds where values that are not finite come from."""
 
     def __init__(self, state: EngineState, engine: Any) -> None:
         self._state, self._engine, self._section = state, engine, state.ds_config.top.non_finite
@@ -72,7 +58,6 @@ class NonFiniteFinder:
     # -- what is kept -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A micro-batch begins."""
         if not self.enabled or self._replaying or not self._left:
             return
         if self._hook is None:
@@ -81,7 +66,7 @@ class NonFiniteFinder:
             optimizer = self._state.components.optimizer
             if optimizer is not None:
                 optimizer.inspect_norm(self.inspect)
-        self._window.append(_Micro((args, kwargs), _random_state(self._state.device)))
+        self._window.append(_Micro((args, kwargs), self._random_state()))
         del self._window[: -_MOST * self._state.window.steps]
 
     def _after_forward(self, _module: Any, _args: Any, output: Any) -> None:
@@ -95,23 +80,15 @@ class NonFiniteFinder:
             tensor.register_hook(lambda gradient, index=index: micro.gradients.__setitem__(index, gradient))
 
     def on_loss(self, loss: torch.Tensor, scale: float) -> None:
-        """Backward begins.
-
-        Args:
-            loss: that is differentiated.
-            scale: of the loss.
-        """
         if self._window:
             outputs = [reference() for reference in self._window[-1].outputs]
             self._window[-1].loss = next((index for index, tensor in enumerate(outputs) if tensor is loss), None)
             self._window[-1].scale = scale
 
     def forget(self) -> None:
-        """The window is over."""
         self._window.clear()
 
     def close(self) -> None:
-        """Take the hook off."""
         if self._hook is not None:
             self._hook.remove()
         self.forget()
@@ -120,12 +97,7 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Called by all ranks, with the same numbers, between norm and update.
-
-        Args:
-            norm: of the window's gradient.
-            rows: of each rank, beginning with the sum of its losses.
-        """
+        """Called by all ranks alike between norm and update; each row begins with the sum of a rank's losses."""
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:
@@ -181,7 +153,7 @@ class NonFiniteFinder:
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]
-        random = _random_state(self._state.device)
+        random = self._random_state()
         self._replaying = True
         if reducer is not None:
             reducer.muted = True
@@ -196,7 +168,7 @@ class NonFiniteFinder:
                 reducer.muted = False
             if lifecycle is not None:
                 lifecycle.settle()
-            _set_random_state(random, self._state.device)
+            self._set_random_state(random)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -218,7 +190,7 @@ class NonFiniteFinder:
         return None
 
     def _run_again(self, micro: _Micro) -> Finding | None:
-        _set_random_state(micro.random, self._state.device)
+        self._set_random_state(micro.random)
         args, kwargs = micro.inputs
         with Checker(self._state.module) as checker:
             with self._engine._autocast():
@@ -232,6 +204,16 @@ class NonFiniteFinder:
                 torch.autograd.backward(roots, gradients)
         return checker.found
 
+    def _random_state(self) -> tuple[torch.Tensor, Any]:
+        on_cpu = self._state.device.type == "cpu"
+        return torch.get_rng_state(), None if on_cpu else get_accelerator().get_rng_state()
+
+    @staticmethod
+    def _set_random_state(state: tuple[torch.Tensor, Any]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            get_accelerator().set_rng_state(state[1])
+
     def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where backward begins again, and with which gradients."""
         if micro.loss is not None and micro.loss < len(outputs):
@@ -239,13 +221,3 @@ class NonFiniteFinder:
             return [loss], [torch.full_like(loss, micro.scale)]
         gradients = {index: gradient for index, gradient in micro.gradients.items() if index < len(outputs)}
         return [outputs[index] for index in gradients], list(gradients.values())
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, Any]:
-    return torch.get_rng_state(), None if device.type == "cpu" else get_accelerator().get_rng_state()
-
-
-def _set_random_state(state: tuple[torch.Tensor, Any], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        get_accelerator().set_rng_state(state[1])

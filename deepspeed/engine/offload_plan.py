@@ -26,11 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory.
-
-    Args:
-        config: resolved configuration.
-    """
+    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -87,14 +83,7 @@ class Offload:
         return self._disks[path]
 
     def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
-        """Say in one line what will rest where, and look whether the disks have room and how fast they are.
-
-        Args:
-            groups: what each group holds on this rank.
-
-        Returns:
-            Bytes by place.
-        """
+        """Log what will rest where, and check that the disks have room and how fast they are; gives bytes by place."""
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:
@@ -144,27 +133,12 @@ def state_of_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     optimizer: torch.optim.Optimizer | None,
 ) -> GroupState:
-    """What a group holds on this rank at rest.
-
-    Args:
-        config: resolved configuration.
-        cut: what is split, and how.
-        rank: this rank.
-        dtypes: (compute dtype, dtype that is updated or None).
-        optimizer: updates it.
-    """
+    """What a group holds on this rank at rest; `dtypes` are those of its parameters and its master, or None."""
     (policy, layout), (dtype, master) = cut, dtypes
+    own = layout.shard_numel(rank) if policy.owns_a_shard else layout.padded
+    widths = dtype.itemsize, 0 if master is None else master.itemsize, accumulator_dtype(config).itemsize
     accumulates = config.gradient_accumulation_steps > 1
-    return GroupState(
-        numel=layout.padded,
-        own=layout.shard_numel(rank) if policy.owns_a_shard else layout.padded,
-        gathered=policy.gathers_before_use,
-        itemsize=dtype.itemsize,
-        master=master.itemsize if master is not None else 0,
-        accumulator=accumulator_dtype(config).itemsize,
-        moments=moments_bytes(optimizer, master),
-        sums_whole=not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive),
-    )
+    return GroupState.of(policy, layout.padded, own, widths, moments_bytes(optimizer, master), accumulates)
 
 
 _MOMENTS = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adagrad": 1, "DeepSpeedCPUAdagrad": 1}

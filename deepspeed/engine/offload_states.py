@@ -33,12 +33,7 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class OffloadStates:
-    """Moves what rests on the device.
-
-    Args:
-        state: of the engine.
-        before_forward: has a function called before each forward of the engine; gives a handle that ends this.
-    """
+    """Moves training state off the device and back."""
 
     def __init__(self, state: EngineState, before_forward: Callable[[Callable[..., None]], Any]) -> None:
         self._state, self._before_forward = state, before_forward
@@ -70,7 +65,12 @@ class OffloadStates:
         """
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
-        kinds = [OffloadStateTypeEnum(kind) for kind in _known(include)]
+        names = sorted(kind.value for kind in OffloadStateTypeEnum)
+        kinds = []
+        for kind in OffloadStateTypeEnum if include is None else include:
+            if getattr(kind, "value", kind) not in names:
+                raise ArgumentError(f"offload_states: there is no state {kind!r}; there are {', '.join(names)}")
+            kinds.append(OffloadStateTypeEnum(kind))
         reducer, optimizer = self._state.components.reducer, self._state.components.optimizer
         if self._away is not None:
             raise UsageError("offload_states: state was moved already; call reload_states() first")
@@ -87,7 +87,7 @@ class OffloadStates:
                 shard.evict_state(pool)
         if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             reducer.reduce_scatter.forget_buffers()
-        self._refusal = self._before_forward(_reject_moved_state)
+        self._refusal = self._before_forward(self._reject_moved_state)
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -116,6 +116,10 @@ class OffloadStates:
             self._returning = None
             self._state.hooks.ended.remove(self._let_pinned_go)
 
+    @staticmethod
+    def _reject_moved_state(*_: Any) -> None:
+        raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")
+
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""
         tensors: list[Any] = []
@@ -127,16 +131,3 @@ class OffloadStates:
         if OffloadStateTypeEnum.lp_grads in kinds and self._state.components.reducer is not None:
             tensors += [b.sum for b in self._state.components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
         return [stored for stored in tensors if isinstance(stored, Resident)]
-
-
-def _known(include: Iterable[OffloadStateTypeEnum | str] | None) -> Iterable[OffloadStateTypeEnum | str]:
-    names = {kind.value for kind in OffloadStateTypeEnum}
-    chosen = list(OffloadStateTypeEnum) if include is None else list(include)
-    for kind in chosen:
-        if getattr(kind, "value", kind) not in names:
-            raise ArgumentError(f"offload_states: there is no state {kind!r}; there are {', '.join(sorted(names))}")
-    return chosen
-
-
-def _reject_moved_state(*_: Any) -> None:
-    raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")

@@ -20,39 +20,29 @@ FAILED = -1  # instead of a number of micro-batches
 EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # what a rank was called for; or it cannot, as it stands
 
 
-class Said(NamedTuple):
-    """What a rank tells the others of its window; all are numbers.
+class WindowReport(NamedTuple):
+    """What a rank tells the others of its window, as numbers."""
 
-    Args:
-        found: micro-batches that it read, or `FAILED`.
-        wanted: that it was asked to run.
-        samples: whether they are of `loop`, which counts samples.
-        items: whether a function counts their items.
-        along: whether no part of its stage reads a batch, so that it does as the others do.
-        does: `EVALUATES`, `TRAINS` or `REFUSED`.
-    """
+    available: float  # micro-batches that it read, or `FAILED`
+    wanted: float  # micro-batches of the window
+    samples: float  # whether they are of `loop`, which counts samples
+    items: float  # whether a function counts their items
+    follows: float  # whether no part of its stage reads a batch, so that it does as the others do
+    does: float  # `EVALUATES`, `TRAINS` or `REFUSED`
 
-    found: float
-    wanted: float
-    samples: float
-    items: float
-    along: float
-    does: float
+    def words(self) -> str:
+        """Its kind of window, for errors."""
+        kind = "a window of engine.loop" if self.samples else "an iterator"
+        return f"{kind} for {int(self.wanted)} micro-batches{' with num_items' if self.items else ''}"
 
 
 @dataclass
-class Fed:
-    """A window that all ranks have agreed on.
+class AgreedWindow:
+    """A window that all ranks have agreed on."""
 
-    Args:
-        batches: of this rank; None for each where its stage reads none.
-        samples: of each, empty where this rank has no data; None without a loop.
-        items: whether a function counts items.
-    """
-
-    batches: list[Any]
-    samples: list[float] | None
-    items: bool
+    batches: list[Any]  # of this rank; None for each where its stage reads none
+    samples: list[float] | None  # of each, empty where this rank has no data; None without a loop
+    items: bool  # whether a function counts items
 
 
 def agree(
@@ -60,57 +50,48 @@ def agree(
     wanted: int,
     items: bool,
     read: Callable[[], list[Any]] | None,
-    tell: Callable[[Said], list[Said]],
+    exchange: Callable[[WindowReport], list[WindowReport]],
     trains: bool = True,
     refused: Exception | None = None,
-) -> Fed:
+) -> AgreedWindow:
     """Read a window, unless a rank cannot. All ranks call together.
 
     Args:
-        source: what the caller handed over.
         wanted: micro-batches that the window takes, as this rank has it.
         items: whether it was given a function that counts items.
         read: gives at most `wanted`; None where no part of this stage reads a batch.
-        tell: gives what every rank says, in rank order; a collective.
-        trains: and does not evaluate.
+        exchange: gives the report of every rank, in rank order; a collective.
         refused: why this rank cannot do so as it stands; raised here once every rank knows.
-
-    Raises:
-        DataError: a rank's data ended or failed; a rank whose own data failed raises what it met.
-        UsageError: ranks ask for different windows, or `num_items` comes with a window of a loop.
-        PipelineError: another rank was refused.
     """
     problem = refused
     batches: list[Any] = []
     samples = source.samples if isinstance(source, Window) else None
     try:
         if (
-            read is not None and refused is None and not (samples is not None and items)
-        ):  # which is refused, and leaves the window whole
+            read is not None and refused is None and (samples is None or not items)
+        ):  # else it is refused, and stays whole
             batches = read()
     except Exception as error:  # raised once every rank knows
         problem = error
     available = FAILED if problem is not None else len(batches)
     does = REFUSED if refused is not None else TRAINS if trains else EVALUATES
-    rows = tell(Said(available, wanted, samples is not None, items, read is None, does))
+    rows = exchange(WindowReport(available, wanted, samples is not None, items, read is None, does))
     if problem is not None:
         raise problem
-    _check_same_mode(rows)
-    leading = {rank: row for rank, row in enumerate(rows) if not row.along} or dict(enumerate(rows))
-    _check_can_start(leading)
+    leading = _check(rows)
     first = next(iter(leading.values()))
     count = int(first.wanted)
     if read is None:
-        return Fed([None] * count, [] if first.samples else None, bool(first.items))
-    least = int(min(row.found for row in leading.values()))
+        return AgreedWindow([None] * count, [] if first.samples else None, bool(first.items))
+    least = int(min(row.available for row in leading.values()))
     if least < count:
         here = f"this rank had {len(batches)}"
         raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
-    return Fed(batches, samples, bool(first.items))
+    return AgreedWindow(batches, samples, bool(first.items))
 
 
-def _check_same_mode(rows: list[Said]) -> None:
-    """All train or all evaluate; the same on all ranks but those that have been refused."""
+def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
+    """Refuse a window that cannot start, the same on all ranks; gives the reports, by rank, that decide its size."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
         raise PipelineError(f"rank {refused[0]} was refused this call; its traceback says why. No micro-batch was run")
@@ -121,38 +102,24 @@ def _check_same_mode(rows: list[Said]) -> None:
             f"rank 0 called {calls[0]}() and rank {other} {calls[1]}(); all ranks make the same calls. No micro-batch "
             f"was run"
         )
-
-
-def _check_can_start(leading: dict[int, Said]) -> None:
-    """Windows that cannot start; the same on all ranks."""
-    failed = [rank for rank, row in leading.items() if row.found == FAILED]
+    leading = {rank: row for rank, row in enumerate(rows) if not row.follows} or dict(enumerate(rows))
+    failed = [rank for rank, row in leading.items() if row.available == FAILED]
     if failed:
         raise DataError(f"the data of rank {failed[0]} failed; its traceback says why. No micro-batch was run")
     rank, first = next(iter(leading.items()))
     for other, row in leading.items():
         if row[1:4] != first[1:4]:
             raise UsageError(
-                f"ranks {rank} and {other} ask for different windows: {_words(first)} there, {_words(row)} here; "
+                f"ranks {rank} and {other} ask for different windows: {first.words()} there, {row.words()} here; "
                 f"hand over the same kind on all ranks that have data"
             )
     if first.samples and first.items:
         raise UsageError("engine.loop already counts samples; do not pass num_items with a window of it")
-
-
-def _words(row: Said) -> str:
-    kind = "a window of engine.loop" if row.samples else "an iterator"
-    return f"{kind} for {int(row.wanted)} micro-batches{' with num_items' if row.items else ''}"
+    return leading
 
 
 def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: torch.device) -> list[Any]:
-    """At most `count` micro-batches of an iterator, and none too many.
-
-    Args:
-        source: an iterator.
-        count: micro-batches.
-        through: what each goes through first.
-        device: where its tensors are to be.
-    """
+    """At most `count` micro-batches of an iterator, and none too many; each goes `through` a function first."""
     if not hasattr(source, "__next__"):
         raise ArgumentError(
             f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
@@ -164,11 +131,9 @@ def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: 
 
 
 class WindowDriver:
-    """What the executor asks of a training engine.
+    """Runs the micro-batches of a window for the schedule's executor.
 
     Args:
-        parts: of this stage, by chunk.
-        window: the micro-batches between two updates.
         divided: the model divides its loss by the micro-batches itself.
         lookups: tables of this stage whose gradients can come by rows.
     """

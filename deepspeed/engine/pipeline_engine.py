@@ -19,11 +19,10 @@ from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
-from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.metrics import FORWARD
-from deepspeed.engine.pipeline_batches import Fed, Said, WindowDriver, agree, take
+from deepspeed.engine.pipeline_batches import AgreedWindow, WindowDriver, WindowReport, agree, take
 from deepspeed.engine.pipeline_setup import check_model, generate, stage_model, staying
 from deepspeed.engine.train_loop import Window
 from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
@@ -49,33 +48,6 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSched
     return schedule
 
 
-def _say_held(schedule: PipelineSchedule) -> None:
-    """Where weights come later, stages hold more than their own place in the pipeline asks for."""
-    if schedule.splits:
-        cost = simulate(schedule)
-        together, later = (", ".join(map(str, numbers)) for numbers in (cost.peaks, cost.put_off))
-        log_rank0(
-            f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {_peaks_of_1f1b(schedule)}). Of "
-            f"{later} of those backward is through, and what the gradients of weights need is held: inputs and "
-            f"gradients of matrix products"
-        )
-
-
-def _peaks_of_1f1b(schedule: PipelineSchedule) -> str:
-    return ", ".join(map(str, simulate(make_schedule("1f1b", schedule.stages, schedule.micros)).peaks))
-
-
-def _compare_shared(module: torch.nn.Module, mesh: Mesh) -> None:
-    """After a first update: what several stages hold is still the same on all of them. All ranks call together."""
-    shared: dict[str, torch.Tensor] = {
-        name: param
-        for name, param in module.named_parameters()
-        if placement_of(param).relations.get("pp") is Relation.PARTIAL
-    }
-    with GatheredParameters(list(shared.values())):
-        check_shared(shared, mesh.axis("pp"))
-
-
 class PipelineEngine(DeepSpeedEngine):
     """Trains a model whose layers are dealt to stages; arguments as those of `DeepSpeedEngine`.
 
@@ -95,7 +67,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._name = "interleaved" if self._chunks > 1 and section.schedule == "1f1b" else section.schedule
         for part in self._parts:
             part.cast(self._components.dtype)
-        _say_held(self.schedule(self.gradient_accumulation_steps()))
+        self._log_held(self.schedule(self.gradient_accumulation_steps()))
         divided, lookups = loss_is_divided(self.module), tables(self.module)
         self._driver = WindowDriver(self._parts, self._window, divided, lookups)
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
@@ -108,9 +80,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         if mesh.size("sp") > 1:
+            nearest = f"{self._without(mesh, 'sp')} and {self._without(mesh, 'pp')}"
             raise NotAvailableError(
                 f"pipeline stages together with ranks that share a sequence (sp) are not available yet: of "
-                f"{mesh.describe()} the nearest that can be had are {_without(mesh, 'sp')} and {_without(mesh, 'pp')}"
+                f"{mesh.describe()} the nearest that can be had are {nearest}"
             )
         without_values = check_model(model, config, mesh, optimizer)
         if not isinstance(model, PipelineModule):
@@ -121,10 +94,31 @@ class PipelineEngine(DeepSpeedEngine):
             raise NotAvailableError(
                 f"layers of a PipelineModule are not cut over ranks (tp): each rank has its own stage's only, and what "
                 f"can be cut is seen in a forward of the whole model. Of {mesh.describe()} the nearest that can be had "
-                f"is {_without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, with an mpu"
+                f"is {self._without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, with an "
+                f"mpu"
             )
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)
+
+    @staticmethod
+    def _log_held(schedule: PipelineSchedule) -> None:
+        """Where weights come later, stages hold more than their own place in the pipeline asks for."""
+        if schedule.splits:
+            cost, plain = simulate(schedule), simulate(make_schedule("1f1b", schedule.stages, schedule.micros))
+            together, later, one_f_one_b = (
+                ", ".join(map(str, numbers)) for numbers in (cost.peaks, cost.put_off, plain.peaks)
+            )
+            log_rank0(
+                f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {one_f_one_b}). Of {later} of "
+                f"those backward is through, and what the gradients of weights need is held: inputs and gradients of "
+                f"matrix products"
+            )
+
+    @staticmethod
+    def _without(mesh: Mesh, dim: str) -> str:
+        """A mesh whose ranks along a dim are data-parallel ones instead."""
+        sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
     def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
         """What all stages do in a window; prints as text.
@@ -172,7 +166,7 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
         """
         if self._components.destroyed:
-            raise without_optimizer("train_batch", self._components)
+            raise self._components.without_optimizer("train_batch")
         window = self._window
         counted: list[float] = []
 
@@ -180,10 +174,10 @@ class PipelineEngine(DeepSpeedEngine):
             if num_items is not None and self.is_last_stage():
                 counted.extend(float(num_items(batch)) for batch in batches)
 
-        fed = self._fetch(data_iter, None, count if num_items is not None else None, refused=self._refusal())
-        batches, steps = fed.batches, len(fed.batches)
-        self._driver.samples = _of_last_stage(self.mesh, fed.samples)
-        self._driver.items = _of_last_stage(self.mesh, counted) if fed.items else self._driver.samples
+        agreed = self._fetch(data_iter, None, count if num_items is not None else None, refused=self._refusal())
+        batches, steps = agreed.batches, len(agreed.batches)
+        self._driver.samples = self._of_last_stage(agreed.samples)
+        self._driver.items = self._of_last_stage(counted) if agreed.items else self._driver.samples
         self._before_micro_batch()
         self._instruments.throughput.start()
         with self._timed(FORWARD):
@@ -200,14 +194,28 @@ class PipelineEngine(DeepSpeedEngine):
             self._update(None)
         if self._compares_shared and self._applied:
             self._compares_shared = False
-            _compare_shared(self.module, self.mesh)
+            self._compare_shared()
         self._end_step()
         return mean
+
+    def _compare_shared(self) -> None:
+        """After a first update: what several stages hold is still the same on all of them. All ranks call together."""
+        shared: dict[str, torch.Tensor] = {
+            name: param
+            for name, param in self.module.named_parameters()
+            if placement_of(param).relations.get("pp") is Relation.PARTIAL
+        }
+        with GatheredParameters(list(shared.values())):
+            check_shared(shared, self.mesh.axis("pp"))
+
+    def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
+        """What the last stage has counted: others may have no data. All ranks call together."""
+        return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
         """Why this rank cannot train as it stands."""
         if self._components.optimizer is None:
-            return without_optimizer("train_batch", self._components)
+            return self._components.without_optimizer("train_batch")
         if not self.training:
             return PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
         if self._window.holding:
@@ -241,9 +249,9 @@ class PipelineEngine(DeepSpeedEngine):
         refused = None
         if reduce_output not in _REDUCTIONS:
             refused = ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
-        fed = self._fetch(data_iter, num_micro_batches, trains=False, refused=refused)
+        agreed = self._fetch(data_iter, num_micro_batches, trains=False, refused=refused)
         training = self.training
-        batches = fed.batches
+        batches = agreed.batches
         self.eval()
         try:
             stage_outputs = self._run(batches, training=False)
@@ -252,7 +260,7 @@ class PipelineEngine(DeepSpeedEngine):
         outputs = stage_outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        loss: Any = self._evaluated(stage_outputs, batches, _of_last_stage(self.mesh, fed.samples), reduce_output)
+        loss: Any = self._evaluated(stage_outputs, batches, self._of_last_stage(agreed.samples), reduce_output)
         if not bcast_loss and not self.is_last_stage():
             loss = None
         return (loss, outputs) if return_logits else loss
@@ -272,7 +280,7 @@ class PipelineEngine(DeepSpeedEngine):
                     self._driver.means.add(last.metrics, weight)
             except Exception as error:  # raised once every rank knows
                 problem = error
-            counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0, problem)
+            counts = self._gather_counts(losses, "loss of an evaluation", weight if samples else 0.0, problem)
             share = sum(count.items for count in counts if count.losses) if samples else 1.0
             batch_losses.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
             counted += share
@@ -294,7 +302,7 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self._driver.batches = []
 
-    def _told(
+    def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
         """What every rank says of what has just run. All ranks call together, and raise where one has a problem."""
@@ -316,13 +324,13 @@ class PipelineEngine(DeepSpeedEngine):
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
-        """What the last stage reports is known everywhere. All ranks call together, after `_told`."""
+        """What the last stage reports is known everywhere. All ranks call together, after `_gather_counts`."""
         has_metrics = any(count.metrics for count in counts)
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
         """The mean loss of a window that was computed once on each stage, on all ranks."""
-        counts = self._told(losses, "mean loss of a window", sum(self._driver.items or ()))
+        counts = self._gather_counts(losses, "mean loss of a window", sum(self._driver.items or ()))
         check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
         return torch.tensor(mean_loss(counts))
@@ -356,7 +364,17 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         """A loader for `train_batch()` without an argument; it begins anew when it ends."""
-        self.training_dataloader, self._iterator = loader, _endless(loader)
+        self.training_dataloader, self._iterator = loader, self._endless(loader)
+
+    @staticmethod
+    def _endless(loader: Any) -> Iterator[Any]:
+        while True:
+            empty = True
+            for batch in loader:
+                empty = False
+                yield batch
+            if empty:
+                return
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """A function that each micro-batch goes through first."""
@@ -369,12 +387,12 @@ class PipelineEngine(DeepSpeedEngine):
         items: Callable[[list[Any]], None] | None = None,
         trains: bool = True,
         refused: Exception | None = None,
-    ) -> Fed:
+    ) -> AgreedWindow:
         """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
             if self._iterator is None and self.training_dataloader is not None:
-                self._iterator = _endless(self.training_dataloader)
+                self._iterator = self._endless(self.training_dataloader)
             data_iter = self._iterator
         wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
 
@@ -385,20 +403,20 @@ class PipelineEngine(DeepSpeedEngine):
             return batches
 
         counts = items is not None
-        fed = agree(data_iter, wanted, counts, read if reads else None, self._gather_window_reports, trains, refused)
+        agreed = agree(data_iter, wanted, counts, read if reads else None, self._gather_window_reports, trains, refused)
         for same in self._same:
-            for batch in fed.batches[: same.left]:
+            for batch in agreed.batches[: same.left]:
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
-        return fed
+        return agreed
 
-    def _gather_window_reports(self, report: Said) -> list[Said]:
+    def _gather_window_reports(self, report: WindowReport) -> list[WindowReport]:
         """What all ranks say of a window before it starts. All ranks call together."""
         self._sums += 1
         tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
         table = scalars.current.table(
             self._axes.everyone, [float(number) for number in report], tag, label, self.device
         )
-        return [Said(*row) for row in table]
+        return [WindowReport(*row) for row in table]
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
 
@@ -466,29 +484,8 @@ class PipelineEngine(DeepSpeedEngine):
         raise PipelineError("step() of a pipeline is a part of train_batch()")
 
 
-def _of_last_stage(mesh: Mesh, numbers: list[float] | None) -> list[float] | None:
-    """What the last stage has counted: others may have no data. All ranks call together."""
-    return None if numbers is None else all_gather_objects(mesh.axis("pp"), numbers)[-1]
-
-
-def _without(mesh: Mesh, dim: str) -> str:
-    """A mesh whose ranks along a dim are data-parallel ones instead."""
-    sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
-
-
 class _MissingLoader:
-    """A loader that is missing: every rank is told so."""
+    """A loader that is missing, which every rank hears of."""
 
     def __iter__(self) -> Iterator[Any]:
         raise ArgumentError("loop() needs a loader: there is no training_data either")
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            return

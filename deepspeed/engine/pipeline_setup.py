@@ -44,21 +44,9 @@ def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
 
 
 def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
-    """See that a model can be staged, before any of its values is made or moved. All ranks call together.
+    """See that a model can be staged, before any of its values is made or moved.
 
-    Args:
-        model: as it was handed over.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None.
-
-    Returns:
-        Whether it has no values yet, on all ranks.
-
-    Raises:
-        PipelineError: ranks have different models, or another rank's was refused.
-        UsageError: it has values on some ranks alone.
-        NotAvailableError: what is asked for besides does not go together with stages yet.
+    All ranks call together. Gives whether it has none, on all ranks.
     """
     axis = mesh.axis(*DIMS)
     raise_together(
@@ -74,25 +62,14 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _check_same_model(_description(model), mesh)
+    _check_same_model(model, mesh)
     return empty[axis.ranks[axis.rank]]
 
 
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
-    """Reduce a model to this rank's stage. All ranks call together.
+    """Reduce a model to this rank's stage.
 
-    Args:
-        model: changed in place; what stays keeps its name and identity.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None; what leaves the model leaves it too.
-
-    Returns:
-        The parts of this stage, by chunk.
-
-    Raises:
-        PipelineError: the model cannot be cut so.
-        MeshError: a PipelineModule was built for other stages.
+    All ranks call together. Gives the parts of the stage, by chunk; what leaves the model leaves the optimizer too.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     if isinstance(model, PipelineModule):
@@ -168,21 +145,18 @@ def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: Dee
         shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
-def _description(model: nn.Module) -> list[str]:
-    """What all ranks have to agree on before one of them cuts: a line for each parameter, or for each layer."""
+def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
+    """Compare the models of a pipeline's ranks by a line for each parameter or layer. All ranks call together."""
     if isinstance(model, PipelineModule):
-        return model.description()
-    first: dict[int, str] = {}  # a parameter is known by the first of its names
-    return [
-        f"{name} {list(param.shape)} {param.dtype}"
-        + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
-        + ("" if param.requires_grad else ", frozen")
-        for name, param in model.named_parameters(remove_duplicate=False)
-    ]
-
-
-def _check_same_model(names: list[str], mesh: Mesh) -> None:
-    """All ranks of a pipeline hand over one model. All ranks call together."""
+        names = model.description()
+    else:
+        first: dict[int, str] = {}  # a parameter is known by the first of its names
+        names = [
+            f"{name} {list(param.shape)} {param.dtype}"
+            + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
+            + ("" if param.requires_grad else ", frozen")
+            for name, param in model.named_parameters(remove_duplicate=False)
+        ]
     axis = mesh.axis("pp")
     difference = first_difference(axis, names)
     if difference is None:
@@ -232,12 +206,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 
 
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
-    """Those of the parameters, or groups of them, that are this stage's.
-
-    Args:
-        model: reduced.
-        parameters: as `deepspeed.engine.build.listed` gives them.
-    """
+    """Those of the parameters, or groups of them, that are this stage's."""
     left = set(model.parameters())
     if parameters is None:
         return None if any(param.requires_grad for param in left) else [{"params": []}]
@@ -251,13 +220,7 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
 
 
 def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
-    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
-
-    Args:
-        held: elements of this stage's parameters.
-        limits: by `zero_optimization`.
-        config: resolved.
-    """
+    """Prefetch limits of a pipeline, whose stages keep what they gather or not; logs what either costs."""
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
     log_rank0(
@@ -277,19 +240,16 @@ def generate(
     """Call a model's own `generate` with forward passes through all stages. All ranks call together.
 
     Args:
-        model: its root; on each stage with the stage's blocks.
-        axis: the stages.
         outputs_of: runs keyword arguments of the model's forward through all stages; outputs on the last, else None.
-        args: for `generate`.
-        kwargs: the same by name; `use_cache` is False.
-
-    Raises:
-        PipelineError: the model has no `generate`.
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")
-    with _through_stages(model, axis, outputs_of), _drawn_as_on_rank_0(axis):
-        return model.generate(*args, **{**kwargs, "use_cache": False})
+    # All stages draw the random numbers of the first one; afterwards each goes on where it was.
+    with _through_stages(model, axis, outputs_of):
+        state = all_gather_objects(axis, torch.get_rng_state())[0]
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            return model.generate(*args, **{**kwargs, "use_cache": False})
 
 
 @contextmanager
@@ -308,7 +268,8 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
             outputs = outputs_of(kwargs)
         finally:
             inside = False
-        return _sent_by_last(outputs, axis)
+        local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
+        return all_gather_objects(axis, local_outputs)[-1]
 
     # The signature of forward is read by `generate` to see which arguments the model takes.
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
@@ -319,18 +280,3 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
         del model.forward
         if before is not None:  # a client's own
             model.forward = before
-
-
-def _sent_by_last(outputs: Any, axis: Axis) -> Any:
-    """What the last stage has, on every stage."""
-    local_outputs = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
-    return all_gather_objects(axis, local_outputs)[-1]
-
-
-@contextmanager
-def _drawn_as_on_rank_0(axis: Axis) -> Iterator[None]:
-    """Inside, all stages draw the numbers that the first one draws; afterwards each goes on where it was."""
-    state = all_gather_objects(axis, torch.get_rng_state())[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state)
-        yield

@@ -27,12 +27,7 @@ _process = [0]  # the one that listens: forked loader workers inherit the handle
 
 
 class Preemption:
-    """An engine's part of being asked to stop.
-
-    Args:
-        state: of the engine.
-        checkpoints: saves.
-    """
+    """Saves an engine's checkpoint and exits when a preemption signal has arrived."""
 
     def __init__(self, state: EngineState, checkpoints: CheckpointIO) -> None:
         self._state, self._checkpoints = state, checkpoints
@@ -41,13 +36,13 @@ class Preemption:
         state.hooks.checkpointed.append(self._remember)
 
     def listen(self) -> None:
-        """Take the signals that nobody else has taken; a handler of the user's or of a client's stays in charge."""
+        """Handle the signals that nobody else handles; a handler of the user's or of a client's stays in charge."""
         _listening.add(self)
         if threading.current_thread() is not threading.main_thread():
             return
-        taken = [number for number in SIGNALS if _is_free(number)]
+        taken = [number for number in SIGNALS if self._is_free(number)]
         for number in taken:
-            signal.signal(number, _on_signal)
+            signal.signal(number, self._on_signal)
         _process[0] = os.getpid()
         if taken and self._folder is None and any(name in os.environ for name in _LAUNCHED_BY):
             names = ", ".join(number.name for number in taken)
@@ -63,17 +58,13 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """After an update: save and exit when all ranks have agreed to stop here.
-
-        Raises:
-            SystemExit: with code 85.
-        """
+        """After an update: save and exit with code 85 when all ranks have agreed to stop here."""
         number = watchdog.end_of_step()
         if number == 0:
             return
-        for each in list(_listening):
-            if each.can_save:
-                each._save_and_wait()
+        for engine in list(_listening):
+            if engine.can_save:
+                engine._save_and_wait()
         log_rank0(f"{signal.Signals(number).name}: saved to {self._folder}; exit code {REQUEUE} asks for a new start")
         raise SystemExit(REQUEUE)
 
@@ -81,35 +72,36 @@ class Preemption:
         self._checkpoints.save_checkpoint(str(self._folder), client_state=self._last_client_state)
         self._checkpoints.wait_for_checkpoint()
 
+    @staticmethod
+    def _is_free(number: int) -> bool:
+        """Whether nobody handles the signal, be it in Python or, as faulthandler does, below it."""
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            return False
+        with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+            caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+            return not int(caught, 16) >> (number - 1) & 1
+        return True
 
-def _is_free(number: int) -> bool:
-    """Whether nobody handles the signal, be it in Python or, as faulthandler does, below it."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return False
-    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
-        caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-        return not int(caught, 16) >> (number - 1) & 1
-    return True
+    @staticmethod
+    def _on_signal(number: int, _: Any) -> None:
+        known = any(engine.can_save for engine in _listening)
+        if known and os.getpid() == _process[0] and stopping.request == number:
+            return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
+        if known and os.getpid() == _process[0] and not stopping.request:
+            stopping.ask(number)
+            Preemption._end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
+            return
+        left = watchdog.ends_by_itself()
+        if left and os.getpid() == _process[0]:
+            # The launcher ends what another's death has left: this rank's report comes first.
+            Preemption._end_after(left, number)
+            return
+        signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: the default action
+        os.kill(os.getpid(), number)
 
-
-def _on_signal(number: int, _: Any) -> None:
-    known = any(each.can_save for each in _listening)
-    if known and os.getpid() == _process[0] and stopping.request == number:
-        return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
-    if known and os.getpid() == _process[0] and not stopping.request:
-        stopping.ask(number)
-        _end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
-        return
-    left = watchdog.ends_by_itself()
-    if left and os.getpid() == _process[0]:
-        _end_after(left, number)  # the launcher ends what another's death has left: this rank's report comes first
-        return
-    signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: as if nobody listened
-    os.kill(os.getpid(), number)
-
-
-def _end_after(seconds: float, number: int) -> None:
-    """End by a signal's number, also where no further step is taken."""
-    end = threading.Timer(seconds, os._exit, (128 + number,))
-    end.daemon = True
-    end.start()
+    @staticmethod
+    def _end_after(seconds: float, number: int) -> None:
+        """End by a signal's number, also where no further step is taken."""
+        end = threading.Timer(seconds, os._exit, (128 + number,))
+        end.daemon = True
+        end.start()

@@ -27,26 +27,15 @@ BARE = (
 
 
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
-    """Let a model take slices of sequences, where the mesh has ranks that share them.
-
-    Args:
-        model: of an engine.
-        mesh: its ranks.
-        mpu: the unit that `initialize` was given; what was registered with it counts.
-
-    Raises:
-        NotAvailableError: its attention cannot be reached.
-    """
-    asked = settings_of(mpu)
-    cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
+    """Let a model take slices of sequences, where the mesh has ranks that share them."""
+    settings = settings_of(mpu)
+    cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
 
 
 class Sequencing:
     """What an engine does with batches and losses of ranks that share sequences.
 
     Args:
-        model: its module.
-        mesh: its ranks.
         verify: compare it with what it computes whole.
         recompute: in backward exchange again what is kept beside a rank's share otherwise.
     """
@@ -64,17 +53,12 @@ class Sequencing:
         self._whole = False  # each rank is given the whole batch
 
     def close(self) -> None:
-        """Make the models plain ones again."""
         for model in self._models:
             model.remove()
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compare the model with what it computes whole, unless that is switched off. All ranks call together.
-
-        Args:
-            around: makes the context in which the engine computes.
-        """
+        """Compare the model with what it computes whole, unless that is switched off. All ranks call together."""
         for model in self._models if self._verify else []:
             with around():
                 prove(model, self._everyone)
@@ -83,9 +67,6 @@ class Sequencing:
         """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
 
         The first ten batches are compared: equal ones are whole, others have to be slices of one.
-
-        Raises:
-            DataError: they are neither, or labels are shifted wrongly, on all ranks, with both that differ.
         """
         if self._batches:
             self._batches -= 1
@@ -119,11 +100,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together.
-
-        Raises:
-            UsageError: it is not, on all ranks, with two that differ.
-        """
+        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together."""
         if not self._losses:
             return
         self._losses -= 1

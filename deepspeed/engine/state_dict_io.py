@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from deepspeed.checkpoint.format import filesystem
 from deepspeed.checkpoint.format.manifest import ManifestEntry
@@ -19,20 +23,81 @@ from deepspeed.checkpoint.load.reader import Source, from_state_dict
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save.save_plan import join_slices
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.save_window import SaveWindow
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.log import log_rank0, logger
+from deepspeed.foundation.log import log_rank0, logger, warn_once
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.state_view import StateView
-from deepspeed.zero.parameters.shard_group import meet_before_change
+from deepspeed.zero.parameters.parameter import StandIn
+from deepspeed.zero.parameters.shard_group import ShardGroup, meet_before_change
+
+_METHOD = "save_pretrained"
+_windows: weakref.WeakKeyDictionary[nn.Module, SaveWindow] = weakref.WeakKeyDictionary()
+
+
+class SaveWindow:
+    """The weights gathered last, from then until one of them changes: `save_pretrained` of a part saves them.
+
+    A client gathers the whole weights, drops them, and has a module inside save itself. Gathering needs all ranks, and
+    what follows may run on one of them or on all. So `save_pretrained` of a part of a sharded model takes the weights
+    gathered last, while somebody holds them and none has changed: rank 0 writes them, and the others write nothing. No
+    collective runs, and nothing is kept alive for it.
+
+    Args:
+        state: the whole weights by name, on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self, module: nn.Module, state: Mapping[str, torch.Tensor] | None, groups: Iterable[ShardGroup]
+    ) -> None:
+        self._changes = [(weakref.ref(group), group.changes) for group in groups]
+        self._copies: dict[int, weakref.ref[torch.Tensor]] | None = None
+        if state is not None:
+            members = [member for group in groups for member in group.members]
+            names = {id(param): name for name, param in module.named_parameters()}
+            copies = [(member.uid, state.get(names.get(id(member.param), ""))) for member in members]
+            self._copies = {uid: weakref.ref(copy) for uid, copy in copies if copy is not None}
+        for part in module.modules() if self._changes else ():
+            method = None if _METHOD in vars(part) else getattr(type(part), _METHOD, None)
+            if callable(method) and "is_main_process" in inspect.signature(method).parameters:
+                object.__setattr__(part, _METHOD, MethodType(save_pretrained, part))
+            _windows[part] = self
+
+    @property
+    def open(self) -> bool:
+        """Whether no value has changed."""
+        groups = [(group(), changes) for group, changes in self._changes]
+        return all(group is not None and group.changes == changes for group, changes in groups)
+
+    @property
+    def writes(self) -> bool:
+        return self._copies is not None
+
+    def state_of(self, part: nn.Module) -> dict[str, Any] | None:
+        """The state dict of a part of the model with whole weights; None where nobody holds one of them any more."""
+        state: dict[str, Any] = {}
+        for name, value in part.state_dict().items():
+            if isinstance(value, StandIn):
+                value = (self._copies or {}).get(value._ds_member.uid, lambda: None)()
+                if value is None:
+                    return None
+            state[name] = value
+        return state
+
+
+def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the class of a part of the model saves, with the weights that were gathered last."""
+    save, window = getattr(type(self), _METHOD), _windows.get(self)
+    if window is None or kwargs.get("state_dict") is not None or not window.open:
+        return save(self, *args, **kwargs)
+    if not window.writes:
+        warn_once("save_pretrained writes nothing here: rank 0 has the weights that were gathered, and writes them")
+        return None
+    state = window.state_of(self)
+    return save(self, *args, **kwargs) if state is None else save(self, *args, **{**kwargs, "state_dict": state})
 
 
 class WeightsIO:
-    """An engine's weights as users and clients pass them around.
-
-    Args:
-        state: of the engine.
-    """
+    """An engine's weights as users and clients pass them around."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -52,9 +117,6 @@ class WeightsIO:
         """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
 
         Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
-
-        Args:
-            optimizer: its state is replaced too.
         """
         meet_before_change(self._state.components.groups)
         try:
@@ -98,10 +160,16 @@ class WeightsIO:
             return False
         self.check_whole()
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        ranks = Ranks(self._state.everyone)
-        with ranks.together(f"saving {save_filename}"):
+        with Ranks(self._state.everyone).together(f"saving {save_filename}"):
             if state is not None:
-                write_weights(state, Path(save_dir) / save_filename)
+                path = Path(save_dir) / save_filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                staged = path.with_name(f".{path.name}.saving")  # readers see the old file or the new one
+                if path.suffix == ".safetensors":
+                    save_file(once(state), staged, {"format": "pt"})
+                else:
+                    torch.save(OrderedDict(state), staged)
+                filesystem.current.rename(staged, path)
         return True
 
     save_fp16_model = save_16bit_model
@@ -212,7 +280,7 @@ class WeightsIO:
         return loaded
 
     def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, ManifestEntry], load.Loaded]:
-        """`restore.compare`, with one outcome for all ranks."""
+        """`load.compare`, with one outcome for all ranks."""
         if not self._state.sliced:
             return load.compare(view, source, strict)
         elsewhere = self._state.names_elsewhere(view)
@@ -254,14 +322,3 @@ class WeightsIO:
             load.load_values(view, source, rows)
         log_rank0(f"loaded {loaded.elements:,} of {loaded.total:,} elements from {path}")
         return loaded.elements
-
-
-def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict so that readers see the old file or the new one; `.safetensors` files hold no aliases."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.saving")
-    if path.suffix == ".safetensors":
-        save_file(once(state), beside, {"format": "pt"})
-    else:
-        torch.save(OrderedDict(state), beside)
-    filesystem.current.rename(beside, path)

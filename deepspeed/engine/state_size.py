@@ -1,4 +1,4 @@
-"""Bytes of an engine's state, and what stage 3 has gathered."""
+"""Bytes of an engine's state."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ def state_bytes(components: Components) -> dict[str, int]:
 def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | None]]:
     """Training state on this rank by kind.
 
-    Args:
-        components: of an engine.
-
     Returns:
         `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that
         stand beside the slices now, in use or kept.
@@ -51,21 +48,3 @@ def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | N
     return {
         "parameters": params, "masters": masters, "gradients": sums, "optimizer": moments, "gathered": gathered,
     }  # fmt: skip
-
-
-def gather_counts(components: Components) -> dict[str, int]:
-    """What is gathered now, what was at most, how often, and how often not ahead although the order was known.
-
-    Args:
-        components: of an engine.
-    """
-    if components.lifecycle is None:
-        return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
-    prefetcher = components.lifecycle.prefetcher
-    return {
-        "live": prefetcher.live(),
-        "peak": prefetcher.peak,
-        "gathers": prefetcher.gathers,
-        "late": prefetcher.late,
-        "groups": len(prefetcher.groups),
-    }

@@ -24,31 +24,18 @@ from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.parameters.parameter import is_managed
 
 
-def asked_by_model(model: nn.Module) -> list[Asked]:
+def axes_cut_by_model(model: nn.Module) -> list[Asked]:
     """The axis that a model was cut over by `tp_model_init`, or as a `PipelineModule`."""
     plan = plan_of(model)
-    asked = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
+    axes = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
     stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
-    return asked if stages == 1 else [*asked, ("pp", stages, "PipelineModule")]
+    return axes if stages == 1 else [*axes, ("pp", stages, "PipelineModule")]
 
 
 def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
-    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so.
-
-    Args:
-        model: changed in place; its parameters stay the objects they are.
-        config: resolved.
-        mesh: of the engine.
-        mpu: a client's unit, whose client cuts the model.
-        optimizer: the client's, or None.
-
-    Raises:
-        ArgumentError: the optimizer has state of whole matrices.
-        NotAvailableError: the model is to be compressed too.
-        TensorParallelError: the model cannot be cut so.
-    """
-    asked = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
-    if mesh.size("tp") == 1 or not asked or is_cut(model):
+    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so."""
+    cuts = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
+    if mesh.size("tp") == 1 or not cuts or is_cut(model):
         return
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
         raise ArgumentError("the optimizer has state of whole matrices: pass it to initialize before its first step")
@@ -106,11 +93,7 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse optimizers whose update reads whole matrices, where ranks have slices.
-
-    Raises:
-        OptimizerError: it is one.
-    """
+    """Refuse optimizers whose update reads whole matrices, where ranks have slices."""
     if optimizer is None or plan_of(model) is None or not needs_whole_tensors(optimizer):
         return
     cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
@@ -122,22 +105,10 @@ def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any) -> None:
-    """Pack what the configuration names.
-
-    Args:
-        model: changed in place.
-        config: resolved.
-        mesh: of the engine.
-        optimizer: the client's, or None.
-        parameters: what is to be trained, or nothing.
-
-    Raises:
-        ArgumentError: something is to be trained.
-        NotAvailableError: the model is cut over ranks too.
-    """
+    """Pack the weights that `weight_quantization` names, of a model that is not trained."""
     section = config.top.weight_quantization
-    asked = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
-    if not any(asked.values()):
+    options = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
+    if not any(options.values()):
         return
     if optimizer is not None or parameters or config.top.optimizer is not None:
         raise ArgumentError(
@@ -146,4 +117,4 @@ def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimize
         )
     if mesh.size("tp") > 1 or mesh.size("pp") > 1:
         raise NotAvailableError("weight_quantization together with tensor or pipeline parallelism is not available yet")
-    apply_section(model, asked)
+    apply_section(model, options)

@@ -35,21 +35,17 @@ Agree = Callable[[int], tuple[int, int]]
 def count_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor or numpy array in a nest.
 
-    Args:
-        batch: what a loader gave.
-
-    Returns:
-        The number of samples; 1 when there is none of them or it has no dims.
+    Gives 1 where there is none, or it has no dims.
     """
     first = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
     return int(first.shape[0]) if first is not None and len(first.shape) else 1
 
 
 class _BatchReader:
-    """One rank's loader, read one batch at a time so that its failures can be told to the others."""
+    """One rank's loader, or None, read one batch at a time so that the others hear of its failures."""
 
-    def __init__(self, loader: Iterable[Any], agree: Agree) -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any] | None, agree: Agree) -> None:
+        self.loader: Any = loader
         self.agree = agree
         self.batches: Iterator[Any] | None = None
         self.batch: Any = None
@@ -58,7 +54,9 @@ class _BatchReader:
         self.problem: Exception | None = None
 
     def advance(self, *, cycle: bool) -> int:
-        """Read the next batch, from a further pass too when `cycle`; what to tell the others."""
+        """Read the next batch, from a further pass too when `cycle`; gives the flag for the others."""
+        if self.loader is None:
+            return ALONG
         if self.ended:
             return self.cycle() if cycle else ENDED
         if self._read():
@@ -67,7 +65,9 @@ class _BatchReader:
         return ENDING if self.ended else FAILED
 
     def cycle(self) -> int:
-        """Read the next batch of a further pass; what to tell the others."""
+        """Read the next batch of a further pass; gives the flag for the others."""
+        if self.loader is None:
+            return ALONG
         for _ in range(2):  # the second try starts the loader again
             if self.problem is None and self._read():
                 return ENDED
@@ -86,11 +86,11 @@ class _BatchReader:
             return True
         except StopIteration:
             self.batches = None
-        except Exception as problem:  # raised in tell(), once every rank knows
+        except Exception as problem:  # raised in exchange(), once every rank knows
             self.problem = problem
         return False
 
-    def tell(self, flag: int) -> tuple[int, int]:
+    def exchange(self, flag: int) -> tuple[int, int]:
         """The least and the greatest flag of all ranks; all raise when one has failed."""
         low, high = self.agree(flag)
         if self.problem is not None:
@@ -100,21 +100,6 @@ class _BatchReader:
                 f"the data loader of another rank failed at batch {self.steps}; the traceback of that rank says why"
             )
         return low, high
-
-
-class _Companion(_BatchReader):
-    """A rank that needs no data: a stage in the middle of layers in a row."""
-
-    def __init__(self, agree: Agree) -> None:
-        super().__init__((), agree)
-
-    def advance(self, *, cycle: bool) -> int:
-        """Nothing to read."""
-        return ALONG
-
-    def cycle(self) -> int:
-        """Nothing to read."""
-        return ALONG
 
 
 def equal_steps(
@@ -130,19 +115,13 @@ def equal_steps(
         agree: gives the least and the greatest of all ranks' flags but `ALONG`; a collective.
         policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
             batch with weight 0; "cycle" ends with the longest, the others start again.
-        weigh: told the number of samples of the batch that follows, 0 for a padded one.
-
-    Yields:
-        The batches.
-
-    Raises:
-        DataError: an unknown policy, a loader without any batch, or a loader that failed on another rank.
+        weigh: called with the number of samples of the batch that follows, 0 for a padded one.
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
-    reader = _Companion(agree) if loader is None else _BatchReader(loader, agree)
+    reader = _BatchReader(loader, agree)
     while True:
-        low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
+        low, high = reader.exchange(reader.advance(cycle=policy == "cycle"))
         if reader.steps == 0 and low == ENDING:
             whose = "this" if reader.ended else "another"
             raise DataError(f"the data loader of {whose} rank gives no batch at all; every rank needs data")
@@ -150,19 +129,14 @@ def equal_steps(
             return
         if policy == "cycle" and low == ENDING:
             # Some rank has to start again, and may fail; the others hear of it before they step.
-            reader.tell(reader.cycle() if reader.batches is None else READY)
+            reader.exchange(reader.cycle() if reader.batches is None else READY)
         reader.steps += 1
         weigh(0.0 if reader.ended and policy == "pad" else float(count_samples(reader.batch)))
         yield reader.batch
 
 
 class Window:
-    """Micro-batches between two updates, as an iterator; what is left of them counts.
-
-    Args:
-        batches: of this rank; None where it needs no data.
-        samples: that each of them counts for, 0 for one that fills up.
-    """
+    """Micro-batches between two updates, as an iterator; what is left of them counts."""
 
     def __init__(self, batches: list[Any], samples: list[float]) -> None:
         self._batches, self.samples = deque(batches), samples
@@ -176,18 +150,11 @@ class Window:
     def __next__(self) -> Any:
         if not self._batches:
             raise StopIteration
-        return self._batches.popleft()  # who runs it has it alone
+        return self._batches.popleft()  # nothing else keeps it alive while it runs
 
 
 class TrainLoop:
-    """The data side of an engine.
-
-    Args:
-        state: of the engine.
-        training: whether it trains, and not evaluates.
-        flush: applies a window that is not full.
-        instruments: show how far it is.
-    """
+    """Feeds an engine from data loaders; `flush` applies a window that is not full."""
 
     def __init__(
         self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
@@ -250,13 +217,7 @@ class TrainLoop:
                 self._state.window.weigh(None)
 
     def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
-        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer.
-
-        Args:
-            loader: this rank's loader; None where its stage needs no data.
-            policy: see `loop`.
-            progress: see `loop`.
-        """
+        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer."""
         batches, samples = list[Any](), list[float]()
         with self._shown(loader, progress):
             for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
@@ -274,10 +235,14 @@ class TrainLoop:
 
     @contextlib.contextmanager
     def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
-        """A live line inside, where one is asked for."""
+        """A live line inside, where one is wanted."""
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
-            self._instruments.start_progress(_length(loader))
+            try:
+                batches = len(loader)  # type: ignore[arg-type]
+            except TypeError:
+                batches = None
+            self._instruments.start_progress(batches)
         try:
             yield
         finally:
@@ -298,11 +263,3 @@ class TrainLoop:
         """The next micro-batch counts for so many samples."""
         if self._training() and self._state.components.optimizer is not None:
             self._state.window.weigh(samples)
-
-
-def _length(loader: Iterable[Any] | None) -> int | None:
-    """Batches of a loader; None where it does not know."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -107,7 +107,7 @@ class FastFileWriter(PyFileWriter):
         if buffer.numel() == 0 or not buffer.is_contiguous() or buffer.device.type != "cpu":
             raise ArgumentError("pinned_tensor is the buffer of the file: a contiguous tensor on the CPU with elements")
         super().__init__(file_path)
-        self._buffer = memoryview(buffer.detach().view(-1).view(torch.uint8).numpy())
+        self._buffer = memoryview(buffer.detach().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         self._filled = 0
 
     def write(self, buffer: Any) -> int:

@@ -69,7 +69,7 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
     Raises:
         ArgumentError: the inputs are not a tuple.
     """
-    if not isinstance(inputs, tuple):
+    if not isinstance(inputs, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"detach_variable takes a tuple, not a {type(inputs).__name__}")
     leaves: list[Any] = []
     for value in inputs:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import psutil
 
+from deepspeed.profiling.resident_memory import proportional_bytes
+
 LOOK_S = 0.1  # between two looks at a trial's memory
 GRACE_S = 3.0  # between SIGTERM and SIGKILL, and between the figures and the end of the ranks
 METRICS, CONFIG = "metrics.json", "ds_config.json"
@@ -300,7 +302,7 @@ def _held(pids: list[int], enough: int) -> int:
     total = 0
     for pid in pids:
         with suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0]) << 10
+            total += proportional_bytes(pid)
     return total
 
 

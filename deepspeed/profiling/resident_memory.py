@@ -6,12 +6,10 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-_ROLLUP = Path("/proc/self/smaps_rollup")
 
-
-def proportional_bytes() -> int:
-    """The proportional set size of this process: a page that n processes map counts 1/n."""
-    return int(_ROLLUP.read_text().split("Pss:")[1].split()[0]) << 10
+def proportional_bytes(process: int | str = "self") -> int:
+    """The proportional set size of a process, this one or one by its id: a page that n processes map counts 1/n."""
+    return int(Path(f"/proc/{process}/smaps_rollup").read_text().split("Pss:")[1].split()[0]) << 10
 
 
 class ResidentPeak:

@@ -107,7 +107,7 @@ class BufferPool:
         """Every buffer, lent or not."""
         with self._lock:
             returning = [buffer for each in self._returning.values() for buffer, _ in each]
-            return [*self._lent.values(), *(buffer for kept in self._free.values() for buffer in kept), *returning]
+            return [*self._lent.values(), *(buffer for unused in self._free.values() for buffer in unused), *returning]
 
     @property
     def idle(self) -> bool:

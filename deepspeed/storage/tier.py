@@ -97,12 +97,12 @@ class StoredTensor(ABC):
         copying = self.end_use() if changed else None
         if copying is not None:
             copying.wait()  # the device reads what is to be overwritten
-        kept = False
+        keeps_change = False
         try:
             yield lent
-            kept = changed
+            keeps_change = changed
         finally:
-            self.release(kept)
+            self.release(keeps_change)
 
 
 class Tier(ABC):

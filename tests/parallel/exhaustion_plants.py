@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import nn
 
-from deepspeed.engine.memory.suggestions import setting_of
+from deepspeed.engine.memory.suggestions import Setting
 from deepspeed.errors import MemoryExhaustedError
 
 MB = 1 << 20
@@ -260,7 +260,7 @@ def predicted_and_mapped(model: tuple[str, dict[str, Any]], config: dict[str, An
     made = MODELS[model[0]](**model[1])
     try:
         with engine_of(made, config) as engine:
-            needs = engine._instruments._memory.holding().needs(setting_of(engine._instruments._state.ds_config))
+            needs = engine._instruments._memory.holding().needs(Setting.of(engine._instruments._state.ds_config))
             train(engine, made, config["train_micro_batch_size_per_gpu"], 2)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

@@ -77,22 +77,9 @@ def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
     """A source over a folder in upstream's layout; tensors stay in its files until they are read.
 
     Args:
-        path: the folder of a tag, or a universal folder.
         trained: names of the parameters in the order of the engine's optimizer; stage 0 files have numbers only.
-
-    Raises:
-        CheckpointError: a pickle in it names a class that is not admitted, or it is of a kind that is not known.
-        CheckpointCorruptError: files are missing or broken.
     """
     return _Reading(path, list(trained)).source()
-
-
-def _numbered(path: Path, pattern: str) -> list[Path]:
-    """Files in the order of their data-parallel rank."""
-    files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
-    if sorted(files) != list(range(len(files))):
-        raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")
-    return [files[rank] for rank in sorted(files)]
 
 
 class _Reading:
@@ -127,7 +114,7 @@ class _Reading:
         return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
 
     def _model_files(self) -> list[Path]:
-        files = _numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
+        files = self._numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
         files = files or list(self.path.glob("mp_rank_00_model_states.pt"))
         if not files:
             raise CheckpointMissingError(f"{self.path} has no *_model_states.pt")
@@ -192,11 +179,11 @@ class _Reading:
                 self._add_state(name, [(offset, values.numel(), state) for offset, values, state in chunks])
                 order += 1
         inner = first["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"]
-        self._take_groups(inner["param_groups"], _scaler(first.get("loss_scaler")))
+        self._take_groups(inner["param_groups"], self._scaler(first.get("loss_scaler")))
 
     def _optimizer_files(self) -> list[Path]:
         for pattern in ("bf16_zero_pp_rank_*_mp_rank_00_optim_states.pt", "zero_pp_rank_*_mp_rank_00_optim_states.pt"):
-            files = _numbered(self.path, pattern)
+            files = self._numbered(self.path, pattern)
             if files:
                 return files
         raise CheckpointMissingError(f"{self.path} has no *_optim_states.pt")
@@ -214,7 +201,8 @@ class _Reading:
                 low, high = max(offset, chunk_offset), min(offset + shape.numel(), chunk_offset + part.numel())
                 if low < high:
                     cut = {
-                        k: v[low - chunk_offset : high - chunk_offset] if _cut(v, part) else v for k, v in state.items()
+                        k: v[low - chunk_offset : high - chunk_offset] if self._cut(v, part) else v
+                        for k, v in state.items()
                     }
                     chunks.append((low - offset, part[low - chunk_offset : high - chunk_offset], cut))
                 chunk_offset += part.numel()
@@ -225,7 +213,7 @@ class _Reading:
         self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
         """Stage 3: every parameter is cut into equal parts, the last one padded."""
-        parts = [_joined(rank, group) for rank in ranks]
+        parts = [self._joined(rank, group) for rank in ranks]
         offset = 0
         for name, shape in shapes.items():
             step, chunks = -(-shape.numel() // len(ranks)), []
@@ -233,7 +221,7 @@ class _Reading:
                 start = rank * step
                 size = min(step, shape.numel() - start)
                 if size > 0:
-                    cut = {k: v[offset : offset + size] if _cut(v, part) else v for k, v in state.items()}
+                    cut = {k: v[offset : offset + size] if self._cut(v, part) else v for k, v in state.items()}
                     chunks.append((start, part[offset : offset + size], cut))
             yield name, chunks
             offset += step
@@ -248,11 +236,13 @@ class _Reading:
             folder = self.path / "zero" / name
             if not folder.is_dir():
                 raise CheckpointMissingError(f"{folder} is missing")
-            tensors = {file.stem: _bare(load_pt(file)) for file in sorted(folder.glob("*.pt")) if file.stem != "step"}
+            tensors = {
+                file.stem: self._bare(load_pt(file)) for file in sorted(folder.glob("*.pt")) if file.stem != "step"
+            }
             step = folder / "step.pt"
             state = {key: value for key, value in tensors.items() if key != "fp32"}
             if step.exists():
-                state["step"] = torch.as_tensor(_bare(load_pt(step))).float()
+                state["step"] = torch.as_tensor(self._bare(load_pt(step))).float()
             values = tensors["fp32"].reshape(-1)
             self._add(name, shapes[name], [(0, values)], (order, groups[name]))
             self._add_state(name, [(0, values.numel(), state)])
@@ -313,38 +303,49 @@ class _Reading:
                 self.rows[name] = ManifestEntry(name, tuple(value.shape), value.dtype, kind)
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 
+    # -- what the files hold --------------------------------------------------------------------------------------
 
-def _cut(value: Any, part: torch.Tensor) -> bool:
-    """Whether a state tensor is cut as the values are; some are saved with their padding, the values without."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
+    @staticmethod
+    def _numbered(path: Path, pattern: str) -> list[Path]:
+        """Files in the order of their data-parallel rank."""
+        files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
+        if sorted(files) != list(range(len(files))):
+            raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")
+        return [files[rank] for rank in sorted(files)]
 
+    @staticmethod
+    def _cut(value: Any, part: torch.Tensor) -> bool:
+        """Whether a state tensor is cut as the values are; some are saved with their padding, the values without."""
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
 
-def _bare(loaded: Any) -> Any:
-    return loaded["param"] if isinstance(loaded, dict) else loaded
+    @staticmethod
+    def _bare(loaded: Any) -> Any:
+        return loaded["param"] if isinstance(loaded, dict) else loaded
 
+    def _joined(self, rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The flat values and state of one optimizer group at stage 3, whose sub-groups follow each other."""
+        flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
+        groups = len(rank["optimizer_state_dict"]["param_groups"])
+        if len(flat) == groups:
+            return flat[group], states.get(group, {})
+        if groups != 1:
+            raise CheckpointError(
+                f"a stage 3 file has {groups} optimizer groups in {len(flat)} sub-groups: not known here"
+            )
+        state = dict(states.get(0, {}))
+        for key, value in state.items():
+            if self._cut(value, flat[0]):
+                state[key] = torch.cat([states[number][key] for number in range(len(flat))])
+        return torch.cat(flat), state
 
-def _joined(rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The flat values and state of one optimizer group at stage 3, whose sub-groups follow each other."""
-    flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
-    groups = len(rank["optimizer_state_dict"]["param_groups"])
-    if len(flat) == groups:
-        return flat[group], states.get(group, {})
-    if groups != 1:
-        raise CheckpointError(f"a stage 3 file has {groups} optimizer groups in {len(flat)} sub-groups: not known here")
-    state = dict(states.get(0, {}))
-    for key, value in state.items():
-        if _cut(value, flat[0]):
-            state[key] = torch.cat([states[number][key] for number in range(len(flat))])
-    return torch.cat(flat), state
-
-
-def _scaler(saved: Any) -> dict[str, Any] | None:
-    """The state of our loss scaler from the attributes of upstream's."""
-    values = vars(saved) if hasattr(saved, "__dict__") else {}
-    if "cur_scale" not in values:
-        return None
-    scaler = {"scale": float(values["cur_scale"])}
-    if "cur_iter" in values:
-        scaler["clean_steps"] = values["cur_iter"] - values.get("last_overflow_iter", -1) - 1
-        scaler["hysteresis_left"] = values.get("cur_hysteresis", 1)
-    return scaler
+    @staticmethod
+    def _scaler(saved: Any) -> dict[str, Any] | None:
+        """The state of our loss scaler from the attributes of upstream's."""
+        values = vars(saved) if hasattr(saved, "__dict__") else {}
+        if "cur_scale" not in values:
+            return None
+        scaler = {"scale": float(values["cur_scale"])}
+        if "cur_iter" in values:
+            scaler["clean_steps"] = values["cur_iter"] - values.get("last_overflow_iter", -1) - 1
+            scaler["hysteresis_left"] = values.get("cur_hysteresis", 1)
+        return scaler

@@ -43,11 +43,6 @@ def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters
 
     `torch.load(weights_only=True)` opens them. A client's converter takes the weights through `zero_to_fp32` and the
     rest from here.
-
-    Args:
-        client_state: what the client saves; values that such a file may not hold are left out.
-        about: of the manifest.
-        counters: of the engine.
     """
     stage = about["stage"]
     shared = {
@@ -131,20 +126,11 @@ class _Pickler(_InPython):
 _PICKLE = SimpleNamespace(__name__=__name__, Pickler=_Pickler)  # what `torch.save` asks of a module
 
 
-def _save(value: Any, path: Path) -> Seal:
-    with filesystem.created(path) as fd:
-        sink = _Sink(fd)
-        torch.save(value, sink, pickle_module=_PICKLE)  # type: ignore[arg-type]
-    return Seal(sink.nbytes, sink.crc32)
-
-
 class UpstreamWriter:
     """Writes the files of one checkpoint.
 
     Args:
         source: the native files, complete but for the manifest.
-        ranks: all ranks; they call together.
-        settings: of the optimizer's groups.
         scale: of the loss; what is dynamic here goes on as a fixed one there.
         shared: what goes into every model file: counters, schedule, configuration, client state.
     """
@@ -170,10 +156,10 @@ class UpstreamWriter:
         with self.ranks.together("writing upstream's files"):
             if self.stage == 3 or rank == 0:
                 name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-                seals[f"{name}_model_states.pt"] = _save(model, self.source.path / f"{name}_model_states.pt")
+                seals[f"{name}_model_states.pt"] = self._save(model, self.source.path / f"{name}_model_states.pt")
             if optimizer is not None:
                 name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                seals[name] = _save(optimizer, self.source.path / name)
+                seals[name] = self._save(optimizer, self.source.path / name)
         return {name: seal for rank_seals in self.ranks.gather(seals) for name, seal in rank_seals.items()}
 
     def _read(self, wanted: list[tuple[str, ManifestEntry, int, int, torch.Tensor]]) -> None:
@@ -208,8 +194,8 @@ class UpstreamWriter:
             "module": OrderedDict(values),
             "buffer_names": [row.name for row in self.buffers],
             "optimizer": None if sharded else self._plain_optimizer(),
-            "param_shapes": [_shapes(group) for group in self.groups] if sharded else None,
-            "frozen_param_shapes": _shapes(self.frozen) if sharded and self.frozen else None,
+            "param_shapes": [self._shapes(group) for group in self.groups] if sharded else None,
+            "frozen_param_shapes": self._shapes(self.frozen) if sharded and self.frozen else None,
             "frozen_param_fragments": OrderedDict(fragments) if sharded and self.frozen else None,
             "shared_params": dict(aliases) if sharded else None,
             "dp_world_size": self.ranks.size,
@@ -224,7 +210,7 @@ class UpstreamWriter:
         for row in self.frozen:
             step = -(-row.numel // self.ranks.size)
             fragments[row.name] = torch.zeros(step, dtype=row.dtype)
-            wanted += _run(VALUE, row, self.ranks.rank * step, step, fragments[row.name])
+            wanted += self._run(VALUE, row, self.ranks.rank * step, step, fragments[row.name])
         self._read(wanted)
         return fragments
 
@@ -319,19 +305,26 @@ class UpstreamWriter:
         steps = [-(-row.numel // self.ranks.size) for row in group]
         flat, wanted, offset = torch.zeros(sum(steps), dtype=dtype), [], 0
         for row, step in zip(group, steps, strict=True):
-            wanted += _run(field, row, self.ranks.rank * step, step, flat[offset : offset + step])
+            wanted += self._run(field, row, self.ranks.rank * step, step, flat[offset : offset + step])
             offset += step
         self._read(wanted)
         return flat
 
+    @staticmethod
+    def _save(value: Any, path: Path) -> Seal:
+        with filesystem.created(path) as fd:
+            sink = _Sink(fd)
+            torch.save(value, sink, pickle_module=_PICKLE)  # type: ignore[arg-type]
+        return Seal(sink.nbytes, sink.crc32)
 
-def _run(
-    field: str, row: ManifestEntry, start: int, numel: int, into: torch.Tensor
-) -> list[tuple[str, ManifestEntry, int, int, torch.Tensor]]:
-    """Elements [start, start + numel) of a parameter as far as it has them."""
-    stop = min(start + numel, row.numel)
-    return [(field, row, start, stop, into[: stop - start])] if start < stop else []
+    @staticmethod
+    def _run(
+        field: str, row: ManifestEntry, start: int, numel: int, into: torch.Tensor
+    ) -> list[tuple[str, ManifestEntry, int, int, torch.Tensor]]:
+        """Elements [start, start + numel) of a parameter as far as it has them."""
+        stop = min(start + numel, row.numel)
+        return [(field, row, start, stop, into[: stop - start])] if start < stop else []
 
-
-def _shapes(rows: list[ManifestEntry]) -> OrderedDict[str, torch.Size]:
-    return OrderedDict((row.name, torch.Size(row.shape)) for row in rows)
+    @staticmethod
+    def _shapes(rows: list[ManifestEntry]) -> OrderedDict[str, torch.Size]:
+        return OrderedDict((row.name, torch.Size(row.shape)) for row in rows)

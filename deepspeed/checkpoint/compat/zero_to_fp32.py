@@ -29,10 +29,6 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
     Args:
         folder: holds the tags, or is the folder of a tag itself.
         tag: which; None: what `latest` names, or the newest that is complete.
-
-    Raises:
-        CheckpointMissingError: there is none.
-        CheckpointCorruptError: it is broken.
     """
     path = Path(folder)
     if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_model_states.pt"))):

@@ -90,11 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files in full, then sync them together: one commit of the file system's journal serves all.
-
-    Args:
-        contents: by path; a file that begins with `#!` can be executed.
-    """
+    """Write small files in full, then sync them together: one commit of the file system's journal serves all."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))
@@ -103,11 +99,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def checked_tag(tag: object) -> str:
-    """A tag as text.
-
-    Raises:
-        CheckpointError: it is not one plain, visible name.
-    """
+    """A tag as text, which is one plain, visible name."""
     text = str(tag)
     if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
         raise CheckpointError(
@@ -135,17 +127,15 @@ def tag_under_way(name: str) -> str | None:
     return None
 
 
-def publish(folder: Path, tag: str, beside: Mapping[str, bytes]) -> None:
+def publish(folder: Path, tag: str, small_files: Mapping[str, bytes]) -> None:
     """Give a complete staging folder its name; what had it before stays whole until then.
 
     Args:
-        folder: holds the tags.
-        tag: a checked tag.
-        beside: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
+        small_files: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
     """
     final, old = folder / tag, replaced_of(folder, tag)
-    hidden = {name: folder / f".{name}{_STAGING}" for name in beside}
-    write_files({hidden[name]: data for name, data in beside.items()})
+    hidden = {name: folder / f".{name}{_STAGING}" for name in small_files}
+    write_files({hidden[name]: data for name, data in small_files.items()})
     if old.exists():
         current.remove(old)
     if final.exists():

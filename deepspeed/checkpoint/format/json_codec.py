@@ -42,15 +42,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON value of `value`.
-
-        Args:
-            value: any object.
-            path: what it is called in errors, as in `client_state['loops']`.
-
-        Raises:
-            CheckpointError: something inside has no place in JSON; the message has its path.
-        """
+        """The JSON value of `value`. `path` names it in errors, as in `client_state['loops']`."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -90,16 +82,18 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return _typed("numpy", [value.dtype.str, base64.b64encode(value.tobytes()).decode()])
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and kind is np.ndarray:
-            return _typed("array", [value.dtype.str, list(value.shape), self._aside(_bytes_of(value))])
+            data = bytearray(value.tobytes())
+            bytes_of_array = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+            return _typed("array", [value.dtype.str, list(value.shape), self._aside(bytes_of_array)])
         if isinstance(value, pathlib.PurePath):
             return _typed("path", str(value))
-        if isinstance(value, enum.Enum) and _is_found(kind):
+        if isinstance(value, enum.Enum) and self._is_found(kind):
             return _typed("enum", [kind.__module__, kind.__qualname__, self.encode(value.value, f"{path}.value")])
-        if dataclasses.is_dataclass(value) and _is_found(kind):
+        if dataclasses.is_dataclass(value) and self._is_found(kind):
             names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
             inside = {name: self.encode(getattr(value, name), f"{path}.{name}") for name in names}
             return _typed("dataclass", [kind.__module__, kind.__qualname__, inside])
-        if isinstance(value, tuple) and hasattr(kind, "_fields") and _is_found(kind):
+        if isinstance(value, tuple) and hasattr(kind, "_fields") and self._is_found(kind):
             items = [self.encode(item, f"{path}.{name}") for name, item in zip(kind._fields, value, strict=True)]
             return _typed("namedtuple", [kind.__module__, kind.__qualname__, items])
         if self.pickled is None:
@@ -121,28 +115,23 @@ class Encoder:
             for key, item in value.items()
         ]
 
+    @staticmethod
+    def _is_found(kind: type) -> bool:
+        """Whether a class can be found again under its own name."""
+        return "<locals>" not in kind.__qualname__ and _look_up(kind.__module__, kind.__qualname__) is kind
+
     def _aside(self, tensor: torch.Tensor) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
 
 class Decoder:
-    """Turns JSON values back into objects.
-
-    Args:
-        tensors: gives the tensor of a number.
-        pickled: what the pickle of the checkpoint holds.
-    """
+    """Turns JSON values back into objects."""
 
     def __init__(self, tensors: Callable[[int], torch.Tensor], pickled: list[Any] | None = None) -> None:
         self._tensors, self._pickled = tensors, pickled or []
 
     def decode(self, value: Any) -> Any:
-        """The object of a JSON value.
-
-        Raises:
-            CheckpointError: a type that is unknown, or a class that is not imported.
-        """
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -198,17 +187,25 @@ class Decoder:
         return np.frombuffer(self._tensors(number).numpy().tobytes(), dtype=dtype).reshape(shape).copy()
 
     def _as_enum(self, inside: Any) -> Any:
-        return _class(inside[0], inside[1], enum.Enum)(self.decode(inside[2]))
+        return self._class(inside[0], inside[1], enum.Enum)(self.decode(inside[2]))
 
     def _as_dataclass(self, inside: Any) -> Any:
-        cls = _class(inside[0], inside[1], object)
+        cls = self._class(inside[0], inside[1], object)
         instance = object.__new__(cls)
         for name, item in inside[2].items():
             object.__setattr__(instance, name, self.decode(item))
         return instance
 
     def _as_namedtuple(self, inside: Any) -> Any:
-        return tuple.__new__(_class(inside[0], inside[1], tuple), self.decode(inside[2]))
+        return tuple.__new__(self._class(inside[0], inside[1], tuple), self.decode(inside[2]))
+
+    @staticmethod
+    def _class(module: str, name: str, parent: type) -> Any:
+        target = _look_up(module, name)
+        fits = isinstance(target, type) and issubclass(target, parent)
+        if not fits or (parent is object and not dataclasses.is_dataclass(target)):
+            raise CheckpointError(f"the checkpoint holds a {module}.{name}; import it before loading")
+        return target
 
     def _as_pickle(self, inside: Any) -> Any:
         return self._pickled[inside]
@@ -218,27 +215,10 @@ def _typed(name: str, value: Any) -> dict[str, Any]:
     return {_TYPE: name, _VALUE: value}
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.nbytes else torch.empty(0).byte()
-
-
-def _is_found(kind: type) -> bool:
-    """Whether a class can be found again under its own name."""
-    return "<locals>" not in kind.__qualname__ and _look_up(kind.__module__, kind.__qualname__) is kind
-
-
 def _look_up(module: str, name: str) -> Any:
     target: Any = sys.modules.get(module)
     for part in name.split("."):
         target = getattr(target, part, None)
-    return target
-
-
-def _class(module: str, name: str, parent: type) -> Any:
-    target = _look_up(module, name)
-    fits = isinstance(target, type) and issubclass(target, parent)
-    if not fits or (parent is object and not dataclasses.is_dataclass(target)):
-        raise CheckpointError(f"the checkpoint holds a {module}.{name}; import it before loading")
     return target
 
 

@@ -37,7 +37,6 @@ VALUE, GRADIENT = "value", "gradient"
 
 
 def rank_file(rank: int) -> str:
-    """The tensor file of a rank."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -56,8 +55,6 @@ class ManifestEntry:
     """One parameter or buffer.
 
     Args:
-        name: qualified name in the module.
-        shape: global shape.
         dtype: of the stored value: that of the master where there is one.
         kind: `trained`, `frozen`, `left out` (frozen, and its values were not stored) or `buffer`.
         state: which of the optimizer states; None: it has none (yet).
@@ -77,12 +74,10 @@ class ManifestEntry:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def everything(self) -> RegionRange:
-        """All of its elements."""
         return RegionRange(Region(self.shape), 0, self.numel)
 
 
@@ -101,13 +96,11 @@ class StateRule:
     values: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
         whole = {key: [NAMES[dtype], list(shape)] for key, (dtype, shape) in self.whole.items()}
         return {"sliced": {k: NAMES[d] for k, d in self.sliced.items()}, "whole": whole, "values": self.values}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> StateRule:
-        """From JSON."""
         whole = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in fields["whole"].items()}
         return StateRule({k: DTYPES[d] for k, d in fields["sliced"].items()}, whole, fields["values"])
 
@@ -145,9 +138,7 @@ class CutGroup:
         """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
 
         Args:
-            index: position in the group.
             low: first element of the flattened packed box.
-            high: one past the last.
         """
         box, cuts, offset = self.boxes[index], self.layout.cuts, self._offsets[index]
         end = offset + box.numel
@@ -161,12 +152,7 @@ class CutGroup:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements of one stored piece, and where they go.
-
-    Args:
-        file: file name.
-        copy: from the piece to the destination.
-    """
+    """Elements of one stored piece, and where they go."""
 
     file: str
     copy: Copy
@@ -177,10 +163,8 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Args:
-        rows: parameters and buffers.
         groups: how they are cut and where they lie; none where the values are elsewhere.
         states: the different optimizer states; rows refer to them by number.
-        files: every file beside the manifest, with its seal.
         about: everything else: counters, who saved, typed JSON of small state.
     """
 
@@ -204,7 +188,6 @@ class Manifest:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tied parameters."""
         return self.about.get("aliases", {})
 
     def row(self, name: str) -> ManifestEntry | None:
@@ -213,12 +196,7 @@ class Manifest:
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """The optimizer state of a parameter; of one box, where boxes have different ones.
-
-        Args:
-            row: the parameter.
-            box: None: any.
-        """
+        """The optimizer state of a parameter; of one box, where boxes have different ones."""
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
@@ -237,7 +215,7 @@ class Manifest:
         return self._find(row, box) is not None if self.groups else box.whole
 
     def reads(self, row: ManifestEntry, wanted: RegionRange) -> Iterator[Read]:
-        """What must be read for a range of any box of a parameter; the same for every field that is cut as it is."""
+        """All that a range of a parameter takes; the same for every field that is cut as it is."""
         for group, index in self._stored.get(row.name, ()):
             low, high = extent(group.boxes[index].packed, wanted)
             for file, piece in group.pieces(index, low, high):
@@ -256,9 +234,16 @@ class Manifest:
     # -- on disk --------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
-        boxes, files = _Numbers({(): 0}), _Numbers()
-        groups = [[list(g.rows), list(_signed(g, boxes)), g.rule, files(g.files), list(g.states)] for g in self.groups]
+        boxes: dict[Any, int] = {(): 0}  # numbers by cuts, in the order in which they are seen
+        files: dict[tuple[str, ...], int] = {}
+        groups = []
+        for g in self.groups:
+            numbers = [boxes.setdefault(box.cuts, len(boxes)) for box in g.boxes]
+            # -1 minus the number of the box of a tensor that another group stores.
+            stored = g.stored or [True] * len(g.rows)
+            signed = [number if here else -1 - number for number, here in zip(numbers, stored, strict=True)]
+            file_number = files.setdefault(g.files, len(files))
+            groups.append([list(g.rows), signed, g.rule, file_number, list(g.states)])
         body = {
             "format": "deepspeed",
             "version": VERSION,
@@ -268,8 +253,8 @@ class Manifest:
             "columns": ["name", "shape", "dtype", "kind", "state", "order", "group"],
         }
         lines = {
-            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes.seen],
-            "slices": list(files.seen),
+            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes],
+            "slices": list(files),
             "groups": groups,
             "rows": [[r.name, r.shape, NAMES[r.dtype], r.kind, r.state, r.order, r.group] for r in self.rows],
         }
@@ -281,11 +266,6 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes, where: Path) -> Manifest:
-        """Parse the file's contents.
-
-        Raises:
-            CheckpointCorruptError: they are not what was written, or of a version that is not known here.
-        """
         size = len(_PREFIX % 0)
         try:
             stored_crc = int(data[len('{"crc32": "') :][:8], 16)
@@ -297,10 +277,10 @@ class Manifest:
                 raise CheckpointCorruptError(f"{where} differs from what was written (its checksum does not hold)")
             body = json.loads(data[size:-2])
             version = body.pop("version")
-            if body.pop("format") != "deepspeed" or version not in _READERS:
+            if body.pop("format") != "deepspeed" or version not in (1, VERSION):
                 raise CheckpointCorruptError(f"{where} was written by a newer version of this package")
             rows = [ManifestEntry(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
-            groups = list(_READERS[version](rows, body))
+            groups = list(Manifest._groups_of_format_1(rows, body) if version == 1 else Manifest._groups(rows, body))
             states = [StateRule.from_json(state) for state in body.pop("states")]
             seals = {name: Seal(size, int(crc, 16)) for name, (size, crc) in body.pop("files").items()}
             body.pop("columns")
@@ -312,56 +292,30 @@ class Manifest:
             raise CheckpointCorruptError(f"{where} names files outside of its folder")
         return Manifest(rows, groups, states, seals, body)
 
+    @staticmethod
+    def _groups(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
+        cuts = [
+            tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
+            for box in body.pop("boxes")
+        ]
+        slices = [tuple(files) for files in body.pop("slices")]
+        for numbers, signed, rule, files, states in body.pop("groups"):
+            stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
+            positions = (number if number >= 0 else -1 - number for number in signed)
+            boxes = tuple(Region(rows[n].shape, cuts[position]) for n, position in zip(numbers, positions, strict=True))
+            yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
 
-class _Numbers:
-    """Numbers things in the order in which they are seen."""
-
-    def __init__(self, seen: dict[Any, int] | None = None) -> None:
-        self.seen = seen or {}
-
-    def __call__(self, key: Any) -> int:
-        return self.seen.setdefault(key, len(self.seen))
-
-
-def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
-    """The number of each tensor's box; -1 minus it where the tensor is stored by another group."""
-    stored = group.stored or [True] * len(group.rows)
-    for box, here in zip(group.boxes, stored, strict=True):
-        number = boxes(box.cuts)
-        yield number if here else -1 - number
-
-
-def _groups_of_format_2(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
-    cuts = [
-        tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
-        for box in body.pop("boxes")
-    ]
-    slices = [tuple(files) for files in body.pop("slices")]
-    for numbers, signed, rule, files, states in body.pop("groups"):
-        stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
-        positions = (number if number >= 0 else -1 - number for number in signed)
-        boxes = tuple(Region(rows[n].shape, cuts[position]) for n, position in zip(numbers, positions, strict=True))
-        yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
-
-
-def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
-    offset = 0
-    for count, rule, ranks in body.pop("groups"):
-        numbers = tuple(range(offset, offset + count))
-        boxes = tuple(Region(row.shape) for row in rows[offset : offset + count])
-        yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
-        offset += count
-
-
-_READERS = {1: _groups_of_format_1, VERSION: _groups_of_format_2}
+    @staticmethod
+    def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
+        offset = 0
+        for count, rule, ranks in body.pop("groups"):
+            numbers = tuple(range(offset, offset + count))
+            boxes = tuple(Region(row.shape) for row in rows[offset : offset + count])
+            yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
+            offset += count
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder.
-
-    Raises:
-        CheckpointCorruptError: there is none, or it is broken.
-    """
     path = folder / MANIFEST
     try:
         data = path.read_bytes()
@@ -371,11 +325,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """See that every file is there in its full length.
-
-    Raises:
-        CheckpointCorruptError: one is not.
-    """
+    """See that every file is there in its full length."""
     for name, seal in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

@@ -31,11 +31,7 @@ from deepspeed.native import library
 
 
 def crc32(data: torch.Tensor) -> int:
-    """The CRC-32 of some bytes.
-
-    Args:
-        data: 1-D, uint8, contiguous, on the CPU.
-    """
+    """The CRC-32 of a tensor of bytes: 1-D, uint8, contiguous, on the CPU."""
     native = _native()
     return zlib.crc32(data.numpy().data) if native is None else native(data.data_ptr(), data.numel())
 
@@ -68,11 +64,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name of a dtype in a safetensors file.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """The name of a dtype in a safetensors file."""
     if dtype not in NAMES:
         raise CheckpointError(f"{what} is of {dtype}, which safetensors files cannot hold; convert it before saving")
     return NAMES[dtype]
@@ -83,9 +75,6 @@ class TensorToWrite:
     """A tensor that is to be written.
 
     Args:
-        name: in the file.
-        dtype: of its elements.
-        shape: of the tensor.
         values: gives the values: contiguous, of that many elements.
         hold: must be entered around `values` and its use; None: they stay where they are until the file is written.
     """
@@ -98,7 +87,6 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -126,38 +114,28 @@ def file_bytes(entries: Iterable[TensorToWrite]) -> int:
 
 
 def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
-    """Write a new file; it is on the disk when this returns.
-
-    Args:
-        path: the file.
-        entries: in any order; large ones are written from where they lie.
-        metadata: text for the header.
-    """
+    """Write a new file; it is on the disk when this returns. Large tensors are written from where they lie."""
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     body = sum(entry.nbytes for entry in ordered)
     blocks = -(-body // BLOCK)
     blocks += blocks % 2  # an even number of them keeps what follows aligned to eight bytes
-    header = _header(ordered, blocks, metadata)
-    base = len(header) + 4 * blocks
-    with filesystem.created(path) as fd:
-        table = _BodyWriter(fd, base, blocks).write(ordered)
-        head = header + table
-        filesystem.current.write(fd, memoryview(head), 0)
-    return Seal(base + body, zlib.crc32(head))
-
-
-def _header(entries: list[TensorToWrite], blocks: int, metadata: dict[str, str]) -> bytes:
     described: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 4 * blocks
     described[_TABLE] = {"dtype": "U32", "shape": [blocks], "data_offsets": [0, offset]}
-    for entry in entries:
+    for entry in ordered:
         end = offset + entry.nbytes
         name = name_of(entry.dtype, entry.name)
         described[entry.name] = {"dtype": name, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    base = len(header) + 4 * blocks
+    with filesystem.created(path) as fd:
+        table = _BodyWriter(fd, base, blocks).write(ordered)
+        head = header + table
+        filesystem.current.write(fd, memoryview(head), 0)
+    return Seal(base + body, zlib.crc32(head))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,11 +237,7 @@ class TensorFile:
     """A safetensors file, ours or anyone's, open for reading.
 
     Args:
-        path: the file.
         seal: what the manifest says of it; None for files without checksums.
-
-    Raises:
-        CheckpointCorruptError: it is shorter or longer than it was, or header and table are not what was written.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None) -> None:
@@ -288,7 +262,7 @@ class TensorFile:
             described = json.loads(text)
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
             base = 8 + length
-            self.entries = {name: _stored(entry, base, size) for name, entry in described.items()}
+            self.entries = {name: self._stored(entry, base, size) for name, entry in described.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorruptError(f"{self.path}: its header cannot be read ({error})") from error
         self._base, self._table = base, b""
@@ -300,7 +274,6 @@ class TensorFile:
         self._end = size
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def __enter__(self) -> TensorFile:
@@ -310,11 +283,6 @@ class TensorFile:
         self.close()
 
     def find(self, name: str) -> TensorLocation:
-        """Where a tensor lies.
-
-        Raises:
-            CheckpointCorruptError: it is not in the file.
-        """
         if name not in self.entries:
             raise CheckpointCorruptError(f"{self.path} does not hold {name!r}")
         return self.entries[name]
@@ -327,11 +295,7 @@ class TensorFile:
         return tensor
 
     def verify(self) -> None:
-        """Read every byte and compare.
-
-        Raises:
-            CheckpointCorruptError: a block differs; the message names the tensors in it.
-        """
+        """Read every byte and compare; the error names the tensors in a block that differs."""
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
             self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
@@ -360,13 +324,31 @@ class TensorFile:
         for start in range(first, end, BLOCK):
             yield start, min(start + BLOCK, self._end if self._table else end)
 
+    def read_blocks(self, blocks: list[Block]) -> None:
+        """Read ascending blocks, through a descriptor of their own: the kernel reads ahead for each of them."""
+        fd, scratch = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), torch.empty(BLOCK, dtype=torch.uint8)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            for begin, end, inside in blocks:
+                place = inside[0].in_place(begin, end) if len(inside) == 1 else None
+                if place is not None:
+                    self._fill(fd, place, begin)
+                    continue
+                block = scratch[: end - begin]
+                self._fill(fd, block, begin)
+                for range_ in inside:
+                    range_.take(block, begin, end)
+        finally:
+            os.close(fd)
 
-def _stored(entry: dict[str, Any], base: int, size: int) -> TensorLocation:
-    begin, end = entry["data_offsets"]
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("an entry lies outside the file or is not as long as its shape")
-    return TensorLocation(dtype, shape, base + begin, base + end)
+    @staticmethod
+    def _stored(entry: dict[str, Any], base: int, size: int) -> TensorLocation:
+        begin, end = entry["data_offsets"]
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError("an entry lies outside the file or is not as long as its shape")
+        return TensorLocation(dtype, shape, base + begin, base + end)
 
 
 @dataclass(frozen=True)
@@ -389,7 +371,6 @@ class Range:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
         return self.into.shape[-1] * self.dtype.itemsize
 
     def rows_in(self, begin: int, end: int) -> tuple[int, int]:
@@ -403,20 +384,46 @@ class Range:
         """The first byte of a row, and where it goes."""
         return self.begin + number * self.stride, self.into[number] if self.stride else self.into
 
+    def in_place(self, begin: int, end: int) -> torch.Tensor | None:
+        """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
+        first, last = self.rows_in(begin, end)
+        column, into = self.row_at(first)
+        if last - first != 1 or column > begin or column + self.row < end:
+            return None
+        if into.dtype != self.dtype or into.device.type != "cpu" or not into.is_contiguous():
+            return None
+        return _bytes_of(into)[begin - column : end - column]
 
-_Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
+    def take(self, block: torch.Tensor, begin: int, end: int) -> None:
+        """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
+        first, last = self.rows_in(begin, end)
+        whole_first = first + (self.row_at(first)[0] < begin)
+        whole_last = last - (self.row_at(last - 1)[0] + self.row > end)
+        for number in {first, last - 1}:
+            if not whole_first <= number < whole_last:
+                column, into = self.row_at(number)
+                low, high, size = max(begin, column), min(end, column + self.row), self.dtype.itemsize
+                into[(low - column) // size : (high - column) // size].copy_(
+                    block[low - begin : high - begin].view(self.dtype)
+                )
+        if whole_first >= whole_last:
+            return
+        column, into = self.row_at(whole_first)
+        if not self.stride:
+            into.copy_(block[column - begin : column - begin + self.row].view(self.dtype))
+            return
+        rows = whole_last - whole_first
+        values = block[column - begin : column - begin + (rows - 1) * self.stride + self.row].view(self.dtype)
+        strided = values.as_strided((rows, self.into.shape[1]), (self.stride // self.dtype.itemsize, 1))
+        self.into[whole_first:whole_last].copy_(strided)
+
+
+Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
 
 
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
-    """Read ranges of files into tensors; every block that is touched is verified.
-
-    Args:
-        wanted: the ranges of each file.
-
-    Raises:
-        CheckpointCorruptError: a block differs from what was written.
-    """
-    runs: list[tuple[TensorFile, list[_Block]]] = []
+    """Read ranges of files into tensors; every block that is touched is verified."""
+    runs: list[tuple[TensorFile, list[Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}
         for range_ in ranges:
@@ -430,72 +437,13 @@ def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
     # Stacks and heaps of threads are addresses, and what C libraries keep of them stays when the threads are gone.
     if len(tasks) <= 1 or limits_addresses():
         for file, run in tasks:
-            _read_run(file, run)
+            file.read_blocks(run)
         return
     with ThreadPoolExecutor(_READERS, "deepspeed-load") as pool:
-        futures = [pool.submit(_read_run, file, run) for file, run in tasks]
+        futures = [pool.submit(file.read_blocks, run) for file, run in tasks]
         wait(futures, return_when="FIRST_EXCEPTION")
         for future in futures:
             future.cancel()
         for future in futures:
             if not future.cancelled():
                 future.result()
-
-
-def _read_run(file: TensorFile, run: list[_Block]) -> None:
-    """Read ascending blocks of a file, through a descriptor of its own: the kernel reads ahead for each of them."""
-    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        _read_blocks(file, fd, run)
-    finally:
-        os.close(fd)
-
-
-def _read_blocks(file: TensorFile, fd: int, run: list[_Block]) -> None:
-    scratch = torch.empty(BLOCK, dtype=torch.uint8)
-    for begin, end, inside in run:
-        place = _in_place(inside[0], begin, end) if len(inside) == 1 else None
-        if place is not None:
-            file._fill(fd, place, begin)
-            continue
-        block = scratch[: end - begin]
-        file._fill(fd, block, begin)
-        for range_ in inside:
-            _take(range_, block, begin, end)
-
-
-def _in_place(range_: Range, begin: int, end: int) -> torch.Tensor | None:
-    """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
-    first, last = range_.rows_in(begin, end)
-    column, into = range_.row_at(first)
-    if last - first != 1 or column > begin or column + range_.row < end:
-        return None
-    if into.dtype != range_.dtype or into.device.type != "cpu" or not into.is_contiguous():
-        return None
-    return _bytes_of(into)[begin - column : end - column]
-
-
-def _take(range_: Range, block: torch.Tensor, begin: int, end: int) -> None:
-    """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
-    first, last = range_.rows_in(begin, end)
-    whole_first = first + (range_.row_at(first)[0] < begin)
-    whole_last = last - (range_.row_at(last - 1)[0] + range_.row > end)
-    for number in {first, last - 1}:
-        if not whole_first <= number < whole_last:
-            column, into = range_.row_at(number)
-            low, high, size = max(begin, column), min(end, column + range_.row), range_.dtype.itemsize
-            into[(low - column) // size : (high - column) // size].copy_(
-                block[low - begin : high - begin].view(range_.dtype)
-            )
-    if whole_first >= whole_last:
-        return
-    column, into = range_.row_at(whole_first)
-    if not range_.stride:
-        into.copy_(block[column - begin : column - begin + range_.row].view(range_.dtype))
-        return
-    rows = whole_last - whole_first
-    values = block[column - begin : column - begin + (rows - 1) * range_.stride + range_.row].view(range_.dtype)
-    strided = values.as_strided((rows, range_.into.shape[1]), (range_.stride // range_.dtype.itemsize, 1))
-    range_.into[whole_first:whole_last].copy_(strided)

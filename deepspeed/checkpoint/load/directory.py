@@ -20,9 +20,7 @@ class CheckpointStatus:
 
     Args:
         kind: `native`, `foreign`, or empty: nothing that can be loaded.
-        problem: why not.
         saved_at: when it was saved, in ns.
-        crc32: of the manifest.
         absent: files it names that are not there in full length.
     """
 
@@ -54,17 +52,15 @@ def look(folder: Path, tag: str) -> CheckpointStatus:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
         return CheckpointStatus(problem=str(error))
-    absent = frozenset(name for name, seal in manifest.files.items() if _size(path / name) != seal.nbytes)
-    return CheckpointStatus(
-        "native", "", manifest.about["saved_at"], zlib.crc32((path / MANIFEST).read_bytes()), absent
-    )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
+    absent = set()
+    for name, seal in manifest.files.items():
+        try:
+            if (path / name).stat().st_size != seal.nbytes:
+                absent.add(name)
+        except OSError:
+            absent.add(name)
+    crc32 = zlib.crc32((path / MANIFEST).read_bytes())
+    return CheckpointStatus("native", "", manifest.about["saved_at"], crc32, frozenset(absent))
 
 
 def is_foreign(path: Path) -> bool:
@@ -92,25 +88,14 @@ def read_latest(folder: Path, name: str) -> str | None:
 
 
 class Finder:
-    """Finds a checkpoint for all ranks; they call together and get the same one.
-
-    Args:
-        folder: holds the tags.
-        ranks: who loads.
-        allow_pickle: of the checkpoint that is found.
-    """
+    """Finds a checkpoint for all ranks; they call together and get the same one."""
 
     def __init__(self, folder: Path, ranks: Ranks, allow_pickle: bool = False) -> None:
         self.folder, self.ranks, self._allow_pickle = folder, ranks, allow_pickle
         self.skipped: dict[str, str] = {}
 
     def named(self, tag: str) -> Source | Path:
-        """The checkpoint of a tag; a path when it is not in the native format.
-
-        Raises:
-            CheckpointMissingError: there is none.
-            CheckpointCorruptError: it is broken.
-        """
+        """The checkpoint of a tag; a path when it is not in the native format."""
         return self._open(tag, self.ranks.gather(look(self.folder, tag)))
 
     def latest(self, name: str = filesystem.LATEST) -> str | None:
@@ -174,8 +159,6 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
     """Remove complete native checkpoints beyond the newest ones; nothing else in the folder is touched.
 
     Args:
-        folder: holds the tags.
-        newest: the tag that was just saved; always kept.
         keep_last: how many are kept (`checkpoint.keep_last`).
         keep_every: those whose step is a multiple stay too (`checkpoint.keep_every`).
     """

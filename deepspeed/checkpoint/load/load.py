@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ from deepspeed.checkpoint.format.manifest import (
     LEFT_OUT,
     VALUE,
     ManifestEntry,
-    StateRule,
     entry_name,
     state_field,
 )
@@ -32,15 +31,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass
 class Loaded:
-    """What a load found.
-
-    Args:
-        missing: names of the model that the checkpoint does not have.
-        unexpected: names of the checkpoint that the model does not have.
-        left_out: frozen parameters the save left out.
-        elements: elements of parameters and buffers that were loaded.
-        total: elements the model has.
-    """
+    """What a load found."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -65,11 +56,7 @@ def _read_all(
     """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
 
     Args:
-        view: the state.
-        source: the checkpoint.
         slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
-        more: slots of no group.
-        rounded: values are rounded to the dtype of their group's parameters.
     """
 
     def read(groups: Iterable[ShardGroup], others: Slots) -> None:
@@ -94,16 +81,7 @@ def compare(
     """Match names and shapes of the model and the checkpoint.
 
     Args:
-        view: the model.
-        source: the checkpoint.
-        strict: any difference of names is an error.
         elsewhere: names of the model that other ranks hold.
-
-    Returns:
-        The rows by the model's names, and the differences.
-
-    Raises:
-        CheckpointError: names differ and `strict`, or a shape differs.
     """
     shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
     rows, loaded = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
@@ -142,9 +120,6 @@ def load_values(
     """Read parameters and buffers, and make them those of every rank. All ranks call together.
 
     Args:
-        view: the state.
-        source: the checkpoint.
-        rows: by the model's names.
         settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
         rounded: masters become what the parameters are, which are rounded to 16 bits.
     """
@@ -171,54 +146,28 @@ def load_values(
 def load_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together.
-
-    Args:
-        view: the engine's state, which `check_optimizer` has found to fit.
-        source: the checkpoint.
-        rows: by the model's names.
-        settings: of each optimizer group, as they were saved.
-    """
+    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together."""
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
     view.share_counters()
 
 
-def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
-    members = [member for member in group.members if member.name in rows]
-    return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
-
-
 def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
+    """Set the settings of the optimizer's groups; a tensor keeps its identity (a learning rate that others hold)."""
     groups = [] if view.optimizer is None else view.optimizer.param_groups
     for group, saved in zip(groups, settings, strict=True):
         for key, value in saved.items():
-            _set(group, key, value)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a setting of an optimizer group; a tensor keeps its identity (a learning rate that others hold)."""
-    there: Any = group.get(key)
-    if isinstance(there, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
-        there.fill_(value)
-    else:
-        group[key] = value
+            there: Any = group.get(key)
+            if isinstance(there, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+                there.fill_(value)
+            else:
+                group[key] = value
 
 
 def check_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """See that an optimizer's state can be loaded; nothing is changed.
-
-    Args:
-        view: the engine's state.
-        source: the checkpoint.
-        rows: by the model's names.
-        settings: of each optimizer group, as they were saved.
-
-    Raises:
-        CheckpointError: the groups are not the ones that were saved, or a state cannot be cut as it is here.
-    """
+    """See that an optimizer's state can be loaded; nothing is changed."""
     have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
     advice = "build the optimizer as it was, or pass load_optimizer_states=False"
     if have != len(settings):
@@ -243,31 +192,30 @@ def check_optimizer(
                 )
 
 
-def _prepare(view: StateView, source: Source, member: ParamRecord, row: ManifestEntry) -> Slots:
-    """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
-    rule, slots = source.manifest.state_of(row, view.box(member.name)), []
-    view.note_state(member, rule is not None)
-    for fragment in view.fragments_of(member):
-        if rule is None:
-            view.set_state(fragment, {})
-            continue
-        rest = dict(_numbers(rule))
-        for key, (dtype, shape) in rule.whole.items():
-            rest[key] = torch.zeros(shape, dtype=dtype, device=fragment.leaf.device)
-        view.set_state(fragment, view.prepare_state(fragment, rule.sliced, rest))
-        slots += [(state_field(key), row, view.whole_state(fragment, key)) for key in rule.whole]
-        span = (fragment.range.start, fragment.range.stop)
-        slots += [(state_field(key), row, view.state(fragment, key, *span)) for key in rule.sliced]
+def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
+    """Give a group's parameters optimizer states of the saved form; their tensors, still to be read."""
+    slots, decoder = [], Decoder(lambda _: torch.empty(0))
+    for member in (member for member in group.members if member.name in rows):
+        row = rows[member.name]
+        rule = source.manifest.state_of(row, view.box(member.name))
+        view.note_state(member, rule is not None)
+        for fragment in view.fragments_of(member):
+            if rule is None:
+                view.set_state(fragment, {})
+                continue
+            rest: dict[str, Any] = {}
+            for key, value in rule.values.items():
+                if isinstance(value, dict) and set(value) == {"number", "dtype"}:
+                    rest[key] = torch.tensor(decoder.decode(value["number"]), dtype=DTYPES[value["dtype"]])
+                else:
+                    rest[key] = decoder.decode(value)
+            for key, (dtype, shape) in rule.whole.items():
+                rest[key] = torch.zeros(shape, dtype=dtype, device=fragment.leaf.device)
+            view.set_state(fragment, view.prepare_state(fragment, rule.sliced, rest))
+            slots += [(state_field(key), row, view.whole_state(fragment, key)) for key in rule.whole]
+            span = (fragment.range.start, fragment.range.stop)
+            slots += [(state_field(key), row, view.state(fragment, key, *span)) for key in rule.sliced]
     return slots
-
-
-def _numbers(rule: StateRule) -> Iterator[tuple[str, Any]]:
-    decoder = Decoder(lambda _: torch.empty(0))
-    for key, value in rule.values.items():
-        if isinstance(value, dict) and set(value) == {"number", "dtype"}:
-            yield key, torch.tensor(decoder.decode(value["number"]), dtype=DTYPES[value["dtype"]])
-        else:
-            yield key, decoder.decode(value)
 
 
 # -- the middle of a window -------------------------------------------------------------------------------------------
@@ -281,17 +229,18 @@ def load_window(
     On the topology of the save every buffer becomes what it was; on another one the gradients so far are added up.
 
     Args:
-        view: the engine's state.
-        source: the checkpoint.
-        rows: by the model's names.
-        ranks: who loads.
         private: this rank's own state of the save; empty on another mesh.
 
     Returns:
         Whether it is the topology of the save, and the parameters that had a gradient.
     """
     about = source.manifest.about
-    same = all(ranks.gather(_same_groups(view, about, private)))
+    if "groups" in private:
+        same_here = private["groups"] == view.topology()
+    else:  # format 1
+        named = [[group.name, group.layout.ranks] for group in view.groups]
+        same_here = bool(private) and named == about["group_names"] and not view.cut
+    same = all(ranks.gather(same_here))
     filled = set(about["filled"])
 
     def slots_of(group: ShardGroup) -> Slots:
@@ -303,29 +252,15 @@ def load_window(
             view.fill(group)
     _read_all(view, source, slots_of, [])
     if same:
-        _open_rounds(view, source, ranks.rank, private["rounds"])
+        groups, wanted = {group.name: group for group in view.groups}, dict[str, torch.Tensor]()
+        for saved_round in private["rounds"]:
+            group, dtype = groups[saved_round["group"]], DTYPES[saved_round["dtype"]]
+            names = saved_round["names"]
+            places = view.open_round(group, dtype, saved_round["at_owner"], names, saved_round["fresh"])
+            wanted |= {entry_name("round", name): place for name, place in places.items()}
+        source.private_tensors(ranks.rank, wanted)
         return True, private["touched"]
     return False, _add_rounds(view, source)
-
-
-def _same_groups(view: StateView, about: dict[str, Any], private: dict[str, Any]) -> bool:
-    """Whether the groups of this rank are those that saved its own state."""
-    if "groups" in private:
-        return private["groups"] == view.topology()
-    named = [[group.name, group.layout.ranks] for group in view.groups]
-    return bool(private) and named == about["group_names"] and not view.cut  # format 1
-
-
-def _open_rounds(view: StateView, source: Source, rank: int, rounds: list[dict[str, Any]]) -> None:
-    groups = {group.name: group for group in view.groups}
-    wanted: dict[str, torch.Tensor] = {}
-    for saved_round in rounds:
-        dtype = DTYPES[saved_round["dtype"]]
-        places = view.open_round(
-            groups[saved_round["group"]], dtype, saved_round["at_owner"], saved_round["names"], saved_round["fresh"]
-        )
-        wanted |= {entry_name("round", name): place for name, place in places.items()}
-    source.private_tensors(rank, wanted)
 
 
 def _add_rounds(view: StateView, source: Source) -> list[str]:
@@ -335,22 +270,21 @@ def _add_rounds(view: StateView, source: Source) -> list[str]:
         own = source.private(rank)
         touched |= set(own.get("touched", ()))
         for saved_round in own.get("rounds", ()):
-            added = {name: _saved_round(source, saved_round, name) for name in saved_round["names"]}
-            wanted = {entry_name("round", name): whole for name, (_, whole) in added.items()}
-            source.private_tensors(rank, wanted)
-            for name, (box, whole) in added.items():
+            added: dict[str, tuple[RegionRange, torch.Tensor]] = {}
+            for name in saved_round["names"]:
+                row = source.manifest.row(name)
+                if row is None:
+                    raise CheckpointCorruptError(
+                        f"{source.path} holds a gradient of '{name}', which its manifest does not name"
+                    )
+                box = Region(row.shape, tuple(Cut(*cut) for cut in saved_round.get("cuts", {}).get(name, ())))
+                gradient = torch.empty(box.numel, dtype=DTYPES[saved_round["dtype"]])
+                added[name] = RegionRange(box, 0, box.numel), gradient
+            source.private_tensors(rank, {entry_name("round", name): whole for name, (_, whole) in added.items()})
+            for name, (saved, gradient) in added.items():
                 if name in view.members and name in saved_round.get("once", saved_round["names"]):
-                    _add(view, view.members[name], RegionRange(box, 0, box.numel), whole, saved_round["at_owner"])
+                    _add(view, view.members[name], saved, gradient, saved_round["at_owner"])
     return sorted(touched & set(view.members))
-
-
-def _saved_round(source: Source, saved_round: dict[str, Any], name: str) -> tuple[Region, torch.Tensor]:
-    """What a rank of the save had of a tensor, and room for its gradient."""
-    row = source.manifest.row(name)
-    if row is None:
-        raise CheckpointCorruptError(f"{source.path} holds a gradient of '{name}', which its manifest does not name")
-    box = Region(row.shape, tuple(Cut(*cut) for cut in saved_round.get("cuts", {}).get(name, ())))
-    return box, torch.empty(box.numel, dtype=DTYPES[saved_round["dtype"]])
 
 
 def _add(view: StateView, member: ParamRecord, saved: RegionRange, gradient: torch.Tensor, factor: float) -> None:

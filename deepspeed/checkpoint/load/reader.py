@@ -36,38 +36,28 @@ from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of a field of a parameter, and where they go.
+    """Elements of a field of a parameter, and where they go."""
 
-    Args:
-        field: `value`, `gradient`, `state/<key>`.
-        row: the parameter.
-        range: which elements of which box; of state with a shape of its own: all of it, and whose.
-        into: 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero.
-    """
-
-    field: str
+    field: str  # `value`, `gradient`, `state/<key>`
     row: ManifestEntry
-    range: RegionRange
-    into: torch.Tensor
+    range: RegionRange  # which elements of which box; of state with a shape of its own: all of it, and whose
+    into: torch.Tensor  # 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero
+
+    def clear_padding(self) -> None:
+        """Make the elements zero that no checkpoint holds."""
+        if self.range.box.packed is not self.range.box:
+            self.into.zero_()
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements of one entry of one file: a run, or rows at a distance.
-
-    Args:
-        file: file name.
-        entry: name in the file.
-        start: first element.
-        into: 1-D, or (rows, elements of a row).
-        distance: elements from the beginning of a row to that of the next.
-    """
+    """Elements of one entry of one file: a run, or rows at a distance."""
 
     file: str
     entry: str
     start: int
-    into: torch.Tensor = field(compare=False)
-    distance: int = 0
+    into: torch.Tensor = field(compare=False)  # 1-D, or (rows, elements of a row)
+    distance: int = 0  # elements from the beginning of a row to that of the next
 
     @property
     def stop(self) -> int:
@@ -89,19 +79,8 @@ def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tenso
         yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
 
 
-def clear_padding(wanted: ReadRequest) -> None:
-    """Make the elements zero that no checkpoint holds."""
-    if wanted.range.box.packed is not wanted.range.box:
-        wanted.into.zero_()
-
-
 class Source:
-    """What every kind of checkpoint offers a reader.
-
-    Args:
-        path: the folder.
-        manifest: rows and states.
-    """
+    """What every kind of checkpoint offers a reader."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
@@ -142,9 +121,6 @@ class NativeSource(Source):
     """A checkpoint in this package's format.
 
     Args:
-        path: its folder on this rank's disk.
-        manifest: what it holds.
-        ranks: who reads together.
         seen: by rank, the files that it can read; one rank reads for another what that one cannot.
         allow_pickle: the pickle of a client's objects may be opened (`checkpoint.client_state_pickle`).
     """
@@ -158,12 +134,7 @@ class NativeSource(Source):
         self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors; blocks are verified on the way. All ranks call together.
-
-        Raises:
-            CheckpointCorruptError: bytes differ from what was written.
-            CheckpointMissingError: a file is on no rank's disk.
-        """
+        """Read elements into tensors; blocks are verified on the way. All ranks call together."""
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for request in wanted:
@@ -171,7 +142,7 @@ class NativeSource(Source):
             if self.manifest.is_whole(request.field, request.row):
                 fetches.append(Fetch(self.manifest.home(request.row, request.range.box), name, 0, request.into))
                 continue
-            clear_padding(request)
+            request.clear_padding()
             key = (request.row.name, request.range)
             if key not in reads:
                 reads[key] = list(self.manifest.reads(request.row, request.range))
@@ -220,15 +191,10 @@ class NativeSource(Source):
                     far[number].into.copy_(values)
 
     def most(self, count: int) -> int:
-        """The largest count of any rank."""
         return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
-        """The rank that reads a file for those that do not see it.
-
-        Raises:
-            CheckpointMissingError: nobody sees it.
-        """
+        """The rank that reads a file for those that do not see it."""
         for rank, seen in enumerate(self._seen):
             if file in seen:
                 return rank
@@ -237,11 +203,7 @@ class NativeSource(Source):
     # -- small state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The small state of the run. All ranks call together.
-
-        Raises:
-            CheckpointError: it holds a pickle, and pickles are not allowed here.
-        """
+        """The small state of the run. All ranks call together."""
         server = self.server(STATE)
         small: dict[str, bytes] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -315,12 +277,7 @@ class TensorSource(Source):
     """Values in memory, or mapped from files.
 
     Args:
-        path: what they came from, for reports.
-        rows: parameters and buffers.
         chunks: by `entry_name`, in any order.
-        states: as in `Manifest`.
-        state: what `state()` gives.
-        about: as in `Manifest`.
     """
 
     def __init__(
@@ -336,17 +293,13 @@ class TensorSource(Source):
         self._chunks, self._state = chunks, state or {}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copy elements.
-
-        Raises:
-            CheckpointCorruptError: some are in no chunk.
-        """
+        """Copy elements."""
         for request in wanted:
             name, copied = entry_name(request.field, request.row.name), 0
             own_shape = self.manifest.is_whole(request.field, request.row)
             stored = Region((request.into.numel(),)) if own_shape else Region(request.row.shape)
             range_ = RegionRange(stored, 0, request.into.numel()) if own_shape else request.range
-            clear_padding(request)
+            request.clear_padding()
             for start, values in self._chunks.get(name, ()):
                 for copy in copies(RegionRange(stored, start, start + values.numel()), range_):
                     copy(values, request.into)
@@ -362,12 +315,7 @@ class TensorSource(Source):
 
 
 def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
-    """A source over the tensors of a state dict.
-
-    Args:
-        state_dict: tensors by name; other values are left alone.
-        what: it is, for reports.
-    """
+    """A source over the tensors of a state dict."""
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
         ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)

@@ -1,19 +1,25 @@
-"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename."""
+"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; or the same in a thread."""
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import pickle
 import platform
+import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed import comm
 from deepspeed.checkpoint.format import filesystem
 from deepspeed.checkpoint.format.json_codec import Encoder
 from deepspeed.checkpoint.format.manifest import (
@@ -27,67 +33,46 @@ from deepspeed.checkpoint.format.manifest import (
 )
 from deepspeed.checkpoint.format.safetensors_file import Seal, TensorToWrite, file_bytes, write_tensors
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, take
-from deepspeed.checkpoint.save.snapshot import Snapshot, fixed
+from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, Snapshot, fixed, take
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.foundation.log import log_rank0, warn_once
+from deepspeed.foundation.log import log_rank0, logger, warn_once
 
-_SMALL_FILES = 1 << 20  # bytes kept free for the files beside the tensors
+_ALIGN = 64
+_SMALL_FILES = 1 << 20  # bytes kept free for the small files
 
 
 @dataclass
 class Contents:
-    """What a checkpoint is to hold.
-
-    Args:
-        captured: this rank's part of the training state.
-        state: small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts.
-        about: JSON values for the manifest.
-        beside: small files for readers of other formats, by name; rank 0's count.
-        allow_pickle: objects without a place in JSON are pickled (`checkpoint.client_state_pickle`).
-    """
+    """What a checkpoint is to hold."""
 
     captured: Snapshot
+    # small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts
     state: dict[str, Any]
-    about: dict[str, Any]
-    beside: dict[str, bytes] = field(default_factory=dict)
+    about: dict[str, Any]  # JSON values for the manifest
+    # small files for readers of other formats, by name; rank 0's count
+    small_files: dict[str, bytes] = field(default_factory=dict)
     allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes.
-
-    Args:
-        folder: holds the tags.
-        tag: a checked tag.
-        leads: this rank makes the folders and the small files, on its node or everywhere.
-        latest: the tag becomes what loading without a tag finds.
-        tools: small scripts dropped beside the tags, by name.
-        check_tag: what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`.
-    """
+    """Where a checkpoint goes."""
 
     folder: Path
     tag: str
-    leads: bool
+    leads: bool  # this rank makes the folders and the small files, on its node or everywhere
     latest: bool = True
-    tools: dict[str, bytes] = field(default_factory=dict)
-    check_tag: str = "Warn"
+    tools: dict[str, bytes] = field(default_factory=dict)  # small scripts in the folder of the tags, by name
+    check_tag: str = "Warn"  # what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`
 
     @property
     def staging(self) -> Path:
-        """Where it is written."""
         return filesystem.staging_of(self.folder, self.tag)
 
 
 class Saving:
-    """One save, in the order `begin`, `write`, `commit`; all ranks call each of them together.
-
-    Args:
-        target: where to.
-        contents: what.
-        ranks: who.
-    """
+    """One save, in the order `begin`, `write`, `commit`; all ranks call each of them together."""
 
     def __init__(self, target: Target, contents: Contents, ranks: Ranks) -> None:
         self.target, self.contents, self.ranks = target, contents, ranks
@@ -100,11 +85,7 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Find what cannot be stored. All ranks call together.
-
-        Raises:
-            CheckpointError: something has no place in a checkpoint.
-        """
+        """Find what cannot be stored. All ranks call together."""
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
@@ -115,11 +96,7 @@ class Saving:
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
-        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails.
-
-        Raises:
-            CheckpointError: the tags differ, or the disk is too full.
-        """
+        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails."""
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
         report = (self.target.tag, self.target.leads, host, need, reports)
@@ -127,7 +104,7 @@ class Saving:
         self._check_tags(tags)
         shared = sum(leads) == 1  # one disk for all ranks
         if not shared:  # every node writes the same small files, those of rank 0
-            self._small, self.contents.beside = self.ranks.gather((self._small, self.contents.beside))[0]
+            self._small, self.contents.small_files = self.ranks.gather((self._small, self.contents.small_files))[0]
         room = sum(n for n, where in zip(needs, hosts, strict=True) if shared or where == host)
         with self.ranks.together(f"making the folder of checkpoint '{self.target.tag}'"):
             if self.target.leads:
@@ -139,11 +116,11 @@ class Saving:
         tensors: list[torch.Tensor] = []
         private = Encoder(tensors).encode(captured.private, "this rank's state")
         self._metadata = {"rank": json.dumps(private)}
-        aside: list[torch.Tensor] = []
+        state_tensors: list[torch.Tensor] = []
         pickled: list[Any] | None = [] if contents.allow_pickle else None
-        encoder = Encoder(aside, pickled)
+        encoder = Encoder(state_tensors, pickled)
         encoded = {key: encoder.encode(value, key) for key, value in contents.state.items()}
-        self._small = {"json": encoded, "tensors": aside, "pickle": pickled}
+        self._small = {"json": encoded, "tensors": state_tensors, "pickle": pickled}
         return [fixed(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
@@ -160,7 +137,7 @@ class Saving:
 
     def _make_staging(self, need: int) -> None:
         filesystem.current.make_folder(self.target.folder)
-        recover(self.target.folder, self.target.tag)
+        self._recover(self.target.folder, self.target.tag)
         free = filesystem.current.free_bytes(self.target.folder)
         if free < need:
             raise CheckpointError(
@@ -176,11 +153,7 @@ class Saving:
             self._seal = write_tensors(self.target.staging / name, self.entries, self._metadata)
 
     def commit(self, more: Callable[[Path, Manifest], dict[str, Seal]] | None = None) -> None:
-        """Seal the checkpoint and give it its name.
-
-        Args:
-            more: writes further files into the folder, from those that are there; all ranks call it together.
-        """
+        """Seal the checkpoint and give it its name. `more` writes further files from those that are there."""
         seals, hosts, times = zip(*self.ranks.gather((self._seal, platform.node(), time.time_ns())), strict=True)
         about = {
             **self.contents.about,
@@ -209,39 +182,106 @@ class Saving:
             seals[STATE_TENSORS] = write_tensors(staging / STATE_TENSORS, entries, {})
         filesystem.write_files({staging / MANIFEST: manifest.to_bytes()})
         filesystem.current.sync_folder(staging)
-        beside = {name: data for name, data in self.target.tools.items() if not (folder / name).exists()}
+        small_files = {name: data for name, data in self.target.tools.items() if not (folder / name).exists()}
         if self.target.latest:
-            beside[filesystem.LATEST] = f"{self.target.tag}\n".encode()
-        filesystem.publish(folder, self.target.tag, beside)
+            small_files[filesystem.LATEST] = f"{self.target.tag}\n".encode()
+        filesystem.publish(folder, self.target.tag, small_files)
         log_rank0(f"checkpoint '{self.target.tag}' is complete in {folder}")
 
     def _small_files(self) -> dict[str, bytes]:
-        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.beside}
+        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.small_files}
         if self._small["pickle"]:
             files[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
         return files
 
-
-def recover(folder: Path, tag: str) -> None:
-    """Finish or undo what an interrupted save of `tag` left behind.
-
-    Args:
-        folder: holds the tags.
-        tag: a checked tag.
-    """
-    final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
-    if not final.exists() and staging.exists() and _is_complete(staging):
-        filesystem.current.rename(staging, final)
-    if not final.exists() and old.exists():
-        filesystem.current.rename(old, final)
-    for left in (staging, old):
-        if left.exists():
-            filesystem.current.remove(left)
+    @staticmethod
+    def _recover(folder: Path, tag: str) -> None:
+        """Finish or undo what an interrupted save of `tag` left behind."""
+        final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
+        if not final.exists() and staging.exists():
+            with suppress(CheckpointCorruptError):  # else it is not complete
+                read_manifest(staging)
+                filesystem.current.rename(staging, final)
+        if not final.exists() and old.exists():
+            filesystem.current.rename(old, final)
+        for left in (staging, old):
+            if left.exists():
+                filesystem.current.remove(left)
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except CheckpointCorruptError:
-        return False
-    return True
+class Background:
+    """Asynchronous save, one at a time: copies the state into one host buffer, which a thread writes."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._group: Any = None
+        self._left = False
+
+    def ranks(self, axis: Axis) -> Ranks:
+        """The ranks of `axis`, over a process group of their own: training uses the other one meanwhile."""
+        if self._group is None and axis.size > 1:
+            self._group = comm.new_group(list(axis.ranks), backend="gloo")
+        return Ranks(axis, self._group)
+
+    def start(self, saving: Saving, ranks: Ranks, finish: Callable[[], None]) -> None:
+        """Copy what is to be written and return; a thread writes it and calls `finish`."""
+        saving.entries = self._copied(saving.entries)
+        saving.copy_small()
+        saving.ranks = ranks
+        self._thread = threading.Thread(target=self._run, args=(saving, finish), name="deepspeed-save", daemon=True)
+        if not self._left:
+            self._left = True
+            atexit.register(self._at_exit, weakref.ref(self))
+        self._thread.start()
+
+    def _copied(self, entries: list[TensorToWrite]) -> list[TensorToWrite]:
+        places, size = [], 0
+        for entry in entries:
+            places.append(size)
+            size += -(-entry.nbytes // _ALIGN) * _ALIGN
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            log_rank0(
+                f"async_save: a host buffer of {size / 2**20:.0f} MiB on each rank holds the state while it is written"
+            )
+        copies = []
+        numbered = zip(entries, places, strict=True)
+        for hold, together in itertools.groupby(numbered, lambda pair: pair[0].hold):
+            with hold() if hold is not None else nullcontext():
+                for entry, position in together:
+                    copy = self._buffer[position : position + entry.nbytes].view(entry.dtype)
+                    copy.copy_(entry.values().detach().reshape(-1))
+                    copies.append(replace(entry, values=lambda copy=copy: copy, hold=None))
+        return copies
+
+    def _run(self, saving: Saving, finish: Callable[[], None]) -> None:
+        try:
+            saving.place()
+            saving.write()
+            finish()
+        except Exception as error:  # raised by the next save, load or the end
+            self._failure = error
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed; the checkpoints before it are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"the last checkpoint was not saved: {failure}") from failure
+
+    @staticmethod
+    def _at_exit(reference: Any) -> None:
+        background = reference()
+        if background is not None:
+            try:
+                background.wait()
+            except CheckpointError as error:
+                logger.error("%s", error)

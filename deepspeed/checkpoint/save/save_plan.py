@@ -1,4 +1,4 @@
-"""The save plan: which rank stores which shard; of equal copies the lowest rank's is stored.
+"""A rank's snapshot of the state, and the save plan: of equal copies of a shard the lowest rank's is stored.
 
 Copies are told by name and box alone, so replicas of hybrid sharding, tied weights of two stages and copied key-value
 heads need no rule of their own.
@@ -8,15 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.format.manifest import LEFT_OUT, CutGroup, ManifestEntry, StateRule, rank_file
+from deepspeed.checkpoint.format.json_codec import Encoder
+from deepspeed.checkpoint.format.manifest import (
+    BUFFER,
+    FROZEN,
+    GRADIENT,
+    LEFT_OUT,
+    TRAINED,
+    VALUE,
+    CutGroup,
+    ManifestEntry,
+    StateRule,
+    entry_name,
+    rank_file,
+    state_field,
+)
+from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, TensorToWrite, name_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.api.state_view import LAYOUT_RULES, StateRange, StateView, layout_rule
 from deepspeed.zero.layout.regions import Region, RegionRange, copies, uncovered
+from deepspeed.zero.optimizer.optimizer_shard import Fragment
+from deepspeed.zero.parameters.record import ParamRecord
 
 
 def join_slices(
@@ -25,9 +43,7 @@ def join_slices(
     """Send every slice to the first rank, one tensor at a time. All ranks call together.
 
     Args:
-        view: the model of this rank.
         held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank sends.
-        ranks: all of them.
 
     Returns:
         Whole tensors and all aliases on the first rank; nothing of use on the others.
@@ -61,10 +77,9 @@ class LocalShards:
     Args:
         rows: parameters or buffers, without their optimizer state.
         boxes: of each, on these ranks.
-        rule: as in `CutGroup`.
         ranks: global ranks, in the order of the slices; the first speaks for all.
         filled: the window has a reduced part of their gradients.
-        at: the mesh coordinates of the first rank.
+        coordinates: the mesh coordinates of the first rank.
         alone: by name, the mesh axes along which no other rank has a copy.
     """
 
@@ -73,13 +88,30 @@ class LocalShards:
     rule: str
     ranks: tuple[int, ...]
     filled: bool = False
-    at: Mapping[str, int] = field(default_factory=dict)
+    coordinates: Mapping[str, int] = field(default_factory=dict)
     alone: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def leader(self) -> int:
         """The rank that speaks for all."""
         return self.ranks[0]
+
+    def check_same(self, row: ManifestEntry, other: LocalShards, first: ManifestEntry) -> None:
+        """See that two offers of one name are of one tensor; `first` is the row of the other."""
+        ranks = f"rank {other.leader} and rank {self.leader}"
+        if (row.shape, row.dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"'{row.name}' is {first.shape} {first.dtype} on rank {other.leader} and {row.shape} {row.dtype} on "
+                f"rank {self.leader}: one name must mean one global tensor on all ranks"
+            )
+        apart = [
+            axis for axis in self.alone.get(row.name, ()) if self.coordinates.get(axis) != other.coordinates.get(axis)
+        ]
+        if apart:
+            raise CheckpointError(
+                f"{ranks} both have '{row.name}', whose placement says that no other rank along {apart[0]} does: names "
+                f"must be those of the whole model, as a stage's layers numbered by their place in it"
+            )
 
 
 # From the rank of a parameter's first element: its optimizer state (JSON) and its optimizer group, by name and leader.
@@ -106,10 +138,53 @@ class SavePlan:
     def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
         """Rows and groups with their optimizer states, and the different states.
 
-        Args:
-            reports: of all ranks.
+        `reports` are those of all ranks. A group has states of its own where its boxes' are not those of the rows.
         """
-        return _with_states(self, {key: report for rank_reports in reports for key, report in rank_reports.items()})
+        report_of = {key: report for rank_reports in reports for key, report in rank_reports.items()}
+        numbers: dict[str, int] = {}
+        rules: dict[int, tuple[int | None, int]] = {}
+        states_of_groups = []
+        for group, offer in zip(self.groups, self._by_group, strict=True):
+            states: list[int | None] = []
+            for index, row in enumerate(group.rows):
+                text, number = report_of.get((self.rows[row].name, offer.leader), (None, -1))
+                state = None if text is None else numbers.setdefault(text, len(numbers))
+                if not group.stored or group.stored[index]:
+                    rules.setdefault(row, (state, number))
+                states.append(state)
+            states_of_groups.append(tuple(states))
+        rows = [
+            ManifestEntry(r.name, r.shape, r.dtype, r.kind, rules[row][0], r.order, rules[row][1])
+            for row, r in enumerate(self.rows)
+        ]
+        groups = [
+            group if states == tuple(rows[row].state for row in group.rows) else replace(group, states=states)
+            for group, states in zip(self.groups, states_of_groups, strict=True)
+        ]
+        return rows, groups, [StateRule.from_json(json.loads(text)) for text in numbers]
+
+    def check_covered(self, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
+        """See that every element is in one of the boxes."""
+        known: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
+        for row in self.rows:
+            boxes = tuple(taken[row.name])
+            if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
+                continue
+            if boxes not in known:  # layers repeat
+                known[boxes] = uncovered(boxes)
+            gap = known[boxes]
+            if gap is not None:
+                raise CheckpointError(
+                    f"no rank has element {list(gap)} of '{row.name}' {row.shape}: the placements on "
+                    f"{len(boxes)} rank(s) leave it out, and a checkpoint without it could not be loaded"
+                )
+
+    def put_in_order(self, ranks: Mapping[str, int]) -> None:
+        """Order rows as users list them: each rank's, in the order of the rank's module."""
+        order = sorted(range(len(self.rows)), key=lambda index: (ranks[self.rows[index].name], self.rows[index].place))
+        place = {index: new for new, index in enumerate(order)}
+        self.rows = [self.rows[index] for index in order]
+        self.groups = [replace(group, rows=tuple(place[index] for index in group.rows)) for group in self.groups]
 
 
 def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
@@ -118,9 +193,6 @@ def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
     Args:
         offers: of all ranks, in rank order.
         numbers: the global ranks that save together; rank files are numbered by their position here.
-
-    Raises:
-        CheckpointError: offers of one name do not fit each other, or some elements are in none.
     """
     position = {rank: position_in_order for position_in_order, rank in enumerate(numbers)}
     plan, row_of, taken = SavePlan(), {}, {}
@@ -128,7 +200,8 @@ def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
         stored = []
         for row, box in zip(offer.rows, offer.boxes, strict=True):
             known = taken.setdefault(row.name, {})
-            _check(row, offer, next(iter(known.values()), None), plan.rows[row_of[row.name]] if known else row)
+            if known:
+                offer.check_same(row, next(iter(known.values())), plan.rows[row_of[row.name]])
             stored.append(box.packed not in known)
             if row.name not in row_of:
                 row_of[row.name] = len(plan.rows)
@@ -144,76 +217,177 @@ def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
         plan.groups.append(CutGroup(rows, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored)))
         plan._by_group.append(offer)
     plan.filled = list(dict.fromkeys(plan.filled))
-    _check_covered(plan, taken)
-    _in_order(plan, {name: next(iter(known.values())).leader for name, known in taken.items()})
+    plan.check_covered(taken)
+    plan.put_in_order({name: next(iter(known.values())).leader for name, known in taken.items()})
     return plan
 
 
-def _in_order(plan: SavePlan, ranks: Mapping[str, int]) -> None:
-    """Rows as users list them: each rank's, in the order of the rank's module."""
-    order = sorted(range(len(plan.rows)), key=lambda index: (ranks[plan.rows[index].name], plan.rows[index].place))
-    place = {index: new for new, index in enumerate(order)}
-    plan.rows = [plan.rows[index] for index in order]
-    plan.groups = [replace(group, rows=tuple(place[index] for index in group.rows)) for group in plan.groups]
+def fixed(name: str, tensor: torch.Tensor) -> TensorToWrite:
+    """An entry of a tensor that stays where it is."""
+    values = tensor.detach().contiguous()
+    return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
 
-def _check(row: ManifestEntry, offer: LocalShards, other: LocalShards | None, first: ManifestEntry) -> None:
-    """See that two offers of one name are of one tensor."""
-    if other is None:
-        return
-    ranks = f"rank {other.leader} and rank {offer.leader}"
-    if (row.shape, row.dtype) != (first.shape, first.dtype):
-        raise CheckpointError(
-            f"'{row.name}' is {first.shape} {first.dtype} on rank {other.leader} and {row.shape} {row.dtype} on rank "
-            f"{offer.leader}: one name must mean one global tensor on all ranks"
-        )
-    apart = [axis for axis in offer.alone.get(row.name, ()) if offer.at.get(axis) != other.at.get(axis)]
-    if apart:
-        raise CheckpointError(
-            f"{ranks} both have '{row.name}', whose placement says that no other rank along {apart[0]} does: names "
-            f"must be those of the whole model, as a stage's layers numbered by their place in it"
-        )
+def _offer(
+    view: StateView, rows: list[ManifestEntry], rule: str, ranks: tuple[int, ...], filled: bool = False
+) -> LocalShards:
+    boxes = [view.box(row.name) for row in rows]
+    alone = {row.name: axes for row in rows if (axes := view.alone_along(row.name))}
+    return LocalShards(rows, boxes, rule, ranks, filled, view.coordinates, alone)
 
 
-def _check_covered(plan: SavePlan, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
-    known: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
-    for row in plan.rows:
-        boxes = tuple(taken[row.name])
-        if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
-            continue
-        if boxes not in known:  # layers repeat
-            known[boxes] = uncovered(boxes)
-        gap = known[boxes]
-        if gap is not None:
-            raise CheckpointError(
-                f"no rank has element {list(gap)} of '{row.name}' {row.shape}: the placements on "
-                f"{len(boxes)} rank(s) leave it out, and a checkpoint without it could not be loaded"
-            )
+def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
+    return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
-def _with_states(taken: SavePlan, reports: Reports) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
-    numbers: dict[str, int] = {}
-    rules: dict[int, tuple[int | None, int]] = {}
-    groups = []
-    for group, offer in zip(taken.groups, taken._by_group, strict=True):
-        states: list[int | None] = []
-        for index, row in enumerate(group.rows):
-            text, number = reports.get((taken.rows[row].name, offer.leader), (None, -1))
-            state = None if text is None else numbers.setdefault(text, len(numbers))
-            if not group.stored or group.stored[index]:
-                rules.setdefault(row, (state, number))
-            states.append(state)
-        groups.append((group, states))
-    rows = [
-        ManifestEntry(r.name, r.shape, r.dtype, r.kind, rules[row][0], r.order, rules[row][1])
-        for row, r in enumerate(taken.rows)
-    ]
-    groups_with_rules = [_with_own(group, states, rows) for group, states in groups]
-    return rows, groups_with_rules, [StateRule.from_json(json.loads(text)) for text in numbers]
+@dataclass
+class Snapshot:
+    """What one rank contributes to a checkpoint.
+
+    Args:
+        offers: what it holds, together with others.
+        entries: what it writes of that where its offer is taken, as (name, entry).
+        reports: optimizer states and groups of the parameters whose first element it holds.
+        own: what it writes in any case.
+        private: its own state; tensors are allowed.
+    """
+
+    offers: list[LocalShards] = field(default_factory=list)
+    entries: list[tuple[str, TensorToWrite]] = field(default_factory=list)
+    reports: dict[tuple[str, int], tuple[str | None, int]] = field(default_factory=dict)
+    own: list[TensorToWrite] = field(default_factory=list)
+    private: dict[str, Any] = field(default_factory=dict)
+
+    def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
+        leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
+        return [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())] + self.own
+
+    def add(self, field_: str, slot: StateRange) -> None:
+        """Add what files hold of a slot: its elements that are no padding."""
+        name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
+        box = slot.box.packed
+        if box is not slot.box:
+            padded = RegionRange(slot.box, slot.start, slot.stop)
+            packed = RegionRange(box, slot.box.packed_index(slot.start), slot.box.packed_index(slot.stop))
+            numel, values = padded.real_numel, lambda: Snapshot._packed(padded, packed, slot.values())
+        if numel:
+            self.entries.append((slot.name, TensorToWrite(name, slot.dtype, (numel,), values, slot.hold)))
+
+    @staticmethod
+    def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
+        for copy in copies(padded, packed):
+            copy(values.detach(), buffer)
+        return buffer
+
+    def add_state(self, view: StateView, member: ParamRecord, range_: tuple[int, int], numbers: dict[int, int]) -> None:
+        start, stop = range_
+        for fragment in view.fragments_of(member):
+            if not fragment.range.start <= start < fragment.range.stop:
+                continue
+            rule = self._rule_of(view, fragment)
+            if rule is not None:
+                for key in rule.sliced:
+                    self.add(state_field(key), view.state(fragment, key, start, stop))
+            if start == 0:
+                for key in rule.whole if rule is not None else ():
+                    slot = view.whole_state(fragment, key)
+                    entry = TensorToWrite(
+                        entry_name(state_field(key), slot.name), slot.dtype, (slot.stop,), slot.values, slot.hold
+                    )
+                    self.entries.append((slot.name, entry))
+                text = None if rule is None else json.dumps(rule.to_json())
+                self.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
+
+    @staticmethod
+    def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
+        """The rule of a part's optimizer state."""
+        state = view.state_of(fragment)
+        if not state:
+            return None
+        rule = StateRule({}, {}, {})
+        encoder = Encoder([])
+        for key, value in state.items():
+            name = f"optimizer state {key!r} of {fragment.member.name}"
+            if not isinstance(value, torch.Tensor):
+                rule.values[key] = encoder.encode(value, name)
+            elif value.shape == fragment.leaf.shape:
+                rule.sliced[key] = DTYPES[name_of(value.dtype, name)]
+            elif value.dim() == 0:
+                rule.values[key] = {"number": encoder.encode(value.item(), name), "dtype": NAMES[value.dtype]}
+            elif fragment.range.numel == fragment.member.numel:
+                rule.whole[key] = (DTYPES[name_of(value.dtype, name)], tuple(value.shape))
+            else:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(value.shape)}, but this rank holds {fragment.range.numel} of the "
+                    f"parameter's {fragment.member.numel} elements: it cannot be loaded anywhere else. Use an "
+                    f"optimizer whose state has the shape of the parameter, or stage 0"
+                )
+        if encoder.tensors:
+            raise CheckpointError(f"the optimizer state of {fragment.member.name} holds tensors inside of containers")
+        return rule
+
+    def add_rest(self, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
+        """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
+        rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
+
+        def row_of(name: str, tensor: torch.Tensor, kind: str) -> ManifestEntry:
+            return ManifestEntry(name, view.box(name).shape, tensor.dtype, kind, place=places.get(name, -1))
+
+        rows = [row_of(name, param, _kind(param, leave_out_frozen)) for name, param in view.plain.items()]
+        buffers = [row_of(name, buffer, BUFFER) for name, buffer in view.buffers.items()]
+        for group_rows, together in ((rows, ranks), (buffers, ranks[:1])):
+            if not group_rows:
+                continue
+            self.offers.append(_offer(view, group_rows, "between", together))
+            layout = LAYOUT_RULES["between"]([view.box(row.name).numel for row in group_rows], len(together))
+            for range_ in layout.ranges(rank) if rank < len(together) else ():
+                row = group_rows[range_.index]
+                if row.kind != LEFT_OUT:
+                    self.add(VALUE, view.plain_value(row.name))
+
+    def add_rounds(self, view: StateView) -> None:
+        """Gradients of this rank that have not travelled yet."""
+        self.private["groups"] = view.topology()
+        if not view.has_gradients:
+            return
+        rounds = []
+        for group, at_owner, fresh, held in view.rounds():
+            dtype = next((NAMES[values.dtype] for values in held.values()), "F32")
+            # Copies with equal gradients stand in one of them when they are added up elsewhere.
+            once = [name for name in held if view.counts(name)]
+            cuts = {name: tuple(map(astuple, view.box(name).cuts)) for name in held}
+            named = {"group": group.name, "at_owner": at_owner, "fresh": fresh, "names": list(held), "dtype": dtype}
+            rounds.append({**named, "once": once, "cuts": {name: cut for name, cut in cuts.items() if cut}})
+            self.own += [fixed(entry_name("round", name), values) for name, values in held.items()]
+        self.private["rounds"], self.private["touched"] = rounds, view.touched()
 
 
-def _with_own(group: CutGroup, states: list[int | None], rows: list[ManifestEntry]) -> CutGroup:
-    """The group with its own states, where its boxes' are not those of the rows."""
-    if all(state == rows[row].state for row, state in zip(group.rows, states, strict=True)):
-        return group
-    return CutGroup(group.rows, group.boxes, group.rule, group.files, group.stored, tuple(states))
+def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
+    """Describe an engine's state and what this rank is to write of it; nothing is copied."""
+    snapshot = Snapshot()
+    order, numbers = view.optimizer_order(), view.group_numbers()
+    # Names of parameters and buffers in the order of the module's `state_dict()`.
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in view.module.named_modules()
+        for name in (*submodule._parameters, *submodule._buffers)
+    )
+    places = {name: place for place, name in enumerate(names)}
+    for group in view.groups:
+        rows = []
+        for member in group.members:
+            kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
+            place = order.get(member.uid, -1), -1, places.get(member.name, -1)
+            rows.append(ManifestEntry(member.name, view.box(member.name).shape, dtype, kind, None, *place))
+        offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))
+        snapshot.offers.append(offer)
+        for member, start, stop in view.written_ranges(group):
+            if _kind(member.param, leave_out_frozen) != LEFT_OUT:
+                snapshot.add(VALUE, view.value(member, start, stop))
+            if offer.filled:
+                snapshot.add(GRADIENT, view.gradient(member, start, stop))
+            snapshot.add_state(view, member, (start, stop), numbers)
+    snapshot.add_rest(view, leave_out_frozen, places)
+    snapshot.add_rounds(view)
+    return snapshot

@@ -44,7 +44,7 @@ _BY_FUNCTION = {
     LocalShard.add_master: MASTERS,
     LocalShard.split_master: MASTERS,
     LocalShard.round_masters: MASTERS,
-    Axis.empty: "",  # for whoever asks there
+    Axis.empty: "",  # counts for the caller
     SharedMemory.empty: "",
     SimulatedMemory.empty: "",
 }
@@ -65,21 +65,16 @@ def frames_of(error: BaseException) -> Iterator[Any]:
 
 
 def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
-    """What memory is asked for by the innermost function of ours, or of torch's optimizers.
-
-    Args:
-        frames: outermost first.
-        otherwise: the answer where none is known.
-    """
-    known = [(_is_within(_module_of(frame), _COMM), _of_frame(frame)) for frame in reversed(frames)]
+    """The category that the innermost known function allocates for; `frames` are outermost first."""
+    known = [(_is_within(frame.f_globals.get("__name__", ""), _COMM), _of_frame(frame)) for frame in reversed(frames)]
     sent = any(category for in_comm, category in known if in_comm)
-    # Messages are for whoever sends them: what a gather maps of its neighbours' memory, it gathers.
-    asks = next((category for in_comm, category in known if category and not in_comm), None)
-    return TRANSIT if sent and asks in (None, OPTIMIZER) else asks or otherwise
+    # Messages count for their sender; what a gather maps of other ranks' memory counts as gathered.
+    allocates = next((category for in_comm, category in known if category and not in_comm), None)
+    return TRANSIT if sent and allocates in (None, OPTIMIZER) else allocates or otherwise
 
 
 def category_of(frame: Any) -> str:
-    """What memory is for that the code of a frame, or of one of its callers, asks for."""
+    """The category of memory that the code of a frame, or of one of its callers, allocates."""
     while frame is not None:
         category = _of_frame(frame)
         if category:
@@ -88,12 +83,8 @@ def category_of(frame: Any) -> str:
     return ACTIVATIONS
 
 
-def _module_of(frame: Any) -> str:
-    return frame.f_globals.get("__name__", "")
-
-
 def _of_frame(frame: Any) -> str:
-    return _by_code(frame.f_code, _module_of(frame))
+    return _by_code(frame.f_code, frame.f_globals.get("__name__", ""))
 
 
 @functools.cache

@@ -1,8 +1,12 @@
-"""Reports an engine's memory by category, and explains out-of-memory errors."""
+"""Reports an engine's memory by category, explains out-of-memory errors, and warns of the container's limit."""
 
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import traceback
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -29,16 +33,16 @@ from deepspeed.engine.memory.categories import (
 from deepspeed.engine.memory.suggestions import (
     Advice,
     Holding,
-    ModelShape,
+    Setting,
     advise_on_state,
     free_bytes,
-    holding_of,
     near_places,
-    setting_of,
     units_in,
 )
 from deepspeed.engine.state_size import bytes_of, state_bytes, state_tensors
 from deepspeed.errors import MemoryExhaustedError
+from deepspeed.foundation.cgroup import CgroupMemory
+from deepspeed.foundation.log import logger
 from deepspeed.foundation.malloc import limits_addresses, resident
 from deepspeed.zero.api.memory_estimate import HOST
 from deepspeed.zero.layout.units import repeated_blocks
@@ -47,6 +51,9 @@ from deepspeed.zero.out_of_memory import is_exhaustion
 
 _ROOM = 0.8  # of what seems to fit
 _AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
+_LEAST, _SHARE = 64 << 20, 0.1  # left of the limit, in bytes and as a part: then the watchdog warns
+_PACE = 8 << 30  # bytes a second that a process is thought to take at most
+_LONGEST_S, _SHORTEST_S = 0.25, 0.004
 
 
 def allocated(device: torch.device) -> int:
@@ -56,16 +63,8 @@ def allocated(device: torch.device) -> int:
     return get_accelerator().memory_allocated()
 
 
-def addresses() -> int:
-    """Bytes of addresses that this process has mapped."""
-    return psutil.Process().memory_info().vms
-
-
 class MemoryReport:
     """Categories of an engine's memory.
-
-    Args:
-        state: of the engine.
 
     Attributes:
         left_by_forward: bytes of activations after the first one; below 0 before.
@@ -77,7 +76,7 @@ class MemoryReport:
         # What the process had besides. Sums that no gradient has reached yet have no pages on a CPU.
         self._unwritten = known - self._resident() if state.device.type == "cpu" else 0
         self._before = allocated(state.device) - known + self._unwritten
-        self._mapped = addresses() - known
+        self._mapped = psutil.Process().memory_info().vms - known
         self.left_by_forward = -1
 
     def _known(self) -> dict[str, int]:
@@ -106,13 +105,12 @@ class MemoryReport:
         return sizes
 
     def note_forward(self) -> None:
-        """A forward is over."""
         self.left_by_forward = self._live()
 
     def _live(self) -> int:
         """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
         if self._state.device.type == "cpu" and limits_addresses():
-            return max(0, addresses() - self._mapped - sum(self._known().values()))
+            return max(0, psutil.Process().memory_info().vms - self._mapped - sum(self._known().values()))
         return self.by_category()[ACTIVATIONS]
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
@@ -120,7 +118,7 @@ class MemoryReport:
         frames = list(frames_of(error))
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        rows, advice = self.by_category(), self._advice(category, frames, _asked_for(error))
+        rows, advice = self.by_category(), self._advice(category, frames, self._requested_bytes(error))
         exhausted_error = MemoryExhaustedError(
             f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}"
         )
@@ -128,43 +126,58 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """What is said when the container's memory is nearly used up, which ends in a signal and no error.
-
-        Args:
-            frames: of the thread that trains, outermost first.
-            free: bytes that are left.
-        """
+        """The warning that the container's memory is nearly used up; `frames` are outermost first, `free` in bytes."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
         return f"{left}. {self._table(self.by_category())}. {advice}"
 
     @staticmethod
+    def _requested_bytes(error: BaseException) -> int:
+        """Bytes that an allocator was asked for when it failed; 0 where the error does not say."""
+        match = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
+        if match is None:
+            return 0
+        return int(match[1]) if match[1] else int(float(match[2]) * 1024 ** (" KMG".index(match[3])))
+
+    @staticmethod
+    def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
+        """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
+        places = {block: index for index, block in enumerate(repeated_blocks(model))}
+        for frame in frames:
+            module = frame.f_locals.get("self")
+            index = places.get(module) if isinstance(module, torch.nn.Module) else None
+            if index is not None:
+                return max(index, 0.5) / len(places)
+        return 0.5
+
+    @staticmethod
     def _table(rows: dict[str, int]) -> str:
         return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
 
-    def _advice(self, category: str, frames: Sequence[Any], asked: int) -> Advice:
-        """The first of what helps a category that frees enough; `asked` is in bytes, 0 where it is not known."""
+    def _advice(self, category: str, frames: Sequence[Any], requested: int) -> Advice:
+        """The first of what helps a category that frees enough; `requested` is in bytes, 0 where it is not known."""
         held, free = self._known(), free_bytes(self._state.device)
         # What the first updates will still make of state is not free.
-        coming = self.holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
+        needs = self.holding().needs(Setting.of(self._state.ds_config))
+        coming = needs - sum(held.values())
         later = max(0, free - int(max(0.0, coming)))
         if category == TRANSIT and (suggestion := self._smaller_buckets(held[TRANSIT] + free)):
             return suggestion
         if category == POOLS and HOST not in near_places(self._state.device) and (suggestion := self._fewer_buffers()):
             return suggestion
         room = self._state.components.room or sum(held.values()) + free
-        # Where state alone does not fit, whatever asked last is not what has to go.
-        fits = self.holding().needs(setting_of(self._state.ds_config)) <= room
+        # Where state alone does not fit, the last allocation is not what has to go.
+        fits = needs <= room
         if category == ACTIVATIONS and fits:
-            suggestion = self._less_activations(_progress(self._state.module, frames), later, asked)
+            suggestion = self._less_activations(self._progress(self._state.module, frames), later, requested)
             if suggestion:
                 return suggestion
         # State has to leave room for the activations that come with it.
-        beside = max(0, self.left_by_forward)
+        activations = max(0, self.left_by_forward)
         if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
-            beside = self._live() + _AT_ONCE * asked
-        return self._on_state(category, room - beside)
+            activations = self._live() + _AT_ONCE * requested
+        return self._on_state(category, room - activations)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
         """Twice the bucket is under way where messages overlap backward; one group always is."""
@@ -187,10 +200,10 @@ class MemoryReport:
                 keys[name] = {"buffer_count": 1}
         return Advice({"zero_optimization": keys}, "one slice is read ahead, and one written behind") if keys else None
 
-    def _less_activations(self, progress: float, free: int, asked: int) -> Advice | None:
+    def _less_activations(self, progress: float, free: int, requested: int) -> Advice | None:
         window, config = self._state.window, self._state.ds_config
         micro, live = window.micro, self._live()
-        needed = max(live / progress, live + 3 * asked) + 2 * asked  # the latter in backward
+        needed = max(live / progress, live + 3 * requested) + 2 * requested  # the latter in backward
         fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
         divisor = next((size for size in range(min(fits, micro - 1), 0, -1) if micro % size == 0), 0)
         keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": divisor or 1}
@@ -215,9 +228,9 @@ class MemoryReport:
         updated = [] if parts.optimizer is None else parts.optimizer.fragments
         members = [member for group in parts.groups for member in group.members]
         sizes = {id(member.param): member.numel for member in members}
-        units = units_in(state.module, lambda param: sizes.get(id(param), param.numel()))
-        shape = ModelShape([(member.numel, member.uid in updated) for member in members], units, parts.given)
-        return holding_of(state.ds_config, shape, state.axes.dp_sp_group.size, state.basic_optimizer, state.device)
+        shapes = [(member.numel, member.uid in updated) for member in members]
+        units, ranks = units_in(state.module, sizes), state.axes.dp_sp_group.size
+        return Holding.of(state.ds_config, shapes, units, parts.model_bytes, ranks, state.basic_optimizer, state.device)
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
@@ -239,26 +252,6 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
     ]
 
 
-def _asked_for(error: BaseException) -> int:
-    """Bytes that an allocator was asked for when it failed; 0 where its words do not say."""
-    match = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
-    if match is None:
-        return 0
-    return int(match[1]) if match[1] else int(float(match[2]) * 1024 ** (" KMG".index(match[3])))
-
-
-def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
-    """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
-    places = {block: index for index, block in enumerate(repeated_blocks(model))}
-    for frame in frames:
-        index = (
-            places.get(frame.f_locals.get("self")) if isinstance(frame.f_locals.get("self"), torch.nn.Module) else None
-        )
-        if index is not None:
-            return max(index, 0.5) / len(places)
-    return 0.5
-
-
 class MemoryGuard:
     """Wraps a part of a step: running out of memory inside raises an error with a report."""
 
@@ -278,3 +271,57 @@ class MemoryGuard:
             raise self._report.exhausted(error) from error
         if self._measures and error is None:
             self._report.note_forward()
+
+
+class MemoryWatchdog:
+    """A thread that warns before the container's memory limit is reached; without a limit there is none.
+
+    A process alone in a container with a limit is ended by SIGKILL when it touches one page too many; no allocation
+    fails before. So a thread looks at what is left, the more often the less there is, and logs once what the thread
+    that trains is doing, what is held, and which key would help.
+    """
+
+    def __init__(self, report: MemoryReport, container: CgroupMemory | None = None) -> None:
+        self._container = container or CgroupMemory()
+        self._limit = self._container.limit()
+        self._ended, self._thread = threading.Event(), None
+        if self._limit:
+            arguments = (weakref.ref(self), weakref.ref(report), threading.get_ident(), self._ended)
+            self._thread = threading.Thread(target=self._look, args=arguments, name="deepspeed-pressure", daemon=True)
+            self._thread.start()
+
+    @property
+    def left(self) -> int:
+        return self._limit - self._container.used()
+
+    @property
+    def scarce(self) -> float:
+        """Bytes under which memory is nearly used up."""
+        return max(_LEAST, _SHARE * self._limit)
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @staticmethod
+    def _look(
+        watch: weakref.ref[MemoryWatchdog], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
+    ) -> None:
+        """Look until the end, or until the engine is freed: it holds neither; `trains` is the thread that trains."""
+        warned = False
+        while True:
+            here, held = watch(), report()
+            if here is None or held is None:
+                return
+            left, scarce = here.left, here.scarce
+            if left < scarce and not warned:
+                warned = True
+                frame = sys._current_frames().get(trains)
+                frames = [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)]
+                logger.warning(held.running_out(frames[::-1], left))
+                del frame, frames
+            warned = warned and left < 2 * scarce
+            del here, held
+            if ended.wait(min(_LONGEST_S, max(_SHORTEST_S, (left - scarce) / _PACE))):
+                return

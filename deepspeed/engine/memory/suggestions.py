@@ -12,7 +12,7 @@ import os
 import resource
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,15 +46,10 @@ _AWAY = "masters, gradient sums and optimizer state leave it"
 
 @dataclass(frozen=True)
 class Advice:
-    """Keys that would fit.
+    """Keys that would fit."""
 
-    Args:
-        settings: a part of the JSON, to be laid over the user's; empty where no key helps.
-        why: what they do, or why there are none.
-    """
-
-    settings: dict[str, Any]
-    why: str
+    settings: dict[str, Any]  # a part of the JSON, to be laid over the user's; empty where no key helps
+    why: str  # what they do, or why there are none
 
     def __str__(self) -> str:
         return f"What would fit: {json.dumps(self.settings)}: {self.why}" if self.settings else self.why
@@ -62,21 +57,58 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how much state is near.
+    """What decides how much state is near."""
 
-    Args:
-        stage: of ZeRO.
-        optimizer: place of masters, gradient sums and optimizer state.
-        parameters: place of split parameters.
-        buffers: `buffer_count` of the disk.
-        live: most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time.
-    """
+    stage: int  # of ZeRO
+    optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
+    parameters: str = DEVICE  # place of split parameters
+    buffers: int = 4  # `buffer_count` of the disk
+    live: int = 0  # most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time
 
-    stage: int
-    optimizer: str = DEVICE
-    parameters: str = DEVICE
-    buffers: int = 4
-    live: int = 0
+    @classmethod
+    def of(cls, config: DeepSpeedConfig) -> Setting:
+        places, zero = {"none": DEVICE, "cpu": HOST, "nvme": NVME}, config.zero
+        split = policy_for(zero.stage).gathers_before_use
+        parameters = places[zero.offload_param.device] if split else DEVICE
+        optimizer = places[zero.offload_optimizer.device]
+        live = zero.max_live_parameters if split else 0
+        return cls(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
+
+    def smaller(self, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
+        """Settings that take less, those that change least first."""
+        now, far = self, HOST if HOST not in holding.near else NVME
+        if policy_for(now.stage).gathers_before_use and now.live > holding.pair:
+            yield (now := replace(now, live=0))
+        top = [stage for stage in range(now.stage + 1, 4) if stages and holding.ranks > 1]
+        yield from (replace(now, stage=stage) for stage in top)
+        for place in dict.fromkeys((far, NVME)):
+            if place == NVME and not disk:
+                continue
+            for buffers in dict.fromkeys((now.buffers, 1)) if place == NVME else (now.buffers,):
+                for stage in (now.stage, *top):
+                    if policy_for(stage).owns_a_shard and (now.optimizer, now.buffers) != (place, buffers):
+                        yield replace(now, stage=stage, optimizer=place, buffers=buffers)
+            if stages or now.stage == 3:
+                yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)
+
+    def keys_to(self, then: Setting, folder: str, pair: int) -> dict[str, Any]:
+        """The keys of `zero_optimization` that lead to another setting; `pair` as in `Holding`."""
+        names, keys = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
+        if then.stage != self.stage:
+            keys["stage"] = then.stage
+        if policy_for(then.stage).gathers_before_use and (then.stage, then.live) != (self.stage, self.live):
+            keys |= {"stage3_max_live_parameters": pair, "stage3_max_reuse_distance": 0}
+            keys |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+        changed = then.buffers != self.buffers
+        for key, was, place in (
+            ("offload_optimizer", self.optimizer, then.optimizer), ("offload_param", self.parameters, then.parameters)
+        ):  # fmt: skip
+            if place != DEVICE and (place != was or changed):
+                keys[key] = {"device": names[place]}
+                if place == NVME:
+                    keys[key] |= {"nvme_path": folder, **({"buffer_count": then.buffers} if changed else {})}
+                    keys[key] |= {"max_in_cpu": 0} if key == "offload_param" else {}
+        return keys
 
 
 @dataclass(frozen=True)
@@ -111,6 +143,35 @@ class Holding:
     addresses: bool = False
     birth: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        config: DeepSpeedConfig,
+        parts: Sequence[tuple[int, bool]],
+        units: tuple[int, ...],
+        birth: int,
+        ranks: int,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+    ) -> Holding:
+        """That of a model; `parts` are elements of each parameter and whether it is updated, in the model's order."""
+        dtype = DTYPES["fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"]
+        master = master_dtype(config, dtype)
+        return cls(
+            trained=sum(numel for numel, updated in parts if updated),
+            frozen=sum(numel for numel, updated in parts if not updated),
+            tensors=tuple(numel for numel, updated in parts if updated),
+            units=units,
+            widths=(dtype.itemsize, master.itemsize, accumulator_dtype(config).itemsize),
+            moments=moments_bytes(optimizer, master),
+            ranks=ranks,
+            accumulates=config.gradient_accumulation_steps > 1,
+            bucket=config.zero.reduce_bucket_size,
+            near=near_places(device),
+            addresses=device.type == "cpu" and limits_addresses(),
+            birth=birth,
+        )
+
     def needs(self, setting: Setting) -> float:
         """Bytes near, under a setting, at its fullest between micro-batches."""
         policy = policy_for(setting.stage)
@@ -135,22 +196,17 @@ class Holding:
         return max(self.tensors, default=0)
 
     def _groups(self, policy: Policy) -> list[int]:
-        """Elements of each group."""
         if policy.gathers_before_use:
             return list(self.units)
         limit = min(self.bucket, max((self.trained + self.frozen) // LEAST_BUCKETS, SMALLEST_SHARE))
         return [sum(numels) for numels in bins(self.tensors[::-1], limit, int)]
 
     def _rest(self, setting: Setting, policy: Policy) -> float:
-        itemsize, master, accumulator = self.widths
         own = self.trained / self._slices(policy)
-        whole = not policy.owns_a_shard or (self.accumulates and not policy.reduces_as_gradients_arrive)
-        state = GroupState(
-            self.trained, own, policy.gathers_before_use, itemsize, master, accumulator, self.moments, whole
-        )
+        state = GroupState.of(policy, self.trained, own, self.widths, self.moments, self.accumulates)
         nbytes = state.rest_bytes(setting.optimizer, setting.parameters)
         total = sum(nbytes.at(place) for place in self.near)
-        return total + self.frozen * itemsize / (self.ranks if policy.gathers_before_use else 1)
+        return total + self.frozen * self.widths[0] / (self.ranks if policy.gathers_before_use else 1)
 
     def _of_backward(self, setting: Setting, policy: Policy, group: int) -> float:
         """What is gathered, and gradients: the one that autograd makes, those in a round, and those under way."""
@@ -225,165 +281,61 @@ def _folder(config: DeepSpeedConfig) -> str:
     return ""
 
 
-def setting_of(config: DeepSpeedConfig) -> Setting:
-    """What a configuration has."""
-    places, zero = {"none": DEVICE, "cpu": HOST, "nvme": NVME}, config.zero
-    split = policy_for(zero.stage).gathers_before_use
-    parameters = places[zero.offload_param.device] if split else DEVICE
-    optimizer = places[zero.offload_optimizer.device]
-    live = zero.max_live_parameters if split else 0
-    return Setting(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
-
-
-def _others(now: Setting, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
-    """Settings that take less than `now`, those that change least first."""
-    far = HOST if HOST not in holding.near else NVME
-    if policy_for(now.stage).gathers_before_use and now.live > holding.pair:
-        yield (now := replace(now, live=0))
-    top = [stage for stage in range(now.stage + 1, 4) if stages and holding.ranks > 1]
-    yield from (replace(now, stage=stage) for stage in top)
-    for place in dict.fromkeys((far, NVME)):
-        if place == NVME and not disk:
-            continue
-        for buffers in dict.fromkeys((now.buffers, 1)) if place == NVME else (now.buffers,):
-            for stage in (now.stage, *top):
-                if policy_for(stage).owns_a_shard and (now.optimizer, now.buffers) != (place, buffers):
-                    yield replace(now, stage=stage, optimizer=place, buffers=buffers)
-        if stages or now.stage == 3:
-            yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)
-
-
 def advise_on_state(
-    config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, asked: str = "state"
+    config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, category: str = "state"
 ) -> Advice:
-    """The least change under which a model's state fits.
+    """The least change under which a model's state fits into `room` bytes near.
 
     Args:
-        config: the user's.
-        holding: what there is state of.
-        room: bytes near that it may take.
         stages: a higher stage may be suggested (a pipeline has none).
-        asked: what memory was asked for.
+        category: the one that memory was asked for.
     """
-    now, folder = setting_of(config), _folder(config)
+    now, folder = Setting.of(config), _folder(config)
     near, mib = "device" if HOST not in holding.near else "memory", 2**20
     least: tuple[float, Setting] | None = None
-    for setting in _others(now, holding, stages, bool(folder)):
-        if not _as_json(now, setting, folder, holding.pair):
+    for setting in now.smaller(holding, stages, bool(folder)):
+        keys = now.keys_to(setting, folder, holding.pair)
+        if not keys:
             continue
         need = holding.needs(setting) * _MARGIN
         if least is None or need < least[0]:
             least = need, setting
         if need <= room:
-            zero = _as_json(now, setting, folder, holding.pair)
             split = f"stage {setting.stage} splits over {holding.ranks} ranks" if setting.stage > now.stage else ""
             moved = _AWAY if setting.optimizer != now.optimizer else ""
             fewer = "fewer buffers" if setting.buffers != now.buffers and not moved else ""
             remark = "two modules are gathered at a time" if setting.live != now.live else ""
             what = "; ".join(part for part in (split, moved, remark, fewer) if part)
-            takes = f"{asked} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
-            return Advice({"zero_optimization": zero}, f"{what}: {takes}")
+            takes = f"{category} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
+            return Advice({"zero_optimization": keys}, f"{what}: {takes}")
     if least is None:
         return Advice(
             {}, f"No stage and no place is left that leaves less of the state in this {near}: more ranks would"
         )
-    keys = json.dumps(_as_json(now, least[1], folder, holding.pair))
+    nearest = json.dumps(now.keys_to(least[1], folder, holding.pair))
     return Advice(
         {},
-        f"No stage and no place for state fits: the least, {keys} in zero_optimization, "
+        f"No stage and no place for state fits: the least, {nearest} in zero_optimization, "
         f"takes {least[0] / mib:,.0f} MiB of the {near}, and {room / mib:,.0f} are there; "
         f"more ranks, or a cut of the model (tensor_parallel, pipeline), would",
     )
 
 
-def _as_json(now: Setting, then: Setting, folder: str, pair: int) -> dict[str, Any]:
-    """The keys of `zero_optimization` that lead from one setting to another."""
-    names, settings = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
-    if then.stage != now.stage:
-        settings["stage"] = then.stage
-    if policy_for(then.stage).gathers_before_use and (then.stage, then.live) != (now.stage, now.live):
-        settings |= {"stage3_max_live_parameters": pair, "stage3_max_reuse_distance": 0}
-        settings |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    changed = then.buffers != now.buffers
-    for key, was, place in (
-        ("offload_optimizer", now.optimizer, then.optimizer), ("offload_param", now.parameters, then.parameters)
-    ):  # fmt: skip
-        if place != DEVICE and (place != was or changed):
-            settings[key] = {"device": names[place]}
-            if place == NVME:
-                settings[key] |= {"nvme_path": folder, **({"buffer_count": then.buffers} if changed else {})}
-                settings[key] |= {"max_in_cpu": 0} if key == "offload_param" else {}
-    return settings
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model's parameters.
-
-    Args:
-        parts: elements of each parameter, and whether it is updated, in the model's order.
-        units: see `Holding`.
-        birth: see `Holding`.
-    """
-
-    parts: Sequence[tuple[int, bool]]
-    units: tuple[int, ...]
-    birth: int = 0
-
-
-def units_in(model: torch.nn.Module, numel: Callable[[torch.nn.Parameter], int]) -> tuple[int, ...]:
-    """See `Holding.units`; `numel` gives the elements of a parameter."""
-    sizes: Counter[torch.nn.Module] = Counter()
+def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...]:
+    """See `Holding.units`; `sizes` are elements of parameters by identity, where those are not `numel()`."""
+    units: Counter[torch.nn.Module] = Counter()
     for param, unit in units_of(model).items():
-        sizes[unit] += numel(param)
-    return tuple(sizes.values())
-
-
-def holding_of(
-    config: DeepSpeedConfig,
-    shape: ModelShape,
-    ranks: int,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-) -> Holding:
-    """What a model makes state of.
-
-    Args:
-        config: resolved.
-        shape: of the model.
-        ranks: that split it.
-        optimizer: that updates it.
-        device: where it computes.
-    """
-    low = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    dtype = DTYPES[low]
-    master = master_dtype(config, dtype)
-    return Holding(
-        trained=sum(numel for numel, updated in shape.parts if updated),
-        frozen=sum(numel for numel, updated in shape.parts if not updated),
-        tensors=tuple(numel for numel, updated in shape.parts if updated),
-        units=shape.units,
-        widths=(dtype.itemsize, master.itemsize, accumulator_dtype(config).itemsize),
-        moments=moments_bytes(optimizer, master),
-        ranks=ranks,
-        accumulates=config.gradient_accumulation_steps > 1,
-        bucket=config.zero.reduce_bucket_size,
-        near=near_places(device),
-        addresses=device.type == "cpu" and limits_addresses(),
-        birth=shape.birth,
-    )
-
-
-def _numel(param: torch.nn.Parameter) -> int:
-    """Elements of a parameter, also of one that was born split."""
-    return param.ds_numel if isinstance(param, ManagedParameter) else param.numel()
+        units[unit] += sizes.get(id(param), param.numel())
+    return tuple(units.values())
 
 
 def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """`build`, whose running out of memory comes as an error with the keys under which the state would fit."""
+    """A `build` that turns running out of memory into an error with the keys under which the state would fit."""
 
     @functools.wraps(build)
-    def told(model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any) -> Any:
+    def build_or_advise(
+        model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any
+    ) -> Any:
         # The model's own parameters become state: their room is there too. Lazy ones are refused by `build`.
         own = [p for p in model.parameters() if p.device == device and not (is_lazy(p) or is_managed(p))]
         limited = device.type == "cpu" and limits_addresses()
@@ -391,16 +343,21 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
         model_bytes = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
         room = free_bytes(device) + model_bytes
         trained = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-        parts = [(0 if is_lazy(p) else _numel(p), p in trained) for p in model.parameters()]
+        # Also of parameters that are sharded already, and as they are before any is.
+        sizes = {
+            id(p): 0 if is_lazy(p) else p.ds_numel if isinstance(p, ManagedParameter) else p.numel()
+            for p in model.parameters()
+        }
+        parts = [(sizes[id(p)], p in trained) for p in model.parameters()]
         try:
             components = build(model, optimizer, config, axes, device, *more)
-            components.room, components.given = room, model_bytes
+            components.room, components.model_bytes = room, model_bytes
             return components
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_exhaustion(error):
                 raise
-            shape = ModelShape(parts, units_in(model, _numel), model_bytes)
-            holding = holding_of(config, shape, axes.dp_sp_group.size, optimizer, device)
+            ranks, units = axes.dp_sp_group.size, units_in(model, sizes)
+            holding = Holding.of(config, parts, units, model_bytes, ranks, optimizer, device)
             category = innermost(list(frames_of(error)), PARAMETERS)
             category = category if category in (MASTERS, GRADIENTS, POOLS) else PARAMETERS
             advice = advise_on_state(config, holding, room, axes.mesh.size("pp") == 1, category)
@@ -411,4 +368,4 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
             exhausted.category, exhausted.suggestion = category, advice.settings
             raise exhausted from error
 
-    return told
+    return build_or_advise

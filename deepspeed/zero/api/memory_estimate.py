@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.comm.process_groups.mesh import MODEL, current_mesh
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.layout.placement import WHOLE, placement_of
+from deepspeed.zero.layout.stages import Policy, policy_for
 from deepspeed.zero.layout.units import units_of
 
 GB = 2**30
@@ -72,6 +73,14 @@ class GroupState:
     moments: float = 2 * FP32
     sums_whole: bool = False
 
+    @classmethod
+    def of(
+        cls, policy: Policy, numel: float, own: float, widths: tuple[int, int, int], moments: float, accumulates: bool
+    ) -> GroupState:
+        """Under the policy of a stage; `widths` are bytes of an element of parameters, master and accumulator."""
+        whole = not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive)
+        return cls(numel, own, policy.gathers_before_use, *widths, moments, whole)
+
     def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
         """Bytes of a group at rest: the one formula of estimates, predictions and documentation.
 
@@ -119,8 +128,9 @@ def state_bytes(
     """
     if stage not in range(4):
         raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
-    own, whole = (1.0 / world if stage else 1.0), stage == 0 or (stage == 1 and accumulating)
-    state = GroupState(1.0, own, stage == 3, 2 if low_precision else FP32, sums_whole=whole)
+    policy, widths = policy_for(stage), (2 if low_precision else FP32, FP32, FP32)
+    own = 1.0 / world if policy.owns_a_shard else 1.0
+    state = GroupState.of(policy, 1.0, own, widths, 2 * FP32, accumulating)
     return state.rest_bytes(optimizer, parameters)
 
 

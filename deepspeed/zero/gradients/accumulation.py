@@ -112,12 +112,13 @@ class AccumulationWindow:
         ranks: what the sum over ranks is divided by: their number (when gradients are summed, that of the ranks which
             share a sequence), for they all differentiate the loss.
         scaler: loss scaler; None when losses are not scaled.
+        refuses_bare: why every backward pass has to be announced; empty: it need not.
     """
 
-    def __init__(self, steps: int, micro: int, ranks: int, scaler: Any = None) -> None:
+    def __init__(self, steps: int, micro: int, ranks: int, scaler: Any = None, refuses_bare: str = "") -> None:
         self.steps, self.micro, self.ranks, self.scaler = steps, micro, ranks, scaler
         self.seen = 0  # micro-batches that have ended
-        self.refuses_bare = ""  # why every backward pass has to be announced; empty: it need not
+        self.refuses_bare = refuses_bare
         self.forced: bool | None = None  # the boundary, where a driver decides it
         self.holding = False  # gradients are not to be reduced (`no_sync`)
         self.flushing = False  # the update that comes is that of a window that is not full

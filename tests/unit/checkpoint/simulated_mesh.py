@@ -15,8 +15,7 @@ from deepspeed.checkpoint.format.manifest import VALUE, Manifest, ManifestEntry,
 from deepspeed.checkpoint.format.safetensors_file import write_tensors
 from deepspeed.checkpoint.load.reader import NativeSource, ReadRequest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import LocalShards, take
-from deepspeed.checkpoint.save.snapshot import Snapshot, _add
+from deepspeed.checkpoint.save.save_plan import LocalShards, Snapshot, take
 from deepspeed.zero.api.state_view import LAYOUT_RULES, StateRange
 from deepspeed.zero.layout.placement import Cut, Placement
 from deepspeed.zero.layout.regions import Region, RegionRange
@@ -152,7 +151,7 @@ def capture(mesh: Mesh, at: tuple[int, int, int, int]) -> Snapshot:
             name, box = offer.rows[index].name, offer.boxes[index]
             for field in FIELDS:
                 flat = local_of(box, values_of(field, name)).reshape(-1)[start:stop]
-                _add(made, field, StateRange(name, box, start, stop, flat.dtype, lambda flat=flat: flat))
+                made.add(field, StateRange(name, box, start, stop, flat.dtype, lambda flat=flat: flat))
             if start == 0:
                 made.reports[name, offer.leader] = (json.dumps(RULE.to_json()), 0)
     return made

@@ -13,8 +13,7 @@ from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest, ManifestEnt
 from deepspeed.checkpoint.format.safetensors_file import TensorFile, write_tensors
 from deepspeed.checkpoint.load.reader import NativeSource, ReadRequest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import LocalShards, take
-from deepspeed.checkpoint.save.snapshot import fixed
+from deepspeed.checkpoint.save.save_plan import LocalShards, fixed, take
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout.placement import Cut
 from deepspeed.zero.layout.regions import Region, RegionRange
@@ -68,7 +67,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="one name must mean one global tensor"):
         take([offer(0, Region((8, 2))), offer(1, Region((8, 3)))], range(2))
     alone = {"alone": {"w": frozenset({"pp"})}}
-    stages = [offer(0, Region((8, 2)), at={"pp": 0}, **alone), offer(1, Region((8, 2)), at={"pp": 1}, **alone)]
+    stages = [
+        offer(0, Region((8, 2)), coordinates={"pp": 0}, **alone),
+        offer(1, Region((8, 2)), coordinates={"pp": 1}, **alone),
+    ]
     with pytest.raises(CheckpointError, match="rank 0 and rank 1 both have 'w'.*along pp"):
         take(stages, range(2))
     left = ManifestEntry("w", (8, 2), torch.float32, LEFT_OUT)

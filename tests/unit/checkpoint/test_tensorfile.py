@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from deepspeed.checkpoint.format import safetensors_file
 from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all, write_tensors
-from deepspeed.checkpoint.save.snapshot import fixed
+from deepspeed.checkpoint.save.save_plan import fixed
 from deepspeed.errors import CheckpointCorruptError
 
 
