@@ -14,6 +14,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.module_tree import modules_of, running_statistics
+from deepspeed.foundation.transformers_model import is_instance_of
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _CLOSE = "_ds_close"
@@ -45,7 +46,7 @@ def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> No
         dtypes: to which dtype; those that are not named kept theirs.
     """
     for module in model.modules():
-        if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
+        if is_instance_of(module, "_DeviceDtypeModuleMixin"):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
             if dtype is not None:
                 vars(module)["_dtype"] = dtype
@@ -56,8 +57,11 @@ def loss_is_divided(model: nn.Module) -> bool:
 
     Lightning's Trainer does so in automatic optimization, and leaves the rest to the engine.
     """
-    lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
-    return lightning and getattr(model, "_trainer", None) is not None and bool(model.automatic_optimization)
+    return (
+        is_instance_of(model, "LightningModule")
+        and getattr(model, "_trainer", None) is not None
+        and bool(model.automatic_optimization)
+    )
 
 
 def check_loss(loss: Any) -> None:
