@@ -157,7 +157,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        "deepspeed.sequence.parallel_state": "initialize_sequence_parallel",
+        "deepspeed.sequence.transformers_adapter": "initialize_sequence_parallel",
         "deepspeed.comm.process_groups.mesh.CURRENT_GROUPS": (
             "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
             "get_sequence_data_parallel_group get_sequence_data_parallel_rank "
@@ -168,7 +168,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "deepspeed.sequence.tiled": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
-        "deepspeed.sequence.parallel_state": "UlyssesSPAttentionHF",
+        "deepspeed.sequence.transformers_adapter": "UlyssesSPAttentionHF",
         "deepspeed.sequence.batches": "UlyssesSPDataLoaderAdapter",
     },
     "deepspeed.runtime.utils": {

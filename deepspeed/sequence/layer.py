@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -75,23 +76,16 @@ class _Source:
                 f"as it was: change a copy of it, or set sequence_parallel_recompute to false"
             )
         with torch.no_grad():
-            made = self.again(self.tokens)
-            if made.stride() == self.stride and not made.storage_offset():
-                return made
-            return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
+            heads = self.again(self.tokens)
+            if heads.stride() == self.stride and not heads.storage_offset():
+                return heads
+            return torch.empty_strided(self.size, self.stride, dtype=heads.dtype, device=heads.device).copy_(heads)
 
-
-@dataclass(frozen=True)
-class _Saved:
-    """A view of a tensor by heads that autograd saved."""
-
-    source: _Source
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def view(self) -> torch.Tensor:
-        return self.source.by_heads().as_strided(self.size, self.stride, self.offset)
+    @staticmethod
+    def unpack(saved: tuple[_Source, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
+        """A view that autograd saved: (of what, its size, strides and offset)."""
+        source, size, stride, offset = saved
+        return source.by_heads().as_strided(size, stride, offset)
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
@@ -111,7 +105,7 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
         since: `saved.now()` before it.
         exchanged: what it was given, and gave.
     """
-    of = {one.by_heads.untyped_storage()._cdata: one for one in exchanged if one.fills_its_memory}
+    of = {each.by_heads.untyped_storage()._cdata: each for each in exchanged if each.fills_its_memory}
     sources: dict[int, _Source] = {}
     for saved in saved_since([context], since) if of else ():
         view = saved.data
@@ -121,8 +115,8 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
         if key in of and view.dtype == of[key].by_heads.dtype:
             if key not in sources:
                 sources[key] = of[key].source()
-            kept = _Saved(sources[key], view.size(), view.stride(), int(view.storage_offset()))
-            saved.register_hooks(lambda _view, kept=kept: kept, _Saved.view)
+            packed = (sources[key], view.size(), view.stride(), int(view.storage_offset()))
+            saved.register_hooks(lambda _view, packed=packed: packed, _Source.unpack)
         del view
 
 
@@ -195,25 +189,19 @@ def attend(
     check_heads(query.shape[heads], axis)
     copies = repeats(key.shape[heads], axis)
     query = to_heads(query, axis, heads, sequence, where=where)
-    copied = [_copied(tensor, axis, (heads, sequence), copies, where) for tensor in (key, value)]
+    again = partial(to_heads, axis=axis, heads=heads, sequence=sequence, copies=copies, where=f"{where}, again,")
+    copied = [
+        Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
+        for tensor in (key, value)
+    ]
     since = now()
-    context = local(query, *(one.by_heads for one in copied))
+    context = local(query, *(each.by_heads for each in copied))
     label = f"heads to sequence in {where} over {axis.name}"
-    made = all_to_all(context, axis, sequence, heads, label)
+    by_tokens = all_to_all(context, axis, sequence, heads, label)
     if recompute and axis.size > 1 and is_kept(context):
-        back = Exchanged(context, made, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
+        back = Exchanged(context, by_tokens, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
         keep_by_tokens(context, since, [back, *(copied if copies > 1 else [])])
-    return made
-
-
-def _copied(tensor: torch.Tensor, axis: Axis, dims: tuple[int, int], copies: int, where: str) -> Exchanged:
-    """Key or value by heads."""
-    heads, sequence = dims
-
-    def again(tokens: torch.Tensor) -> torch.Tensor:
-        return to_heads(tokens, axis, heads, sequence, copies, f"{where}, again,")
-
-    return Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
+    return by_tokens
 
 
 def single_all_to_all(
@@ -310,17 +298,17 @@ class DistributedAttention(nn.Module):
         def local(*states: torch.Tensor) -> torch.Tensor:
             query, key, value = states
             if rotary_pos_emb is not None:
-                query, key = (_rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
+                query, key = (self._rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
             return self.local_attn(query, key, value, *args, **kwargs)
 
         states = (query, key, value)
         return attend(local, states, self.axis, self.scatter_idx, self.gather_idx, recompute=self.recompute)
 
-
-def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
-    width = cos.shape[-1]
-    turned, kept = tensor[..., :width], tensor[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, kept), dim=-1)
+    @staticmethod
+    def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
+        width = cos.shape[-1]
+        turned, others = tensor[..., :width], tensor[..., width:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((turned, others), dim=-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from pytest import MonkeyPatch
 from torch import nn
 
@@ -18,7 +19,6 @@ from deepspeed.engine import tensor_parallel
 from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
-from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.api import reshard
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
