@@ -61,14 +61,14 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.checkpoint.compat.upstream_names": "ARGS_KEY CHECKPOINT_INFO_KEY ITERATION_KEY",
     },
     "deepspeed.constants": {
-        "deepspeed.foundation.constants": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
+        "deepspeed.foundation.script_helpers": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
     },
     "deepspeed.io": {
         "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {
-        "deepspeed.foundation.expert_marks": (
+        "deepspeed.foundation.script_helpers": (
             "has_moe_layers is_moe_param is_moe_param_group "
             "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
         ),
@@ -93,7 +93,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config": {
         "deepspeed.config": "DeepSpeedConfig DeepSpeedConfigError",
-        "deepspeed.foundation.constants": (
+        "deepspeed.foundation.script_helpers": (
             "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER LION_OPTIMIZER "
             "MUON_OPTIMIZER"
         ),
@@ -284,7 +284,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.accelerator.instruments": "SynchronizedWallClockTimer ThroughputTimer",
     },
     "deepspeed.utils.torch": {
-        "deepspeed.foundation.torch_version": "required_torch_version",
+        "deepspeed.foundation.script_helpers": "required_torch_version",
     },
     "deepspeed.utils.zero_to_fp32": {
         "deepspeed.checkpoint.compat.zero_to_fp32": (

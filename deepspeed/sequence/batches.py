@@ -76,12 +76,7 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
 
 
 def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start anew with a document.
-
-    Args:
-        before: of the one; None: it has none.
-        after: of the next one.
-    """
+    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start a document."""
     if before is None or after is None or before.shape[0] != after.shape[0]:
         return False
     first = after[:, 0]
@@ -89,15 +84,7 @@ def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> None:
-    """See that what the ranks of a sequence were given are slices of one batch.
-
-    Args:
-        slices: positions on each rank, in order; see `continues`.
-        ranks: what they are called.
-
-    Raises:
-        DataError: two neighbours' are not, with both.
-    """
+    """Raise DataError where neighbouring ranks' positions are not of slices of one batch, see `continues`."""
     for rank, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
         if not continues(before, after):
             raise DataError(
@@ -110,15 +97,7 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
 
 
 def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """See that the last label of a rank's slice is the first token of the next one's, where labels are tokens.
-
-    Args:
-        edges: `edge_of` the ranks' slices, in order; empty where they say nothing.
-        ranks: what they are called.
-
-    Raises:
-        DataError: it is not, with both ranks.
-    """
+    """Raise DataError where a slice's last label is not the next slice's first token; `edges` are from `edge_of`."""
     for rank, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
         if not before or not after or not bool(before["follow"]) or not bool(after["follow"]):
             continue

@@ -28,7 +28,7 @@ class Exchanged:
     """A tensor by heads, which an exchange makes from one by tokens.
 
     Args:
-        by_heads: of the whole sequence, this rank's heads; as the exchange has left it.
+        by_heads: of the whole sequence, this rank's heads.
         by_tokens: of this rank's slice.
         again: makes the one from the other, out of autograd's sight; all ranks call together.
         where: for reports.
@@ -96,14 +96,9 @@ def is_kept(tensor: torch.Tensor) -> bool:
 
 
 def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchanged]) -> None:
-    """Let autograd keep by tokens what it has saved by heads.
+    """Let autograd keep by tokens what attention saved by heads since `since`.
 
     What hooks around the forward keep elsewhere, or compute again, is left to them.
-
-    Args:
-        context: what attention gave.
-        since: `saved.now()` before it.
-        exchanged: what it was given, and gave.
     """
     of = {each.by_heads.untyped_storage()._cdata: each for each in exchanged if each.fills_its_memory}
     sources: dict[int, _Source] = {}
@@ -121,11 +116,7 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
 
 
 def check_heads(heads: int, axis: Axis) -> None:
-    """Refuse ranks that query heads cannot be shared out to.
-
-    Raises:
-        MeshError: with the nearest sizes.
-    """
+    """Raise MeshError, with the nearest sizes, for ranks that query heads cannot be shared out to evenly."""
     if heads % axis.size:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         below, above = [n for n in fits if n < axis.size][-1:], [n for n in fits if n > axis.size][:1]
@@ -149,13 +140,7 @@ def to_heads(
 ) -> torch.Tensor:
     """From this rank's slice of the sequence with all heads to the whole sequence with this rank's heads.
 
-    Args:
-        tensor: any layout with the heads along one dim and the sequence along another.
-        axis: ranks of a sequence.
-        heads: dim of the heads.
-        sequence: dim of the sequence.
-        copies: of each head; see `repeats`.
-        where: for reports.
+    `heads` and `sequence` are dims of any layout; each head is copied, see `repeats`.
     """
     if copies > 1:
         tensor = tensor.repeat_interleave(copies, dim=heads)
@@ -180,7 +165,7 @@ def attend(
         heads: dim of the heads.
         sequence: dim of the sequence.
         where: for reports.
-        recompute: exchange again in backward, rather than keep more than this rank's share; see `kept`.
+        recompute: exchange again in backward, rather than keep more than this rank's share.
 
     Raises:
         MeshError: the query heads cannot be shared out evenly.

@@ -20,14 +20,9 @@ SEQUENCE = 1  # the dim of tokens: `[batch, sequence, …]`
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a function is tiled.
+    """How a function is tiled: of its inputs the first `cut` are tiles of `lengths` tokens, parameters follow.
 
-    Args:
-        compute: takes one tile of each cut tensor.
-        lengths: tokens of each tile.
-        cut: how many of the inputs are cut along the sequence; parameters follow them.
-        join: dim along which results are joined; None: they are added, each times its weight.
-        weights: of each tile's result, where they are added; a tile of weight 0 is not computed.
+    Results are joined along dim `join`, or added, each times its weight; a tile of weight 0 is not computed.
     """
 
     compute: Callable[..., torch.Tensor]
@@ -97,15 +92,10 @@ def _tiled(
     join: int | None,
     weigh: Callable[[int, int], float],
 ) -> torch.Tensor:
-    """`compute` of tiles of the tensors `cut`.
+    """`compute` of tiles of the tensors `cut`, `[batch, sequence, …]` each; see `_Tiling`.
 
-    Args:
-        compute: see `_Tiling`.
-        cut: `[batch, sequence, …]` each.
-        params: what it reads besides and differentiates.
-        shards: number of tiles; where there are fewer tokens, a tile each.
-        join: see `_Tiling`.
-        weigh: of a tile, by its first token and the one after its last.
+    `params` are read besides and differentiated; `weigh` weighs a tile by its first token and the one after its last.
+    Where there are fewer tokens than shards, each token is a tile.
     """
     lengths = {tensor.shape[SEQUENCE] for tensor in cut}
     if len(lengths) != 1:

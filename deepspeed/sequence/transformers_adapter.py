@@ -59,13 +59,9 @@ _PRIME = 1_000_003
 
 
 class Sequence:
-    """What one forward knows of its sequence.
+    """One forward's whole sequence: positions and mask `[batch, sequence]`, or no mask; labels of this rank's tokens.
 
-    Args:
-        model: that is cut over it.
-        positions: of all tokens, `[batch, sequence]`.
-        mask: of all tokens, `[batch, sequence]`, or None.
-        labels: of this rank's tokens, while no loss function has seen them.
+    Labels are there as long as no loss function has read them.
     """
 
     __slots__ = ("axis", "labels", "mask", "model", "positions")
@@ -99,13 +95,7 @@ _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
 
 
 class SequenceModel:
-    """A model of Transformers that was cut along the sequence.
-
-    Args:
-        model: the outermost `PreTrainedModel`.
-        axis: ranks that share sequences.
-        disable_in_eval: compute whole sequences in evaluation, whatever positions are given.
-    """
+    """An outermost model of Transformers, cut along the sequence; `disable_in_eval`: whole sequences in evaluation."""
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
@@ -140,7 +130,7 @@ class SequenceModel:
         elif not hands_on(parameters):
             why = "its forward takes no further keyword arguments"
         elif head:
-            why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside, gather what it gives"
+            why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside it, gather"
         elif not model._can_set_attn_implementation():
             why = "its attention does not go by AttentionInterface"
         if why:
@@ -219,11 +209,9 @@ class SequenceModel:
         return (), call
 
     def _positions(self, call: dict[str, Any], expected: bool) -> torch.Tensor | None:
-        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`.
+        """Positions of the whole sequence; None where the ranks have no slices of one, as in `generate`.
 
-        Args:
-            call: arguments of forward.
-            expected: it is of slices: of documents that repeat themselves, they may look like whole sequences.
+        Slices of documents that repeat themselves may look like whole sequences: `expected` says that these are slices.
         """
         own, tokens = call.get("position_ids"), length_of(call)
         generates = next(caches_in(call), None) is not None
@@ -441,12 +429,7 @@ def _mask(
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed.
-
-    Args:
-        inner: the loss of one rank's tokens.
-        kind: as Transformers calls it, such as "ForCausalLM".
-    """
+    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:

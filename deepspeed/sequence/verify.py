@@ -24,17 +24,12 @@ T = TypeVar("T")
 
 
 def prove(model: SequenceModel, everyone: Axis) -> None:
-    """Run a model on whole sequences and on slices.
+    """Compare a model on slices with itself on whole sequences: one batch padded on its left, one of packed documents.
 
-    One batch has padding on its left, one has packed documents: positions, masks and what is cut by documents are
-    compared with them.
-
-    Args:
-        model: with its ranks of a sequence.
-        everyone: all ranks that compute with these layers; they call together, and their forwards meet.
+    All ranks of `everyone`, which compute with these layers, call together: their forwards meet.
 
     Raises:
-        SequenceParallelError: on every rank, with what differs on which, or what one of them alone has raised.
+        SequenceParallelError: on every rank, with the differences by rank, or with the error of one of them.
     """
     _Comparison(model, everyone).run()
 

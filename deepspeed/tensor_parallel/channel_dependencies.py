@@ -49,12 +49,7 @@ class TensorSharding:
 
     @staticmethod
     def of(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
-        """The first dim of which no two ranks depend on one index.
-
-        Args:
-            name: of the tensor.
-            by_rank: by dim the indices that each rank's channels depend on.
-        """
+        """The first dim of which no two ranks depend on one index; `by_rank` has masks of indices by rank and dim."""
         for dim, masks in enumerate(zip(*by_rank, strict=True)):
             if len(masks[0]) > 1 and disjoint(masks):
                 return TensorSharding(name, dim, [runs(mask) for mask in masks])
@@ -333,12 +328,7 @@ def share_out(
 ) -> ChannelDependencies | None:
     """The way to share a region out that leaves the largest rank the least; None where none cuts anything.
 
-    Args:
-        module: the block's, dense; it is copied.
-        region: with names inside `module`.
-        calls: what it is called with, each way.
-        units: numbers of equal units the channels may consist of, such as heads.
-        ranks: of the axis.
+    `units` are numbers of equal units the channels may consist of, such as heads; `module` is dense, and is copied.
     """
     size, best = region.row_size(module), None
     for count in dict.fromkeys([*units, size]):

@@ -22,13 +22,11 @@ PADDED = 3  # tokens at the end of the masked input
 def all_calls(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any]
 ) -> tuple[dict[str, list[ModuleInputs]], Any, str]:
-    """Calls of modules on an input, plain and with padding at its end, where they differ in more than values.
+    """By module its calls, plain and with padding at the end; the model's output; what it raised with padding.
 
     With padding attention takes another way: some of what it reads of itself, such as how often heads are repeated,
-    shows only there. A model that takes no mask, or is given one, is called once.
-
-    Returns:
-        Calls by name, what the model returns, and what it raised with padding.
+    shows only there. A call with padding counts where it differs in more than values. A model that takes no mask, or is
+    given one, runs once.
     """
     names = list(names)
     first, output = calls_of(model, names, inputs)
@@ -81,13 +79,9 @@ def _noted(
 
 
 def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict[str, Any]) -> set[str]:
-    """The modules that a model hands states of its own when it generates, as recurrent ones do: tensors in a list, of
-    sizes that no module knows. What one module of a class is handed, all may be.
+    """The modules that get states of their own from the model in generation: lists of tensors, of any size.
 
-    Args:
-        model: to be called once.
-        calls: of its modules, in their order, without a cache.
-        inputs: of the model.
+    Recurrent models hand them. If one module of a class gets one, all may. `calls` are in order, without a cache.
     """
     caching = caches_at_all(model, inputs)
     if simulating() or not calls or not (caching != inputs or caching_configs(model)):

@@ -25,12 +25,7 @@ from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 
 
 class SliceLocation:
-    """Where the slices of one layer lie; copies of a layer share it.
-
-    Args:
-        axis: the ranks.
-        name: of the layer, for reports.
-    """
+    """The ranks that share one layer, and its name for reports; copies of a layer share the location."""
 
     def __init__(self, axis: Axis, name: str = "") -> None:
         self.axis, self.name = axis, name
@@ -63,11 +58,7 @@ def mark_partial(tensor: torch.Tensor) -> None:
 
 
 def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
-    """This rank's share of a dim: as even as it goes.
-
-    Raises:
-        ArgumentError: there are fewer elements than ranks.
-    """
+    """This rank's share of a dim, as even as it goes; ArgumentError where there are fewer elements than ranks."""
     if size < axis.size:
         raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
     low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]

@@ -43,14 +43,7 @@ Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for
 
 
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
-    """Make the layers of a region slices, in place.
-
-    Args:
-        module: the block's, dense.
-        shares: of the region.
-        rank: whose slices.
-        slot_of: gives the slot of a layer by its name inside the module.
-    """
+    """Make the layers of a region slices of a rank, in place; `slot_of` gives the location of a layer by name."""
     modules, region = dict(module.named_modules()), shares.region
     params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     columns = {owner(name): shares.tensors.get(name) for name in region.columns}
@@ -84,14 +77,7 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """The numbers by which a rank's copy of the module computes its share of the dense one's channels, or why none do.
-
-    Args:
-        module: dense; it is copied.
-        shares: of the region.
-        calls: what it is called with, each way.
-        rank: whose share.
-    """
+    """The numbers by which a rank's copy of a dense module computes its share of the channels, or why none do."""
     dense = randomised(module, 0)
     exact = [call.floating()[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:

@@ -87,14 +87,7 @@ def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slo
 def share_packed(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, ranks: int
 ) -> ChannelDependencies | str:
-    """What each rank has of the experts' matrices, or why they stay whole.
-
-    Args:
-        module: dense; it is copied.
-        region: its own matrices.
-        call: what it is called with.
-        ranks: of the axis.
-    """
+    """What each rank has of the experts' matrices in a dense module, or why they stay whole."""
     if len(region.rows) != 1 or region.inner:
         return "its packed matrices feed each other in more than one step"
     row = region.rows[0]
@@ -153,14 +146,7 @@ def _masks(
 
 
 def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs, rank: int) -> Numbers | str:
-    """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set of numbers serves all ranks.
-
-    Args:
-        module: dense; it is copied.
-        shares: of its matrices.
-        call: what it is called with.
-        rank: whose numbers.
-    """
+    """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set serves all ranks."""
     dense, (own, _) = randomised(module, 0), call.floating()
     with torch.no_grad(), same_draws(), spied(dense, "") as numbers:
         wanted = own.run(dense)

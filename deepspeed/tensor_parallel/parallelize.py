@@ -39,12 +39,9 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Call `look(model, args, kwargs)` before a method of this one model, and of its copies.
+    """Call `look(model, args, kwargs)`, which may raise, before a method of this one model, and of its copies.
 
-    Args:
-        model: has the method by its class, as an attribute of its own, or from what it wraps; else it stays as it is.
-        name: of the method.
-        look: may raise.
+    The model may have the method by its class, as an attribute of its own, or from a module that it wraps.
     """
     if not hasattr(model, name):
         return
@@ -64,12 +61,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
-    """Let a model's own `generate` compare what it is given, and draw from the first rank's random state.
-
-    Args:
-        model: cut; one without `generate` stays as it is.
-        axis: the ranks that share it.
-    """
+    """Let a cut model's `generate` compare its arguments over ranks, and draw from the first rank's random state."""
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)
@@ -109,12 +101,7 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
-    """`cut_model` over the ranks of `tp`, where no row of them goes on alone. All ranks of the mesh call together.
-
-    Raises:
-        TensorParallelError: it raised in another row.
-        DeepSpeedError: as `cut_model`.
-    """
+    """`cut_model` over the ranks of `tp`; where one row of them raises, all do. All ranks of the mesh call together."""
     everyone = mesh.axis(*DIMS)
     # Rows meet in each unit's gather: one that has ended would be waited for.
     born = any(map(is_managed, model.parameters()))
@@ -123,12 +110,7 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan
 
 
 def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
-    """What an action returns, where it raises on no rank of `everyone`; all call together. None: this rank alone.
-
-    Raises:
-        TensorParallelError: it raised on another rank.
-        Exception: what it raised here.
-    """
+    """The result of an action that raises on no rank of `everyone`; all call together. None: this rank alone."""
     if everyone is None:
         return action()
     return raise_together(

@@ -55,13 +55,8 @@ _STYLES = {
 }  # fmt: skip
 
 
-def said_by(model: Any, matrices: Iterable[str]) -> dict[str, str]:
-    """By which of its dims a model wants a matrix cut, "row" or "column", by name of its parameter.
-
-    Args:
-        model: of any kind; one that says nothing gives nothing.
-        matrices: names of its parameters.
-    """
+def declared_cuts(model: Any, matrices: Iterable[str]) -> dict[str, str]:
+    """By which of its dims the model's own plan cuts a matrix, "row" or "column", by name; empty where it has none."""
     rules = getattr(model, "tp_plan", None)
     styles: dict[str, str] = {}
     known = [
@@ -82,19 +77,14 @@ SKIP = "skip"
 
 @dataclass(frozen=True)
 class Spec:
-    """One entry.
-
-    Args:
-        patterns: regular expressions, searched for in names of parameters.
-        how: "row", "column" or "skip".
-    """
+    """Regular expressions, searched for in names of parameters, and "row", "column" or "skip" for those."""
 
     patterns: tuple[re.Pattern[str], ...]
     how: str
 
 
 class Specs:
-    """All entries; the first that fits a name counts.
+    """Entries of `partition_config`; the first that fits a name counts.
 
     Args:
         entries: in the order of the JSON.
@@ -126,16 +116,7 @@ class Specs:
         return cut
 
     def check(self, cut: Mapping[str, str], whole: Mapping[str, str], matrices: Sequence[str]) -> None:
-        """Compare the entries with a plan.
-
-        Args:
-            cut: "row" or "column", by name of a matrix.
-            whole: why others stay whole.
-            matrices: all of the model.
-
-        Raises:
-            TensorParallelError: a matrix cannot be cut as an entry wants it.
-        """
+        """Raise TensorParallelError where an entry wants another cut than the plan's `cut` and `whole` say."""
         for name in matrices:
             wanted, planned = self._of(name), cut.get(name, "")
             if wanted in ("", SKIP, planned):
@@ -186,7 +167,7 @@ class Unit:
     Args:
         name: of the module.
         regions: with names inside it.
-        calls: what it is called with on the small input: plain, and beside padding where it is given other tensors.
+        calls: on the small input: plain, and with padding where it gets other tensors.
     """
 
     name: str
@@ -198,14 +179,10 @@ class Unit:
         return join(self.name, fitted.shares.region.rows[0])
 
     def keep_common_calls(self, everyone: Sequence[list[Any]], axis: Axis) -> None:
-        """Leave the ways of calling the unit that every rank has seen, so that all send the same tensors.
-
-        Args:
-            everyone: the shapes of each rank's calls.
-            axis: the ranks.
+        """Keep the calls that every rank has seen, so that all send the same tensors; `everyone` has shapes by rank.
 
         Raises:
-            TensorParallelError: no rank's first way is that of all.
+            TensorParallelError: the ranks' first calls differ.
         """
         count = min(map(len, everyone))
         while count and any(calls[:count] != everyone[0][:count] for calls in everyone):
@@ -232,11 +209,11 @@ class TensorParallelPlan:
         units: in the order in which they run.
         whole: matrices of blocks that stay whole, and why.
         inputs: the small input of the model.
-        output: what the dense model makes of it.
+        output: of the dense model.
         drops: which matrices' results each module drops in training.
         shapes: of the parameters.
-        said: by which dim the model itself wants matrices cut, see `said_by`.
-        unpadded: why the model was not looked at beside padding, where its forward raised there.
+        declared: by which dim the model's own plan cuts matrices, see `declared_cuts`.
+        unpadded: why there is no call with padding, where the model's forward raised there.
         meets: whether its forward sends messages of its own between ranks that share it.
     """
 
@@ -247,7 +224,7 @@ class TensorParallelPlan:
     output: Any
     drops: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
+    declared: dict[str, str] = field(default_factory=dict)
     unpadded: str = ""
     meets: bool = False
 
@@ -256,11 +233,7 @@ class TensorParallelPlan:
         return ((unit.name, fitted.shares) for unit in self.units for fitted in unit.regions)
 
     def keep_common_regions(self, everyone: Sequence[dict[str, int]]) -> None:
-        """Leave a region whole where one rank does; `everyone` has each rank's digests by key.
-
-        Raises:
-            TensorParallelError: ranks would cut a region in different ways.
-        """
+        """Leave a region whole where one rank does; `everyone` has each rank's digests by key."""
         for unit in self.units:
             for fitted in list(unit.regions):
                 key = unit.key(fitted)
@@ -315,10 +288,10 @@ class TensorParallelPlan:
         for unit, shares in self._regions():
             rows.update(self._rows_of(unit, shares))
         for name, how in self.cuts().items():
-            if self.said.get(name, how) != how:
-                rows[starred(name), how, f"its model's own plan cuts it by {self.said[name]}"] += 1
+            if self.declared.get(name, how) != how:
+                rows[starred(name), how, f"its model's own plan cuts it by {self.declared[name]}"] += 1
         for name, why in self.whole.items():
-            own = f"; its model's own plan cuts it by {self.said[name]}" if name in self.said else ""
+            own = f"; its model's own plan cuts it by {self.declared[name]}" if name in self.declared else ""
             rows[starred(name), "whole", why + own] += 1
         return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in rows.items()]
 
@@ -422,8 +395,8 @@ def make_plan(
         raise TensorParallelError(
             f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
-    drops, model_plan = dropped_in(model, inputs), said_by(model, shapes)
-    plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, model_plan, unpadded)
+    drops, declared = dropped_in(model, inputs), declared_cuts(model, shapes)
+    plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)
     for name in plan.unnamed():  # no figure leaves out the matrices of blocks that no region had
         node, why = trace.nodes.get(name), "no matrix product of the small input reads it"
         plan.whole[name] = why if node is None else _UNPAIRED[node.lookup]
@@ -487,15 +460,7 @@ def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[st
 def _fitted(
     module: nn.Module, region: ShardableRegion, calls: list[ModuleInputs], heads: list[int], place: tuple[int, int]
 ) -> Fitted | str:
-    """What the ranks have of a region with names inside its unit, or why it stays whole.
-
-    Args:
-        module: the unit's.
-        region: with names inside it.
-        calls: what the unit is called with.
-        heads: numbers of heads that the config says.
-        place: ranks, and this one.
-    """
+    """The shares of a region with names inside its unit, and the numbers of a rank; or why it stays whole."""
     ranks, rank = place
     shares: ChannelDependencies | str
     try:

@@ -36,9 +36,9 @@ from deepspeed.tensor_parallel.plan import (
     TensorParallelPlan,
     Unit,
     by_pattern,
+    declared_cuts,
     dropped_in,
     make_plan,
-    said_by,
     shapes_of,
     starred,
 )
@@ -165,15 +165,10 @@ class _FileEntry:
 
 
 def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
-    """Compare the file of every rank. All ranks of the axis call together.
-
-    Args:
-        axis: of ranks that cut one model, or copies of it.
-        path: of this rank's file; None: it finds its plan.
-        stage: of the model, that this rank has; each stage may have a file.
+    """Compare the plan file of every rank; None: it has none. All ranks of the axis call together.
 
     Raises:
-        TensorParallelError: ranks have files with other content, on every rank. Which cannot be read, its reader says.
+        TensorParallelError: ranks of one pipeline stage have files with other content. `read_plan` reports others.
     """
     try:
         content = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -255,8 +250,8 @@ def _planned(
         unit.calls = calls[unit.name]
     for home in homes:
         reader.check_arguments(home, calls.get(home))
-    drops, model_plan = dropped_in(model, inputs), said_by(model, reader.shapes)
-    plan = TensorParallelPlan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, model_plan, unpadded)
+    drops, declared = dropped_in(model, inputs), declared_cuts(model, reader.shapes)
+    plan = TensorParallelPlan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, declared, unpadded)
     plan.whole.update(dict.fromkeys(plan.unnamed(), "the plan file leaves it whole"))
     return plan
 

@@ -72,11 +72,7 @@ class Draws(OpTrace):
 
 
 class Forks:
-    """The random states of a cut model.
-
-    Args:
-        axis: ranks whose cut activations drop apart.
-    """
+    """The random states of a cut model, whose ranks drop cut activations differently."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis

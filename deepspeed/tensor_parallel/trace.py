@@ -34,7 +34,7 @@ class MatrixUse:
     Args:
         name: of the parameter.
         lookup: it is a table that indices choose from, and no matrix that is multiplied.
-        sources: names of the nodes whose results it reads, with no other matrix between.
+        sources: names of the matrices whose results it reads, with no other matrix between.
     """
 
     name: str
@@ -49,15 +49,7 @@ class _Taint:
 
 
 class OpTrace(TorchFunctionMode):
-    """Watches what runs inside.
-
-    Args:
-        model: its parameters are told apart by their names.
-        inputs: what it is given.
-
-    Attributes:
-        nodes: by parameter name, in the order of first use.
-    """
+    """Records which matrix reads the results of which: `nodes` by parameter name, in the order of first use."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -217,12 +209,7 @@ def by_module(params: Iterable[str]) -> dict[str, list[str]]:
 
 
 def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
-    """The regions of a model, and why other matrices in its blocks stay whole.
-
-    Args:
-        model: as it was traced.
-        nodes: of the trace.
-    """
+    """The regions of a traced model, and why other matrices in its blocks stay whole."""
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
     regions: list[ShardableRegion] = []

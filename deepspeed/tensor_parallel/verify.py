@@ -43,12 +43,7 @@ before, (…, b, PROBES) by -2; both in units of the gradient's elements. Of one
 
 
 def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:
-    """Those of a gradient.
-
-    Args:
-        gradient: of a parameter.
-        without: dims from the end that are cut: what is multiplied along one is no part of the dense one's.
-    """
+    """Sketches of a parameter's gradient, without those along dims, from the end, that are cut."""
     if gradient.dim() < 2:
         return {0: gradient.clone()}
     sides = {-1: gradient, -2: gradient.transpose(-1, -2)}
@@ -61,13 +56,7 @@ def dims_of(param: torch.Tensor) -> set[int]:
 
 
 def part_of(sketch: torch.Tensor, along: int, param: torch.Tensor) -> torch.Tensor:
-    """What a rank's sketch is, of the dense one.
-
-    Args:
-        sketch: dense.
-        along: the dim that it was multiplied along, its key; it is not cut.
-        param: this rank's slice.
-    """
+    """This rank's part of a dense sketch that was multiplied along the dim `along`, which is not cut."""
     for cut in placement_of(param).cuts:
         dim = cut.dim - 1 if along == -2 and cut.dim == param.dim() - 1 else cut.dim
         several = len(cut.segments) > 1
@@ -88,11 +77,7 @@ def probes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Sees the gradients of parameters in one forward and backward; a context around both.
-
-    Args:
-        params: by name, all with `requires_grad`.
-    """
+    """Sketches the gradients of parameters, all with `requires_grad`, in one forward and backward inside."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
@@ -126,13 +111,9 @@ class Watch:
         by_outputs: bool,
         product: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """What `product` makes of a matrix; of a parameter as it is, the gradient is sketched and not made.
+        """The product with a matrix (out, in), or (in, out) unless `by_outputs`, which reads (…, in).
 
-        Args:
-            read: (…, in).
-            matrix: (out, in), a layer's weight or what a layer has made of it.
-            by_outputs: so it is; else (in, out).
-            product: of what is read with a matrix.
+        Of a parameter as it is, or turned, the gradient is sketched and not made.
         """
         param = matrix if id(matrix) in self._names else matrix._base
         turned = param is not matrix
@@ -208,12 +189,7 @@ class UnitResult:
 
 
 def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
-    """Forward and backward in fp32 with fixed cotangents, without dropout, in each way in which the unit is called.
-
-    Args:
-        module: dense or cut; nothing of it is changed.
-        unit: says what it is called with.
-    """
+    """Forward and backward of a unit in fp32 with fixed cotangents, without dropout, by call; changes no module."""
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
     exact = (
         copy.deepcopy(module).float() if low else module
@@ -297,17 +273,17 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Name a unit that differs and computes something else each time. All ranks of the axis call together.
+    """Log a unit that computes something else each time, raise for any other. All ranks of the axis call together.
 
     Args:
-        unit: of which some rank has seen differences.
-        texts: what each rank has seen, by position.
-        cut: what it computes cut.
+        unit: which differs on some rank.
+        texts: the differences on each rank, by position.
+        cut: its results cut.
         module: the unit's.
         axis: the ranks.
 
     Raises:
-        TensorParallelError: it computes the same each time; on every rank, with what differs on which.
+        TensorParallelError: it computes the same each time; on every rank, with the differences of all.
     """
 
     def moved() -> bool:
@@ -323,11 +299,7 @@ def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Mo
 
 
 def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
-    """What a unit's computation gave this rank.
-
-    Raises:
-        TensorParallelError: it ended otherwise on some rank; on every rank, with what that one raised.
-    """
+    """The result of a computation of a unit; raises TensorParallelError on every rank where one rank raised."""
     return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
