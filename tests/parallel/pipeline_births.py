@@ -188,7 +188,7 @@ def alone(place: str) -> tuple[float, float]:
             if hasattr(one, "_init_weights"):
                 patch.setattr(one, "_init_weights", fails)
         if place != "rule" and last:
-            patch.setattr(*((tensor_parallel, "lay") if place == "slices" else (reshard, "release")), fails)
+            patch.setattr(*((tensor_parallel, "shard_parameter") if place == "slices" else (reshard, "release")), fails)
         with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
             deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     return begun[0], time.monotonic()

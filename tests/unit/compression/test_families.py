@@ -11,7 +11,7 @@ import torch
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import keep_layers
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.structured_removal import remove_from
 from deepspeed.compression.pruning.transformers_groups import Shrink
 from deepspeed.compression.pruning.verify import build, flags_at_random, inputs_for, masked, outputs
 from deepspeed.errors import CompressionError
@@ -33,7 +33,7 @@ def removed_like_masked(model: Any, plan: PruningPlan, shrink: Shrink) -> tuple[
     keeps = flags_at_random(shrink, 0.5)
     without = outputs(masked(model, shrink, keeps), given)
     pairs = list(zip(shrink.families, keeps, strict=True))
-    remove_from(model, removal_of(model, plan, pairs))
+    remove_from(model, plan.removal_of(pairs))
     assert parameters(model) < before
     return relative_difference(outputs(model, given), without), model
 
@@ -151,7 +151,7 @@ def test_planted_swapped_heads_are_caught() -> None:
     keeps = flags_at_random(wrong, 0.5)
     given = inputs_for(model, config)
     without = outputs(masked(model, wrong, keeps), given)
-    remove_from(model, removal_of(model, plan, list(zip(wrong.families, keeps, strict=True))))
+    remove_from(model, plan.removal_of(list(zip(wrong.families, keeps, strict=True))))
     assert relative_difference(outputs(model, given), without) > 1e-3
 
 
@@ -183,7 +183,7 @@ def test_widths_that_differ_by_layer_are_refused() -> None:
     shrink = plan.shrinks("ffn")[0]
     keeps = [torch.arange(48) < kept for kept in (24, 12)]
     with pytest.raises(CompressionError, match="one number of ffn for all layers"):
-        removal_of(model, plan, list(zip(shrink.families, keeps, strict=True)))
+        plan.removal_of(list(zip(shrink.families, keeps, strict=True)))
 
 
 @pytest.mark.slow
