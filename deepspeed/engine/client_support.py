@@ -14,6 +14,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.module_tree import modules_of, running_statistics
+from deepspeed.foundation.transformers_model import is_instance_of
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _CLOSE = "_ds_close"
@@ -38,7 +39,7 @@ def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
 def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
     """Update the `dtype` that modules of Lightning keep, after parameters were cast to `dtypes`."""
     for module in model.modules():
-        if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
+        if is_instance_of(module, "_DeviceDtypeModuleMixin"):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
             if dtype is not None:
                 vars(module)["_dtype"] = dtype
@@ -49,8 +50,11 @@ def loss_is_divided(model: nn.Module) -> bool:
 
     Lightning's Trainer does so in automatic optimization, and leaves the rest to the engine.
     """
-    lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
-    return lightning and getattr(model, "_trainer", None) is not None and bool(model.automatic_optimization)
+    return (
+        is_instance_of(model, "LightningModule")
+        and getattr(model, "_trainer", None) is not None
+        and bool(model.automatic_optimization)
+    )
 
 
 def check_loss(loss: Any) -> None:

@@ -16,8 +16,7 @@ from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
-from deepspeed.sequence.parallel_state import settings_of
-from deepspeed.sequence.transformers_adapter import cut_sequence, sequence_models
+from deepspeed.sequence.transformers_adapter import cut_sequence, sequence_models, settings_of
 from deepspeed.sequence.verify import prove
 
 BARE = (

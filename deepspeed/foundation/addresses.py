@@ -61,14 +61,14 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.checkpoint.compat.upstream_names": "ARGS_KEY CHECKPOINT_INFO_KEY ITERATION_KEY",
     },
     "deepspeed.constants": {
-        "deepspeed.foundation.constants": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
+        "deepspeed.foundation.script_helpers": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
     },
     "deepspeed.io": {
         "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {
-        "deepspeed.foundation.expert_marks": (
+        "deepspeed.foundation.script_helpers": (
             "has_moe_layers is_moe_param is_moe_param_group "
             "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
         ),
@@ -96,7 +96,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config": {
         "deepspeed.config": "DeepSpeedConfig DeepSpeedConfigError",
-        "deepspeed.foundation.constants": (
+        "deepspeed.foundation.script_helpers": (
             "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER LION_OPTIMIZER "
             "MUON_OPTIMIZER"
         ),
@@ -160,7 +160,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        "deepspeed.sequence.parallel_state": "initialize_sequence_parallel",
+        "deepspeed.sequence.transformers_adapter": "initialize_sequence_parallel",
         "deepspeed.comm.process_groups.mesh.CURRENT_GROUPS": (
             "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
             "get_sequence_data_parallel_group get_sequence_data_parallel_rank "
@@ -171,7 +171,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "deepspeed.sequence.tiled": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
-        "deepspeed.sequence.parallel_state": "UlyssesSPAttentionHF",
+        "deepspeed.sequence.transformers_adapter": "UlyssesSPAttentionHF",
         "deepspeed.sequence.batches": "UlyssesSPDataLoaderAdapter",
     },
     "deepspeed.runtime.utils": {
@@ -287,7 +287,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.accelerator.instruments": "SynchronizedWallClockTimer ThroughputTimer",
     },
     "deepspeed.utils.torch": {
-        "deepspeed.foundation.torch_version": "required_torch_version",
+        "deepspeed.foundation.script_helpers": "required_torch_version",
     },
     "deepspeed.utils.zero_to_fp32": {
         "deepspeed.checkpoint.compat.zero_to_fp32": (

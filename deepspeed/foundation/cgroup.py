@@ -41,8 +41,8 @@ class CgroupMemory:
                 used = self._number(folder, "memory.current", "memory.usage_in_bytes")
                 with contextlib.suppress(OSError):
                     text = (folder / "memory.stat").read_text()
-                    found = dict(re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", text, re.MULTILINE))
-                    return max(0, used - sum(map(int, found.values())))
+                    counters = dict(re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", text, re.MULTILINE))
+                    return max(0, used - sum(map(int, counters.values())))
                 return used
         return 0
 
@@ -51,9 +51,9 @@ class CgroupMemory:
         for folder in self._folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):
-                    found = re.search(r"^oom_kill (\d+)", (folder / name).read_text(), re.MULTILINE)
-                    if found:
-                        return int(found[1])
+                    match = re.search(r"^oom_kill (\d+)", (folder / name).read_text(), re.MULTILINE)
+                    if match:
+                        return int(match[1])
         with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
             return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
         return 0
@@ -72,7 +72,7 @@ def _folders(root: Path, listing: Path) -> list[Path]:
         lines = listing.read_text().splitlines()
     except OSError:
         return []
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         bases = [root / "memory"] if "memory" in controllers.split(",") else [root] if not controllers else []
@@ -80,10 +80,10 @@ def _folders(root: Path, listing: Path) -> list[Path]:
             own = base / path.lstrip("/")
             while own != base and base in own.parents:
                 if own.is_dir():
-                    found.append(own)
+                    folders.append(own)
                 own = own.parent
-            found.append(base)
-    return found
+            folders.append(base)
+    return folders
 
 
 def machine_memory() -> int:

@@ -21,16 +21,12 @@ def warn_of_others(package: str, version: str) -> None:
     """Issue one `SecondCopyWarning` if there is a second installation; on the first rank of a machine only.
 
     Looks at names of files: one look per folder of `sys.path`, and one list of the folder this package lies in.
-
-    Args:
-        package: folder of the package that is being imported.
-        version: its version.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     others = other_copies(package, sys.path)
     if others:
-        places = "; ".join(f"{place} ({found})" for place, found in others.items())
+        places = "; ".join(f"{place} ({kind})" for place, kind in others.items())
         warnings.warn(
             f"{NAME} {version} is imported from {package}, and there is another on Python's path: {places}. Another "
             f"script or working folder may import that one, and `importlib.metadata` may report its version. Keep "
@@ -42,22 +38,17 @@ def warn_of_others(package: str, version: str) -> None:
 
 
 def other_copies(package: str, path: Iterable[str]) -> dict[str, str]:
-    """Folders of other copies, and what each is.
-
-    Args:
-        package: folder of the package that is being imported.
-        path: folders that Python searches; "" is the working folder.
-    """
+    """By folder of another copy on the path ("" is the working folder): what installed it."""
     here = os.path.realpath(package)
-    found: dict[str, str] = {}
+    copies: dict[str, str] = {}
     for folder in path:
         other = os.path.join(folder or os.curdir, NAME)
         if os.path.isfile(os.path.join(other, "__init__.py")) and os.path.realpath(other) != here:
-            found.setdefault(os.path.realpath(other), " and ".join(_metadata(folder)) or "not installed by pip")
+            copies.setdefault(os.path.realpath(other), " and ".join(_metadata(folder)) or "not installed by pip")
     beside = _metadata(os.path.dirname(here))
     if len(beside) > 1:  # installed one over the other, so that modules of both lie in one folder
-        found[here] = f"one folder with the files of {' and '.join(beside)}"
-    return found
+        copies[here] = f"one folder with the files of {' and '.join(beside)}"
+    return copies
 
 
 def _metadata(folder: str) -> list[str]:

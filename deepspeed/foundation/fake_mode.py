@@ -96,7 +96,7 @@ def following(follower: Callable[[str], None]) -> Generator[None]:
 
 @contextlib.contextmanager
 def simulation(
-    *, late: bool = False, device: bool = False, per_host: int = 0, said: dict[int, Any] | None = None
+    *, late: bool = False, device: bool = False, per_host: int = 0, outputs: dict[int, Any] | None = None
 ) -> Generator[None]:
     """Inside, this process simulates.
 
@@ -104,9 +104,9 @@ def simulation(
         late: other ranks answer only when they are waited for; else at once.
         device: the CPU's tensors stand for those of a device.
         per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
-        said: what parts of a pipeline hand on, as far as their stages have been run; is added to.
+        outputs: what parts of a pipeline hand on, as far as their stages have been run; is added to.
     """
-    _running.append((late, device, per_host, {} if said is None else said))
+    _running.append((late, device, per_host, {} if outputs is None else outputs))
     try:
         yield
     finally:

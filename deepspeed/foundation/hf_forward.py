@@ -57,7 +57,7 @@ def cache_argument(model: Any) -> str | None:
     A known name, whatever its annotation says (several models still say tuples), but for a dict, which is another thing
     (XLM's `cache`); else an argument that is annotated as a cache. That it is one shows when the model is run.
     """
-    named = {name: _text(given.annotation) for name, given in arguments(model).items()}
+    named = {name: _text(parameter.annotation) for name, parameter in arguments(model).items()}
     known = [name for name in CACHES if name in named and not _DICT.match(named[name])]
     return next(iter(known or [name for name, text in named.items() if _KINDS.search(text)]), None)
 
@@ -119,7 +119,7 @@ def counts_items(loss: Any) -> bool:
     logits = torch.arange(24.0).reshape(1, 3, 8).cos()
     labels = torch.tensor([[1, 2, 3]])
     try:
-        one, four = (loss(logits, labels, vocab_size=8, num_items_in_batch=count) for count in (1, 4))
-        return bool(torch.isclose(one, 4 * four))
+        whole, quarter = (loss(logits, labels, vocab_size=8, num_items_in_batch=count) for count in (1, 4))
+        return bool(torch.isclose(whole, 4 * quarter))
     except Exception:  # a client's own: it may want arguments of its own, which its model gives it
         return True

@@ -31,9 +31,9 @@ _lock, _open = threading.Lock(), list[object]()
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
     """glibc's, unless the user has set what counts as large."""
-    told = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
-    return None if told else found
+    user_set = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+    return None if user_set else mallopt
 
 
 def limits_addresses() -> bool:
@@ -47,12 +47,12 @@ def resident(tensors: Iterable[torch.Tensor | None]) -> int:
     What was allocated and not written yet has none. All of it where the system does not say.
     """
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t is not None)}
-    return sum(_resident(at, nbytes) for at, nbytes in storages.items() if nbytes)
+    return sum(_resident(address, nbytes) for address, nbytes in storages.items() if nbytes)
 
 
-def _resident(at: int, nbytes: int) -> int:
-    first = at // PAGE * PAGE
-    pages = np.zeros(-(-(at + nbytes - first) // PAGE), dtype=np.uint8)
+def _resident(address: int, nbytes: int) -> int:
+    first = address // PAGE * PAGE
+    pages = np.zeros(-(-(address + nbytes - first) // PAGE), dtype=np.uint8)
     mincore = getattr(ctypes.CDLL(None), "mincore", None)
     where = [ctypes.c_void_p(first), ctypes.c_size_t(pages.size * PAGE), ctypes.c_void_p(pages.ctypes.data)]
     if mincore is None or mincore(*where) != 0:
@@ -94,10 +94,10 @@ def own_pages() -> Generator[None, None, None]:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    found = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-    if found is not None:
-        found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return found
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if madvise is not None:
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
 
 
 def huge_pages(address: int, nbytes: int) -> None:
@@ -112,12 +112,7 @@ def huge_pages(address: int, nbytes: int) -> None:
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in host memory of their own, outside of the heap, whatever holes it has; their storage cannot be resized.
-
-    Args:
-        shape: of at least one element.
-        dtype: any.
-    """
+    """Zeros in host memory of their own, at least one, outside of the heap; their storage cannot be resized."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 

@@ -55,36 +55,25 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 def own_state(module: nn.Module) -> dict[Parameter, None]:
     """Parameters that a model writes itself, in forward, as others write buffers: every rank has its own.
 
-    Args:
-        module: the model.
-
-    Returns:
-        Keras' non-trainable variables (running statistics and the like) and the states of its seeds, in the order of
-        the layers; empty for any other model. Weights that were made trainable and frozen later are not among them.
+    They are Keras' non-trainable variables (running statistics and the like) and the states of its seeds, in the order
+    of the layers; empty for any other model. Weights that were made trainable and frozen later are not among them.
     """
-    found: dict[Parameter, None] = {}
+    written: dict[Parameter, None] = {}
     for child in modules_of(module):
         if _is_keras(child):
             seeds = [getattr(generator, "state", None) for generator in _listed(child, _SEEDS)]
-            found |= dict.fromkeys(p for p in _values([*_listed(child, _KEPT), *seeds]) if not p.requires_grad)
-    return found
+            written |= dict.fromkeys(p for p in _values([*_listed(child, _KEPT), *seeds]) if not p.requires_grad)
+    return written
 
 
 def running_statistics(module: nn.Module) -> list[Parameter]:
     """Running means and variances that a Keras BatchNormalization owns; empty for any other module."""
-    kept = _values([module.__dict__.get(name) for name in ("moving_mean", "moving_variance")])
-    return [param for param in kept if not param.requires_grad]
+    statistics = _values([module.__dict__.get(name) for name in ("moving_mean", "moving_variance")])
+    return [param for param in statistics if not param.requires_grad]
 
 
 def layer_dtypes(module: nn.Module) -> dict[str, str]:
-    """The dtype in which each Keras layer with weights computes, by its dtype policy.
-
-    Args:
-        module: the model.
-
-    Returns:
-        The dtype's name ("float32", "bfloat16") by the layer's name; empty for any other model.
-    """
+    """By name of a Keras layer with weights, the dtype in which it computes (its dtype policy); else empty."""
     return {
         str(getattr(child, "name", type(child).__name__)): str(getattr(child, "compute_dtype", "float32"))
         for child in modules_of(module)
@@ -97,8 +86,8 @@ def _is_keras(module: nn.Module) -> bool:
 
 
 def _listed(module: nn.Module, name: str) -> list[Any]:
-    found = module.__dict__.get(name)
-    return list(cast("Iterable[Any]", found)) if isinstance(found, (list, tuple)) else []
+    entries = module.__dict__.get(name)
+    return list(cast("Iterable[Any]", entries)) if isinstance(entries, (list, tuple)) else []
 
 
 def _values(variables: Iterable[Any]) -> list[Parameter]:

@@ -13,23 +13,13 @@ now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage
 
 
 def saved_since(outputs: Iterable[torch.Tensor], since: int) -> Iterator[Any]:
-    """Torch's `SavedTensor`s of a computation; those that nobody's hooks keep already.
-
-    Args:
-        outputs: of it.
-        since: `now()` before it; older nodes are left alone.
-    """
+    """Torch's `SavedTensor`s of the outputs' graph since `now()` was `since`, but for those with hooks already."""
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
 
 def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
-    """The nodes of a computation.
-
-    Args:
-        last: those of its outputs; None for an output without a graph.
-        since: `now()` before it; older nodes are left alone.
-    """
+    """Nodes of the graph that ends in `last`, without those older than `since`, an earlier `now()`."""
     seen: set[Any] = set()
     nodes = list(last)
     while nodes:

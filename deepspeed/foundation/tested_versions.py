@@ -31,7 +31,7 @@ def newest_tested() -> dict[str, str]:
         required = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:  # a tree on Python's path
         return {}
-    bounds = [found.groups() for line in required if (found := _BOUND.match(line))]
+    bounds = [match.groups() for line in required if (match := _BOUND.match(line))]
     return {name.replace("-", "_"): newest for name, newest in bounds}
 
 

@@ -12,8 +12,8 @@ from deepspeed.foundation.log import log_dist
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
     """The mean without the largest and the smallest `share` of the values; 0 of none."""
     cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut] if cut else values
-    return sum(kept) / len(kept) if kept else 0.0
+    middle = sorted(values)[cut : len(values) - cut] if cut else values
+    return sum(middle) / len(middle) if middle else 0.0
 
 
 def _no_wait() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
+from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.detokenizer import StopStrings
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
@@ -30,7 +31,7 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit, vocabulary
+from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.scheduler import ScheduledTokens, Scheduler, TokenSequence
 from deepspeed.inference.speculative import NgramProposer
@@ -160,7 +161,7 @@ class Generator:
         say_untested()
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         self.limit = _limit(model, max_length)
-        self._vocabulary = vocabulary(model)
+        self._vocabulary = vocabulary_size(model, decoder=True)
         self._ends = _ends(model)
         self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind

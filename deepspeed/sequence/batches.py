@@ -23,12 +23,10 @@ INPUTS = ("input_ids", "inputs_embeds")
 
 def length_of(batch: Any) -> int | None:
     """Tokens along dim 1 of a batch of sequences; None for anything else."""
-    tokens = next((batch[name] for name in INPUTS if batch.get(name) is not None), None) if _named(batch) else None
+    if not isinstance(batch, Mapping):
+        return None
+    tokens = next((batch[name] for name in INPUTS if batch.get(name) is not None), None)
     return int(tokens.shape[1]) if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
-
-
-def _named(batch: Any) -> bool:
-    return isinstance(batch, Mapping)
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -48,10 +46,11 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """
     tokens = length_of(batch)
     if tokens is None:
+        names = f" of {sorted(batch)}" if isinstance(batch, Mapping) else ""
         raise DataError(
             f"a sequence is cut along dim 1 of 'input_ids' or 'inputs_embeds', and the batch is a "
-            f"{type(batch).__name__}{f' of {sorted(batch)}' if _named(batch) else ''}: let collate_fn make a dict of "
-            f"tensors, or cut it in the loader and give each rank the position_ids of its tokens"
+            f"{type(batch).__name__}{names}: let collate_fn make a dict of tensors, or cut it in the loader and give "
+            f"each rank the position_ids of its tokens"
         )
     if tokens % axis.size:
         raise DataError(
@@ -66,24 +65,18 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     if isinstance(labels, torch.Tensor) and labels.shape[1:] == (tokens,) and whole.get("shift_labels") is None:
         whole["shift_labels"] = shifted(labels)
     part = tokens // axis.size
-    return {name: _cut(name, value, tokens, axis.rank * part, part) for name, value in whole.items()}
-
-
-def _cut(name: str, value: Any, tokens: int, start: int, length: int) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
-        return value
-    if name == "attention_mask" and value.dim() > 2:
-        raise DataError(f"attention_mask has shape {tuple(value.shape)}: give one of [batch, sequence]")
-    return value.narrow(1, start, length).contiguous() if value.shape[1] == tokens else value
+    for name, value in whole.items():
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            continue
+        if name == "attention_mask" and value.dim() > 2:
+            raise DataError(f"attention_mask has shape {tuple(value.shape)}: give one of [batch, sequence]")
+        if value.shape[1] == tokens:
+            whole[name] = value.narrow(1, axis.rank * part, part).contiguous()
+    return whole
 
 
 def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start anew with a document.
-
-    Args:
-        before: of the one; None: it has none.
-        after: of the next one.
-    """
+    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start a document."""
     if before is None or after is None or before.shape[0] != after.shape[0]:
         return False
     first = after[:, 0]
@@ -91,20 +84,12 @@ def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> None:
-    """See that what the ranks of a sequence were given are slices of one batch.
-
-    Args:
-        slices: positions on each rank, in order; see `continues`.
-        ranks: what they are called.
-
-    Raises:
-        DataError: two neighbours' are not, with both.
-    """
-    for at, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
+    """Raise DataError where neighbouring ranks' positions are not of slices of one batch, see `continues`."""
+    for rank, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
         if not continues(before, after):
             raise DataError(
-                f"ranks {ranks[at]} and {ranks[at + 1]} share a sequence (sp) and were given different batches that "
-                f"are no slices of one: give all ranks of a sequence the same batch (deal samples to "
+                f"ranks {ranks[rank]} and {ranks[rank + 1]} share a sequence (sp) and were given different batches "
+                f"that are no slices of one: give all ranks of a sequence the same batch (deal samples to "
                 f"engine.get_data_parallel_rank() of engine.dp_world_size; with Accelerate's loaders by "
                 f"ParallelismConfig(sp_size={len(ranks)}, sp_backend='deepspeed')), or slices whose position_ids "
                 f"continue from rank to rank"
@@ -112,16 +97,8 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
 
 
 def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """See that the last label of a rank's slice is the first token of the next one's, where labels are tokens.
-
-    Args:
-        edges: `edge_of` the ranks' slices, in order; empty where they say nothing.
-        ranks: what they are called.
-
-    Raises:
-        DataError: it is not, with both ranks.
-    """
-    for at, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
+    """Raise DataError where a slice's last label is not the next slice's first token; `edges` are from `edge_of`."""
+    for rank, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
         if not before or not after or not bool(before["follow"]) or not bool(after["follow"]):
             continue
         label, token = before["last"], after["first"]
@@ -130,8 +107,8 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise DataError(
-                f"labels are shifted wrongly where ranks {ranks[at]} and {ranks[at + 1]} cut a sequence (sp): the last "
-                f"label of the one is {int(label[row])}, and the first token of the other {int(token[row])}; "
+                f"labels are shifted wrongly where ranks {ranks[rank]} and {ranks[rank + 1]} cut a sequence (sp): the "
+                f"last label of the one is {int(label[row])}, and the first token of the other {int(token[row])}; "
                 f"shift labels before the sequence is cut, or pass them unshifted as labels"
             )
 
@@ -139,10 +116,10 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
 def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What `check_labels` compares of one rank's slice: empty without tokens, positions and shifted labels."""
     names = ("input_ids", "shift_labels", "position_ids")
-    given = [batch.get(name) for name in names] if _named(batch) else [None]
-    if any(not isinstance(one, torch.Tensor) or one.dim() != 2 or one.shape[1] < 2 for one in given):
+    tensors = [batch.get(name) for name in names] if isinstance(batch, Mapping) else [None]
+    if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] < 2 for tensor in tensors):
         return {}
-    tokens, labels, positions = (one.detach().cpu() for one in given if one is not None)
+    tokens, labels, positions = (tensor.detach().cpu() for tensor in tensors if tensor is not None)
     inner = labels[:, :-1]
     counted = inner != IGNORED
     return {
@@ -197,7 +174,11 @@ class UlyssesSPDataLoaderAdapter:
                 self._same.compare(batch)
             part = slice_batch(batch, self._axis)
             part.pop("labels" if self.shift_labels else "shift_labels", None)
-            yield {name: _moved(value, self.device) for name, value in part.items()}
+            if self.device is not None:
+                part = {
+                    n: value.to(self.device) if isinstance(value, torch.Tensor) else value for n, value in part.items()
+                }
+            yield part
 
     def _turns(self) -> Iterator[Any]:
         batches = iter(self.dl)
@@ -206,7 +187,3 @@ class UlyssesSPDataLoaderAdapter:
             if any(batch is None for batch in everyone):
                 return
             yield from everyone
-
-
-def _moved(value: Any, device: Any) -> Any:
-    return value.to(device) if device is not None and isinstance(value, torch.Tensor) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -27,7 +28,7 @@ class Exchanged:
     """A tensor by heads, which an exchange makes from one by tokens.
 
     Args:
-        by_heads: of the whole sequence, this rank's heads; as the exchange has left it.
+        by_heads: of the whole sequence, this rank's heads.
         by_tokens: of this rank's slice.
         again: makes the one from the other, out of autograd's sight; all ranks call together.
         where: for reports.
@@ -75,23 +76,16 @@ class _Source:
                 f"as it was: change a copy of it, or set sequence_parallel_recompute to false"
             )
         with torch.no_grad():
-            made = self.again(self.tokens)
-            if made.stride() == self.stride and not made.storage_offset():
-                return made
-            return torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
+            heads = self.again(self.tokens)
+            if heads.stride() == self.stride and not heads.storage_offset():
+                return heads
+            return torch.empty_strided(self.size, self.stride, dtype=heads.dtype, device=heads.device).copy_(heads)
 
-
-@dataclass(frozen=True)
-class _Saved:
-    """A view of a tensor by heads that autograd saved."""
-
-    source: _Source
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def view(self) -> torch.Tensor:
-        return self.source.by_heads().as_strided(self.size, self.stride, self.offset)
+    @staticmethod
+    def unpack(saved: tuple[_Source, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
+        """A view that autograd saved: (of what, its size, strides and offset)."""
+        source, size, stride, offset = saved
+        return source.by_heads().as_strided(size, stride, offset)
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
@@ -102,16 +96,11 @@ def is_kept(tensor: torch.Tensor) -> bool:
 
 
 def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchanged]) -> None:
-    """Let autograd keep by tokens what it has saved by heads.
+    """Let autograd keep by tokens what attention saved by heads since `since`.
 
     What hooks around the forward keep elsewhere, or compute again, is left to them.
-
-    Args:
-        context: what attention gave.
-        since: `saved.now()` before it.
-        exchanged: what it was given, and gave.
     """
-    of = {one.by_heads.untyped_storage()._cdata: one for one in exchanged if one.fills_its_memory}
+    of = {each.by_heads.untyped_storage()._cdata: each for each in exchanged if each.fills_its_memory}
     sources: dict[int, _Source] = {}
     for saved in saved_since([context], since) if of else ():
         view = saved.data
@@ -121,17 +110,13 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
         if key in of and view.dtype == of[key].by_heads.dtype:
             if key not in sources:
                 sources[key] = of[key].source()
-            kept = _Saved(sources[key], view.size(), view.stride(), int(view.storage_offset()))
-            saved.register_hooks(lambda _view, kept=kept: kept, _Saved.view)
+            packed = (sources[key], view.size(), view.stride(), int(view.storage_offset()))
+            saved.register_hooks(lambda _view, packed=packed: packed, _Source.unpack)
         del view
 
 
 def check_heads(heads: int, axis: Axis) -> None:
-    """Refuse ranks that query heads cannot be shared out to.
-
-    Raises:
-        MeshError: with the nearest sizes.
-    """
+    """Raise MeshError, with the nearest sizes, for ranks that query heads cannot be shared out to evenly."""
     if heads % axis.size:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         below, above = [n for n in fits if n < axis.size][-1:], [n for n in fits if n > axis.size][:1]
@@ -155,13 +140,7 @@ def to_heads(
 ) -> torch.Tensor:
     """From this rank's slice of the sequence with all heads to the whole sequence with this rank's heads.
 
-    Args:
-        tensor: any layout with the heads along one dim and the sequence along another.
-        axis: ranks of a sequence.
-        heads: dim of the heads.
-        sequence: dim of the sequence.
-        copies: of each head; see `repeats`.
-        where: for reports.
+    `heads` and `sequence` are dims of any layout; each head is copied, see `repeats`.
     """
     if copies > 1:
         tensor = tensor.repeat_interleave(copies, dim=heads)
@@ -186,7 +165,7 @@ def attend(
         heads: dim of the heads.
         sequence: dim of the sequence.
         where: for reports.
-        recompute: exchange again in backward, rather than keep more than this rank's share; see `kept`.
+        recompute: exchange again in backward, rather than keep more than this rank's share.
 
     Raises:
         MeshError: the query heads cannot be shared out evenly.
@@ -195,25 +174,19 @@ def attend(
     check_heads(query.shape[heads], axis)
     copies = repeats(key.shape[heads], axis)
     query = to_heads(query, axis, heads, sequence, where=where)
-    copied = [_copied(tensor, axis, (heads, sequence), copies, where) for tensor in (key, value)]
+    again = partial(to_heads, axis=axis, heads=heads, sequence=sequence, copies=copies, where=f"{where}, again,")
+    copied = [
+        Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
+        for tensor in (key, value)
+    ]
     since = now()
-    context = local(query, *(one.by_heads for one in copied))
+    context = local(query, *(each.by_heads for each in copied))
     label = f"heads to sequence in {where} over {axis.name}"
-    made = all_to_all(context, axis, sequence, heads, label)
+    by_tokens = all_to_all(context, axis, sequence, heads, label)
     if recompute and axis.size > 1 and is_kept(context):
-        back = Exchanged(context, made, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
+        back = Exchanged(context, by_tokens, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
         keep_by_tokens(context, since, [back, *(copied if copies > 1 else [])])
-    return made
-
-
-def _copied(tensor: torch.Tensor, axis: Axis, dims: tuple[int, int], copies: int, where: str) -> Exchanged:
-    """Key or value by heads."""
-    heads, sequence = dims
-
-    def again(tokens: torch.Tensor) -> torch.Tensor:
-        return to_heads(tokens, axis, heads, sequence, copies, f"{where}, again,")
-
-    return Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
+    return by_tokens
 
 
 def single_all_to_all(
@@ -310,17 +283,17 @@ class DistributedAttention(nn.Module):
         def local(*states: torch.Tensor) -> torch.Tensor:
             query, key, value = states
             if rotary_pos_emb is not None:
-                query, key = (_rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
+                query, key = (self._rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
             return self.local_attn(query, key, value, *args, **kwargs)
 
         states = (query, key, value)
         return attend(local, states, self.axis, self.scatter_idx, self.gather_idx, recompute=self.recompute)
 
-
-def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
-    width = cos.shape[-1]
-    turned, kept = tensor[..., :width], tensor[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, kept), dim=-1)
+    @staticmethod
+    def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
+        width = cos.shape[-1]
+        turned, others = tensor[..., :width], tensor[..., width:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((turned, others), dim=-1)

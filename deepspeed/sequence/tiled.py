@@ -20,14 +20,9 @@ SEQUENCE = 1  # the dim of tokens: `[batch, sequence, …]`
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a function is tiled.
+    """How a function is tiled: of its inputs the first `cut` are tiles of `lengths` tokens, parameters follow.
 
-    Args:
-        compute: takes one tile of each cut tensor.
-        lengths: tokens of each tile.
-        cut: how many of the inputs are cut along the sequence; parameters follow them.
-        join: dim along which results are joined; None: they are added, each times its weight.
-        weights: of each tile's result, where they are added; a tile of weight 0 is not computed.
+    Results are joined along dim `join`, or added, each times its weight; a tile of weight 0 is not computed.
     """
 
     compute: Callable[..., torch.Tensor]
@@ -70,23 +65,23 @@ class _Tiled(torch.autograd.Function):
         else:
             cotangents = list(gradient.split(ctx.sizes, tiling.join))
         after, start = accelerator.get_rng_state(), 0
-        for at, tile in enumerate(tiling.tiles(ctx.saved_tensors)):
-            first, start = start, start + tiling.lengths[at]
-            if not tiling.weights[at]:
+        for index, tile in enumerate(tiling.tiles(ctx.saved_tensors)):
+            first, start = start, start + tiling.lengths[index]
+            if not tiling.weights[index]:
                 continue
-            accelerator.set_rng_state(ctx.states[at])
+            accelerator.set_rng_state(ctx.states[index])
             leaves = [t.detach().requires_grad_(need) for t, need in zip(tile, needed, strict=False)]
             with torch.enable_grad():
                 result = tiling.compute(*leaves)
-            asked = [leaf for leaf in leaves if leaf.requires_grad] + params
-            found = torch.autograd.grad(result, asked, cotangents[at], allow_unused=True)
-            for slot, grad in zip(slots, found, strict=False):
-                slot.narrow(SEQUENCE, first, tiling.lengths[at]).add_(0 if grad is None else grad)
-            for total, grad in zip(sums, found[len(slots) :], strict=True):
+            trained = [leaf for leaf in leaves if leaf.requires_grad] + params
+            grads = torch.autograd.grad(result, trained, cotangents[index], allow_unused=True)
+            for slot, grad in zip(slots, grads, strict=False):
+                slot.narrow(SEQUENCE, first, tiling.lengths[index]).add_(0 if grad is None else grad)
+            for total, grad in zip(sums, grads[len(slots) :], strict=True):
                 total.add_(0 if grad is None else grad)
         accelerator.set_rng_state(after)
-        given = iter([total.to(p.dtype) for total, p in zip(sums, params, strict=True)])
-        return None, *tiled, *(next(given) if need else None for need in needed[tiling.cut :])
+        totals = iter([total.to(p.dtype) for total, p in zip(sums, params, strict=True)])
+        return None, *tiled, *(next(totals) if need else None for need in needed[tiling.cut :])
 
 
 def _tiled(
@@ -97,15 +92,10 @@ def _tiled(
     join: int | None,
     weigh: Callable[[int, int], float],
 ) -> torch.Tensor:
-    """`compute` of tiles of the tensors `cut`.
+    """`compute` of tiles of the tensors `cut`, `[batch, sequence, …]` each; see `_Tiling`.
 
-    Args:
-        compute: see `_Tiling`.
-        cut: `[batch, sequence, …]` each.
-        params: what it reads besides and differentiates.
-        shards: number of tiles; where there are fewer tokens, a tile each.
-        join: see `_Tiling`.
-        weigh: of a tile, by its first token and the one after its last.
+    `params` are read besides and differentiated; `weigh` weighs a tile by its first token and the one after its last.
+    Where there are fewer tokens than shards, each token is a tile.
     """
     lengths = {tensor.shape[SEQUENCE] for tensor in cut}
     if len(lengths) != 1:
@@ -114,7 +104,7 @@ def _tiled(
     if shards < 1:
         raise ArgumentError(f"{tokens} token(s) cannot be computed in {shards} tiles: give a number from 1 on")
     shards = min(shards, max(tokens, 1))  # a model with its tiles also generates, token by token
-    ends = [tokens * at // shards for at in range(shards + 1)]
+    ends = [tokens * tile // shards for tile in range(shards + 1)]
     weights = [weigh(first, last) for first, last in zip(ends, ends[1:], strict=False)]
     sizes = [last - first for first, last in zip(ends, ends[1:], strict=False)]
     trained = [p for p in params if p.requires_grad]
@@ -155,9 +145,9 @@ def sequence_tiled_compute(
             f"grad_requiring_tensor_key {grad_requiring_tensor_key!r} is not among {[*kwargs_to_shard]}"
         )
     names = [name for name, value in kwargs_to_shard.items() if value is not None]
-    given = {**dict.fromkeys(kwargs_to_shard), **kwargs_to_pass}
+    constants = {**dict.fromkeys(kwargs_to_shard), **kwargs_to_pass}
     return _tiled(
-        lambda *tiles: fn(**{**given, **dict(zip(names, tiles, strict=True))}),
+        lambda *tiles: fn(**{**constants, **dict(zip(names, tiles, strict=True))}),
         [kwargs_to_shard[name] for name in names],
         compute_params or [],
         shards,

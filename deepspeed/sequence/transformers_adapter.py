@@ -13,8 +13,11 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,7 +27,10 @@ from deepspeed.comm.collectives.autograd import gather_to, gathered, summed
 from deepspeed.comm.collectives.same_error import digest
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.errors import DataError, NotAvailableError
+from deepspeed.comm.process_groups.init import init_distributed
+from deepspeed.comm.process_groups.mesh import Mesh, mesh_for, ranks_started, resolve
+from deepspeed.comm.process_groups.process_group import is_initialized
+from deepspeed.errors import ArgumentError, DataError, NotAvailableError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
 from deepspeed.foundation.transformers_model import (
@@ -46,24 +52,6 @@ WHOLE_HEADS = (
     "ForQuestionAnswering", "DoubleHeadsModel",
 )  # fmt: skip
 _LIBRARY = "transformers."
-
-
-def has_token_head(model: nn.Module) -> bool:
-    """Whether its class, or one that it inherits from, labels tokens: a client's has any name."""
-    return any(kind.__name__.endswith(TOKEN_HEADS) for kind in type(model).__mro__)
-
-
-def whole_head(model: nn.Module) -> str:
-    """The class of Transformers by which a model has a head over whole sequences; empty where it has none."""
-    kinds = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_LIBRARY))
-    return next((kind.__name__ for kind in kinds if kind.__name__.endswith(WHOLE_HEADS)), "")
-
-
-def computes_as_written(model: nn.Module) -> bool:
-    """Whether its forward is one of Transformers."""
-    return type(model).forward.__module__.startswith(_LIBRARY)
-
-
 _KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
 _MARK = "_ds_sequence_model"
 _PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
@@ -71,43 +59,43 @@ _PRIME = 1_000_003
 
 
 class Sequence:
-    """What one forward knows of its sequence.
+    """One forward's whole sequence: positions and mask `[batch, sequence]`, or no mask; labels of this rank's tokens.
 
-    Args:
-        made: the model that is cut over it.
-        positions: of all tokens, `[batch, sequence]`.
-        mask: of all tokens, `[batch, sequence]`, or None.
-        labels: of this rank's tokens, while no loss function has seen them.
+    Labels are there as long as no loss function has read them.
     """
 
-    __slots__ = ("axis", "labels", "made", "mask", "positions")
+    __slots__ = ("axis", "labels", "mask", "model", "positions")
 
     def __init__(
-        self, made: SequenceModel, positions: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None
+        self, model: SequenceModel, positions: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None
     ) -> None:
-        self.made, self.axis, self.positions, self.mask, self.labels = made, made.axis, positions, mask, labels
+        self.model, self.axis, self.positions, self.mask, self.labels = model, model.axis, positions, mask, labels
 
     @property
     def documents(self) -> torch.Tensor | None:
         """A number for the document of each token; None where there is one, or where they see each other."""
-        if self.mask is not None or not self.made.separates:
+        if self.mask is not None or not self.model.separates:
             return None
         steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
         documents = (steps != 1).cumsum(-1)
         return documents if bool(documents[:, -1].any()) else None
+
+    def by_document(self, rule: Callable[..., Any], documents: torch.Tensor) -> Callable[..., Any]:
+        """A mask's rule for packed documents: by positions within one, and tokens of two do not see each other."""
+        positions = self.positions
+
+        def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            inside = rule(batch, head, positions[batch, query], positions[batch, key])
+            return inside & (documents[batch, query] == documents[batch, key])
+
+        return within
 
 
 _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
 
 
 class SequenceModel:
-    """A model of Transformers that was cut along the sequence.
-
-    Args:
-        model: the outermost `PreTrainedModel`.
-        axis: ranks that share sequences.
-        disable_in_eval: compute whole sequences in evaluation, whatever positions are given.
-    """
+    """An outermost model of Transformers, cut along the sequence; `disable_in_eval`: whole sequences in evaluation."""
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
@@ -128,6 +116,27 @@ class SequenceModel:
     def without_cache(self) -> dict[str, bool]:
         """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
         return without_cache(self.model)
+
+    @staticmethod
+    def check(model: Any, axis: Axis) -> None:
+        """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
+        parameters, config = inspect.signature(model.forward).parameters, model.config
+        kinds = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith(_LIBRARY)]
+        why, head = "", next((name for name in kinds if name.endswith(WHOLE_HEADS)), "")
+        if getattr(config, "is_encoder_decoder", False):
+            why = "it has an encoder and a decoder, whose sequences are two"
+        elif "position_ids" not in parameters:
+            why = "its forward takes no position_ids"
+        elif not hands_on(parameters):
+            why = "its forward takes no further keyword arguments"
+        elif head:
+            why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside it, gather"
+        elif not model._can_set_attn_implementation():
+            why = "its attention does not go by AttentionInterface"
+        if why:
+            raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
+        if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
+            check_heads(heads, axis)
 
     def install(self, core: str) -> None:
         """Have the model compute with attention `core` over slices."""
@@ -177,9 +186,9 @@ class SequenceModel:
         if _current.get() is not None:  # called by the outermost
             self._entered.append((_current.set(_current.get()), None))
             return None
-        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        call = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         expected, self.takes_slices = self.takes_slices, False
-        positions = None if self.disable_in_eval and not model.training else self._positions(given, expected)
+        positions = None if self.disable_in_eval and not model.training else self._positions(call, expected)
         if positions is None:
             if expected:
                 raise DataError(
@@ -188,37 +197,39 @@ class SequenceModel:
                 )
             self._entered.append((_current.set(None), None))
             return None
-        mask = given.get("attention_mask")
+        mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
             raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
-        sequence = Sequence(self, positions, whole, given.get("labels"))
+        sequence = Sequence(self, positions, whole, call.get("labels"))
         # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
-        local = torch.ones_like(given["position_ids"], dtype=torch.bool) if mask is None else mask
-        given |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
+        local = torch.ones_like(call["position_ids"], dtype=torch.bool) if mask is None else mask
+        call |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
         self._entered.append((_current.set(sequence), self._fork() if model.training else None))
-        return (), given
+        return (), call
 
-    def _positions(self, given: dict[str, Any], expected: bool) -> torch.Tensor | None:
-        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`.
+    def _positions(self, call: dict[str, Any], expected: bool) -> torch.Tensor | None:
+        """Positions of the whole sequence; None where the ranks have no slices of one, as in `generate`.
 
-        Args:
-            given: arguments of forward.
-            expected: it is of slices: of documents that repeat themselves, they may look like whole sequences.
+        Slices of documents that repeat themselves may look like whole sequences: `expected` says that these are slices.
         """
-        own, tokens = given.get("position_ids"), length_of(given)
-        generates = next(caches_in(given), None) is not None
+        own, tokens = call.get("position_ids"), length_of(call)
+        generates = next(caches_in(call), None) is not None
         if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
             return None
-        rows = next(given[name] for name in INPUTS if given.get(name) is not None)
-        given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
+        rows = next(call[name] for name in INPUTS if call.get(name) is not None)
+        call["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
         whole = gathered(own, self.axis, 1, label="positions of a sequence")
-        whole = _continued(own, self.axis) if simulating() else whole
+        if simulating():  # as ranks that are not there would have them around this rank's
+            ahead, behind = self.axis.rank * tokens, (self.axis.size - 1 - self.axis.rank) * tokens
+            before = torch.arange(-ahead, 0, device=own.device) + own[:, :1]
+            after = torch.arange(1, 1 + behind, device=own.device) + own[:, -1:]
+            whole = torch.cat([before, own, after], 1)
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
         # A whole sequence each, or as many documents.
-        if not expected and all(torch.equal(one, slices[0]) for one in slices):
+        if not expected and all(torch.equal(part, slices[0]) for part in slices):
             everyone = all_gather_objects(self.axis, digest(rows))
             if len(set(everyone)) == 1:
                 return None
@@ -254,7 +265,9 @@ class SequenceModel:
         pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
         loss, logits = pair
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
-        labels_tokens, known = has_token_head(self.model), computes_as_written(self.model)
+        # Its class, or one that it inherits from: a client's has any name. Its forward may be one of Transformers.
+        labels_tokens = any(kind.__name__.endswith(TOKEN_HEADS) for kind in type(self.model).__mro__)
+        known = type(self.model).forward.__module__.startswith(_LIBRARY)
         if (names and loss is None) or not (labels_tokens or (known and scalar)):
             return output
         # What a forward of a client's own computes is not known to be the mean over the tokens.
@@ -273,17 +286,9 @@ class SequenceModel:
         return whole, *output[1:]
 
 
-def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Positions of a whole sequence, as ranks that are not there would have them around this rank's."""
-    tokens = own.shape[1]
-    before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
-    after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
-    return torch.cat([before, own, after], 1)
-
-
 def sequence_models(model: nn.Module) -> list[SequenceModel]:
     """Those inside that were cut."""
-    return [found for module in model.modules() if (found := vars(module).get(_MARK)) is not None]
+    return [vars(module)[_MARK] for module in model.modules() if vars(module).get(_MARK) is not None]
 
 
 def cut_sequence(
@@ -310,29 +315,9 @@ def cut_sequence(
             known.remove()
             known = None
         if known is None:
-            _check_model(module, axis)
+            SequenceModel.check(module, axis)
             SequenceModel(module, axis, disable_in_eval).install(core or str(config._attn_implementation))
     return sequence_models(model)
-
-
-def _check_model(model: Any, axis: Axis) -> None:
-    """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
-    parameters, config = inspect.signature(model.forward).parameters, model.config
-    why = ""
-    if getattr(config, "is_encoder_decoder", False):
-        why = "it has an encoder and a decoder, whose sequences are two"
-    elif "position_ids" not in parameters:
-        why = "its forward takes no position_ids"
-    elif not hands_on(parameters):
-        why = "its forward takes no further keyword arguments"
-    elif head := whole_head(model):
-        why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside, gather what it gives"
-    elif not model._can_set_attn_implementation():
-        why = "its attention does not go by AttentionInterface"
-    if why:
-        raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
-    if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
-        check_heads(heads, axis)
 
 
 def _registered(core: str) -> str:
@@ -357,12 +342,12 @@ def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
 
     home = sys.modules.get(type(module).__module__)
     own: Any = getattr(home, "eager_attention_forward", None)
-    found: Callable[..., Any] | None = getattr(home, "ALL_ATTENTION_FUNCTIONS", CORES).get_interface(core, own)
-    if found is None:
+    attention: Callable[..., Any] | None = getattr(home, "ALL_ATTENTION_FUNCTIONS", CORES).get_interface(core, own)
+    if attention is None:
         raise NotAvailableError(
             f"sequence parallelism is not available here: {type(module).__name__} has no attention {core!r} of a name"
         )
-    return found
+    return attention
 
 
 class _Local:
@@ -409,13 +394,13 @@ def _attention(
     def local(*states: torch.Tensor) -> torch.Tensor:
         query, key, value = (state.transpose(1, 2) for state in states)
         shown: Any = _Local(module, ds_sequence.axis, query.shape[1], key.shape[1])
-        given = {name: shown.own(value) for name, value in kwargs.items()}
-        return _core_of(module, core)(shown, query, key, value, attention_mask, **given)[0]
+        own = {name: shown.own(value) for name, value in kwargs.items()}
+        return _core_of(module, core)(shown, query, key, value, attention_mask, **own)[0]
 
-    made = ds_sequence.made
+    model = ds_sequence.model
     # In memory tokens come before heads, as a model's projections leave them, and as it goes on with the context.
     states = [state.transpose(1, 2) for state in (query, key, value)]
-    return attend(local, states, made.axis, 2, 1, made.name_of(module), made.recompute), None
+    return attend(local, states, model.axis, 2, 1, model.name_of(module), model.recompute), None
 
 
 def _mask(
@@ -430,36 +415,21 @@ def _mask(
     """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    made: Callable[..., Any] = MASKS[core]
+    make: Callable[..., Any] = MASKS[core]
     sequence = _current.get()
     if sequence is None:
-        given = {"q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
-        return made(*args, **given, attention_mask=attention_mask, **kwargs)
+        lengths = {"q_length": q_length, "kv_length": kv_length}
+        return make(*args, **lengths, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     tokens = sequence.positions.shape[1]
     if (documents := sequence.documents) is not None:
-        mask_function = _by_document(mask_function, sequence.positions, documents)
+        mask_function = sequence.by_document(mask_function, documents)
         kwargs["allow_is_causal_skip"] = False
     mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
-    return made(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
-
-
-def _by_document(rule: Callable[..., Any], positions: torch.Tensor, documents: torch.Tensor) -> Callable[..., Any]:
-    """A mask's rule for packed documents: by positions within one, and tokens of two do not see each other."""
-
-    def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        inside = rule(batch, head, positions[batch, query], positions[batch, key])
-        return inside & (documents[batch, query] == documents[batch, key])
-
-    return within
+    return make(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed.
-
-    Args:
-        inner: the loss of one rank's tokens.
-        kind: as Transformers calls it, such as "ForCausalLM".
-    """
+    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
@@ -500,3 +470,91 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
 
     loss._ds_inner = inner  # type: ignore[attr-defined]
     return loss
+
+
+# -- for scripts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """What a script asked for: see `cut_sequence`."""
+
+    core: str | None = None
+    disable_in_eval: bool = False
+
+
+_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was handed out
+
+
+def settings_of(mpu: Any) -> SequenceSettings:
+    """What was registered with a model-parallel unit; with any other, or None, nothing was."""
+    return _asked.get(mpu, SequenceSettings()) if isinstance(mpu, Mesh) else SequenceSettings()
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
+    """The mesh whose ranks share sequences in rows of that many neighbours; it answers as a model-parallel unit.
+
+    All ranks call together; process groups are started where there are none.
+
+    Raises:
+        MeshError: the ranks that were started do not divide so.
+    """
+    if not is_initialized():
+        init_distributed()
+    device = torch.device(get_accelerator().current_device_name())
+    return mesh_for(resolve(ranks_started(), [("sp", sequence_parallel_size, "sequence_parallel_size")]), None, device)
+
+
+class UlyssesSPAttentionHF:
+    """Attention of models of Transformers over a sequence that is cut."""
+
+    @staticmethod
+    def register_with_transformers(
+        model_name_or_path: Any,
+        core_attn_implementation: str | None = None,
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int = 1,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Mesh:
+        """Make ready for `initialize(…, mpu=…)`, which cuts the model; one that is given is cut at once.
+
+        Args:
+            model_name_or_path: a model of Transformers, or where its configuration is found.
+            core_attn_implementation: what each rank computes with, such as "sdpa"; None: the model's own.
+            sequence_parallel_size: ranks that share a sequence.
+            micro_batch_size: accepted for old scripts; batches say it themselves.
+            seq_length: tokens of every sequence, where they are as many.
+            seq_length_is_variable: they are not.
+            disable_in_eval: compute whole sequences in evaluation.
+            max_length: old name of `seq_length`.
+
+        Returns:
+            A mesh of this call's own, which answers `get_sequence_parallel_group()` and its like.
+
+        Raises:
+            ArgumentError: the sequence does not divide.
+            MeshError: ranks or query heads do not, with the nearest sizes.
+            NotAvailableError: the model's attention cannot be reached.
+        """
+        tokens = seq_length if seq_length is not None else max_length
+        if not seq_length_is_variable and (tokens is None or tokens % sequence_parallel_size):
+            raise ArgumentError(
+                f"seq_length is {tokens}, not a multiple of {sequence_parallel_size} ranks of a sequence"
+            )
+        mesh = initialize_sequence_parallel(sequence_parallel_size)
+        model = model_name_or_path if isinstance(model_name_or_path, nn.Module) else None
+        config: Any = getattr(model, "config", None)
+        if model is None:
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(model_name_or_path)  # pyright: ignore[reportArgumentType]
+        if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
+            check_heads(heads, mesh.axis("sp"))
+        unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
+        _asked[unit] = settings = SequenceSettings(core_attn_implementation, disable_in_eval)
+        if model is not None:
+            cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
+        return unit

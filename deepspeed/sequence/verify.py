@@ -23,101 +23,100 @@ PACKED = "packed"
 T = TypeVar("T")
 
 
-def prove(made: SequenceModel, everyone: Axis) -> None:
-    """Run the model on whole sequences and on slices.
+def prove(model: SequenceModel, everyone: Axis) -> None:
+    """Compare a model on slices with itself on whole sequences: one batch padded on its left, one of packed documents.
 
-    One batch has padding on its left, one has packed documents: positions, masks and what is cut by documents are
-    compared with them.
-
-    Args:
-        made: the model, with its ranks of a sequence.
-        everyone: all ranks that compute with these layers; they call together, and their forwards meet.
+    All ranks of `everyone`, which compute with these layers, call together: their forwards meet.
 
     Raises:
-        SequenceParallelError: on every rank, with what differs on which, or what one of them alone has raised.
+        SequenceParallelError: on every rank, with the differences by rank, or with the error of one of them.
     """
-    disabled, made.disable_in_eval = made.disable_in_eval, False
-    try:
-        with evaluating(made.model):
-            batches = _together(made, everyone, lambda: list(_batches(made)))
-            found = [_compared(made, everyone, kind, batch) for kind, batch in batches]
-    finally:
-        made.disable_in_eval = disabled
-    wrong = ["; ".join(filter(None, texts)) for texts in zip(*found, strict=True)]
-    if any(wrong):
-        raise _wrong(made, everyone, wrong)
+    _Comparison(model, everyone).run()
 
 
-def _together(made: SequenceModel, everyone: Axis, action: Callable[[], T]) -> T:
-    """What a part of the proof gives this rank; where a rank raises, all end."""
-    return run_collectively(everyone, action).result_or_raise(lambda texts: _wrong(made, everyone, texts))
+class _Comparison:
+    def __init__(self, sequence_model: SequenceModel, everyone: Axis) -> None:
+        self._adapted, self._everyone = sequence_model, everyone
+        self._model, self._axis = sequence_model.model, sequence_model.axis
+        self._tokens = _TOKENS * self._axis.size
 
+    def run(self) -> None:
+        disabled, self._adapted.disable_in_eval = self._adapted.disable_in_eval, False
+        try:
+            with evaluating(self._model):
+                batches = self._together(self._batches)
+                differences = [self._compared(kind, batch) for kind, batch in batches.items()]
+        finally:
+            self._adapted.disable_in_eval = disabled
+        wrong = ["; ".join(filter(None, texts)) for texts in zip(*differences, strict=True)]
+        if any(wrong):
+            raise self._error(wrong)
 
-def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> SequenceParallelError:
-    by_rank = " | ".join(f"rank {everyone.ranks[at]}: {text}" for at, text in enumerate(texts) if text)
-    return SequenceParallelError(
-        f"{type(made.model).__name__} over a sequence that {made.axis.size} ranks share (sp) does not compute what it "
-        f"computes whole: {by_rank}"
-    )
+    def _together(self, action: Callable[[], T]) -> T:
+        """What an action gives this rank; where a rank raises, all end."""
+        return run_collectively(self._everyone, action).result_or_raise(self._error)
 
+    def _error(self, texts: Sequence[str]) -> SequenceParallelError:
+        ranks = zip(self._everyone.ranks, texts, strict=True)
+        return SequenceParallelError(
+            f"{type(self._model).__name__} over a sequence that {self._axis.size} ranks share (sp) does not compute "
+            f"what it computes whole: {' | '.join(f'rank {rank}: {text}' for rank, text in ranks if text)}"
+        )
 
-def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Two sequences each: padded on the left, and packed of two documents."""
-    device, tokens = next(made.model.parameters()).device, _TOKENS * made.axis.size
-    ids = example_tokens(made.model.config, 2, tokens)
-    mask, padding = torch.ones_like(ids), getattr(text_config(made.model), "pad_token_id", None)
-    mask[1, :3] = 0
-    padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
-    yield "padded", {"input_ids": padded.to(device), "attention_mask": mask.to(device), **made.without_cache}
-    places = torch.arange(tokens)
-    first = tokens // 2 - 2
-    places = torch.where(places < first, places, places - first).expand(2, -1)
-    yield PACKED, {"input_ids": ids.to(device), "position_ids": places.to(device), **made.without_cache}
+    def _batches(self) -> dict[str, dict[str, Any]]:
+        """Two sequences each: padded on the left, and packed of two documents."""
+        device = next(self._model.parameters()).device
+        ids = example_tokens(self._model.config, 2, self._tokens)
+        mask, padding = torch.ones_like(ids), getattr(text_config(self._model), "pad_token_id", None)
+        mask[1, :3] = 0
+        padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
+        places, first = torch.arange(self._tokens), self._tokens // 2 - 2
+        places = torch.where(places < first, places, places - first).expand(2, -1)
+        without_cache = self._adapted.without_cache
+        return {
+            "padded": {"input_ids": padded.to(device), "attention_mask": mask.to(device), **without_cache},
+            PACKED: {"input_ids": ids.to(device), "position_ids": places.to(device), **without_cache},
+        }
 
+    def _compared(self, kind: str, batch: dict[str, Any]) -> list[str]:
+        """What differs, by rank. Documents see each other over slices too, where the model lets them in whole ones."""
+        texts: list[str] = []
+        for separates in (self._adapted.separates, False):
+            self._adapted.separates = separates
+            own = self._together(lambda: "; ".join(self._differences(kind, batch)))
+            texts = all_gather_objects(self._everyone, own)
+            if kind != PACKED or not any(texts):
+                break
+        return texts
 
-def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, Any]) -> list[str]:
-    """What differs, by rank. Documents see each other over slices too, where the model lets them in whole sequences."""
-
-    def found() -> list[str]:
-        own = _together(made, everyone, lambda: "; ".join(_differences(made, kind, batch)))
-        return all_gather_objects(everyone, own)
-
-    texts = found()
-    if kind == PACKED and any(texts):
-        made.separates = False
-        texts = found()
-    return texts
-
-
-def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Iterator[str]:
-    axis, tokens = made.axis, batch["input_ids"].shape[1]
-    with made.plainly():
-        whole = _outputs(made.model(**batch))
-    ours = _outputs(made.model(**slice_batch(batch, axis)))
-    if simulating():  # nothing has values that could differ: a real run compares them
-        return
-    part = tokens // axis.size
-    mine = slice(axis.rank * part, (axis.rank + 1) * part)
-    counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, mine]
-    dtype = next(p.dtype for p in made.model.parameters() if p.is_floating_point())
-    for at, ((name, wanted), (_, got)) in enumerate(zip(whole, ours, strict=False)):
-        by_token = wanted.dim() > 1 and wanted.shape[1] == tokens and got.shape[1] == part
-        if not at and not (by_token and wanted.dim() > 2):
-            shapes = tuple(wanted.shape), tuple(got.shape)
-            yield f"its output {shapes[0]} has no entry for each of {tokens} tokens, and {shapes[1]} cut"
+    def _differences(self, kind: str, batch: dict[str, Any]) -> Iterator[str]:
+        with self._adapted.plainly():
+            whole = self._outputs(self._model(**batch))
+        own = self._outputs(self._model(**slice_batch(batch, self._axis)))
+        if simulating():  # nothing has values that could differ: a real run compares them
             return
-        what = f"outputs of {kind} sequences differ"
-        if by_token:
-            wanted, got = wanted[:, mine][counted], got[counted]
-        elif wanted.shape != got.shape:  # the model's own affair
-            continue
-        else:  # of one token that it takes for the first or last
-            what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
-        if (relative := relative_difference(got, wanted)) > tolerance(dtype):
-            yield f"{what} by {relative:.2g} of their largest value"
+        part = self._tokens // self._axis.size
+        own_tokens = slice(self._axis.rank * part, (self._axis.rank + 1) * part)
+        counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, own_tokens]
+        dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+        for index, ((name, wanted), (_, got)) in enumerate(zip(whole, own, strict=False)):
+            by_token = wanted.dim() > 1 and wanted.shape[1] == self._tokens and got.shape[1] == part
+            if not index and not (by_token and wanted.dim() > 2):
+                shapes = tuple(wanted.shape), tuple(got.shape)
+                yield f"its output {shapes[0]} has no entry for each of {self._tokens} tokens, and {shapes[1]} cut"
+                return
+            what = f"outputs of {kind} sequences differ"
+            if by_token:
+                wanted, got = wanted[:, own_tokens][counted], got[counted]
+            elif wanted.shape != got.shape:  # the model's own affair
+                continue
+            else:  # of one token that it takes for the first or last
+                what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
+            if (relative := relative_difference(got, wanted)) > tolerance(dtype):
+                yield f"{what} by {relative:.2g} of their largest value"
 
-
-def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of numbers, by the names they have."""
-    named = output.items() if isinstance(output, Mapping) else [("output", output)]
-    return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]
+    @staticmethod
+    def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
+        """Floating tensors, by the names they have."""
+        named = output.items() if isinstance(output, Mapping) else [("output", output)]
+        return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]

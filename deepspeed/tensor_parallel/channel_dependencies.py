@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.fake_mode import with_values
 from deepspeed.foundation.partition import partition_uniform
+from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.trace import ShardableRegion, owner
 
@@ -45,6 +47,34 @@ class TensorSharding:
     segments: list[Segments]
     copied: bool = False
 
+    @staticmethod
+    def of(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
+        """The first dim of which no two ranks depend on one index; `by_rank` has masks of indices by rank and dim."""
+        for dim, masks in enumerate(zip(*by_rank, strict=True)):
+            if len(masks[0]) > 1 and disjoint(masks):
+                return TensorSharding(name, dim, [runs(mask) for mask in masks])
+        return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
+
+    def is_local(self, tensor: torch.Tensor, rank: int) -> bool:
+        """Whether an argument has one rank's channels already, as what another cut unit gives has."""
+        if tensor.shape[self.dim] == 1:  # the same for all channels, as most masks are
+            return True
+        size, here = tensor.shape[self.dim], length_of(self.segments[rank])
+        whole = 1 + max(start + length - 1 for segments in self.segments for start, length in segments)
+        if size % whole and size % here:
+            raise TensorParallelError(f"'{self.name}' has {size} channels; a rank of tp has {here} of {whole}")
+        return size % whole != 0
+
+    def pick(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
+        if tensor.shape[self.dim] == 1:
+            return tensor
+        index = torch.cat([torch.arange(start, start + length) for start, length in self.segments[rank]])
+        whole = 1 + max(start + length - 1 for segments in self.segments for start, length in segments)
+        times = tensor.shape[self.dim] // whole
+        every = (torch.arange(times)[:, None] * whole + index).flatten()
+        return tensor.index_select(self.dim, every.to(tensor.device))
+
 
 @dataclass
 class ChannelDependencies:
@@ -66,6 +96,22 @@ class ChannelDependencies:
     partial_inputs: list[str] = field(default_factory=list)
     bytes: float = 1.0
 
+    def largest_part(self, module: nn.Module) -> float:
+        """The part of a region's matrices that the largest rank holds; `module` is the block's, dense."""
+        region, most = self.region, 0.0
+        sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        channels = sum(map(length_of, self.rows))
+        for rank, part in enumerate(self.rows):
+            here = sum(sizes[row] * length_of(part) / channels for row in region.rows)
+            for name in region.columns:
+                share = self.tensors.get(name)
+                held = 1.0
+                if share is not None and not share.copied:
+                    held = length_of(share.segments[rank]) / sum(map(length_of, share.segments))
+                here += sizes[name] * held
+            most = max(most, here)
+        return most / sum(sizes[name] for name in [*region.rows, *region.columns])
+
 
 @dataclass
 class ModuleInputs:
@@ -77,8 +123,9 @@ class ModuleInputs:
     @staticmethod
     def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleInputs:
         """Name the positional arguments."""
-        names = _positional(module)
-        named = [names[at] if at < len(names) else f"*{at}" for at in range(len(args))]
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+        named = [names[index] if index < len(names) else f"*{index}" for index in range(len(args))]
         return ModuleInputs({**dict(zip(named, args, strict=True)), **kwargs}, named)
 
     def mapped(self, change: Any) -> ModuleInputs:
@@ -88,38 +135,38 @@ class ModuleInputs:
             if isinstance(value, torch.Tensor):
                 return change(path, value)
             if type(value) in (tuple, list):
-                return type(value)(walk(f"{path}.{at}", one) for at, one in enumerate(value))
+                return type(value)(walk(f"{path}.{index}", entry) for index, entry in enumerate(value))
             return value
 
         return ModuleInputs({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
 
-    def given(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Which tensors there are, and their shapes."""
-        found: list[tuple[str, tuple[int, ...]]] = []
+        shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            found.append((path, tuple(tensor.shape)))
+            shapes.append((path, tuple(tensor.shape)))
             return tensor
 
         self.mapped(note)
-        return tuple(found)
+        return tuple(shapes)
 
-    def told(self) -> tuple[tuple[str, Any], ...]:
+    def constants(self) -> tuple[tuple[str, Any], ...]:
         """Which numbers, flags and words there are; of what else is no tensor, its class."""
-        found: list[tuple[str, Any]] = []
+        constants: list[tuple[str, Any]] = []
 
         def walk(path: str, value: Any) -> None:
             if type(value) in (tuple, list):
-                for at, one in enumerate(value):
-                    walk(f"{path}.{at}", one)
+                for index, entry in enumerate(value):
+                    walk(f"{path}.{index}", entry)
             elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-                found.append((path, value))
+                constants.append((path, value))
             elif not isinstance(value, torch.Tensor):
-                found.append((path, type(value)))
+                constants.append((path, type(value)))
 
         for name, value in self.arguments.items():
             walk(name, value)
-        return tuple(found)
+        return tuple(constants)
 
     def split(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
@@ -128,20 +175,60 @@ class ModuleInputs:
 
     def apart(self) -> ModuleInputs:
         """With objects of its own where a module may change one, such as a cache."""
-        return ModuleInputs({name: _apart(value) for name, value in self.arguments.items()}, self.positional)
+        return ModuleInputs({name: self._copy(value) for name, value in self.arguments.items()}, self.positional)
+
+    @classmethod
+    def _copy(cls, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(cls._copy, value))
+        if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str)):
+            return value
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # what has no copy is handed on
+            return value
 
     def run(self, module: nn.Module) -> Any:
         """Call the module."""
         args, kwargs = self.apart().split()
         return module(*args, **kwargs)
 
+    def floating(self, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
+        """The call with fp32 tensors of its own; and these by path."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            tensors[path] = tensor.detach().float().clone().requires_grad_(grad)
+            # A unit may change what it is given in place, which autograd forbids for a leaf.
+            return tensors[path].view_as(tensors[path]) if grad else tensors[path]
+
+        return self.mapped(change), tensors
+
+    def drawn(self) -> ModuleInputs:
+        """The call with random values, for one that was noted where tensors have none."""
+        generator = torch.Generator().manual_seed(13)
+
+        def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            with with_values():
+                return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+        return self.mapped(change)
+
+    def has_states_beyond(self, other: ModuleInputs) -> bool:
+        """Whether a list of tensors is among the arguments that another call has not."""
+        there = {key for key, value in other.arguments.items() if value is not None}
+        return any(
+            type(value) in (list, tuple) and key not in there and next(iter(tensors_in(value)), None) is not None
+            for key, value in self.arguments.items()
+        )
+
 
 def changing(change: Any) -> Any:
-    """Gives a module's forward `change(path, tensor)` for each tensor; see `ModuleInputs.mapped`.
-
-    Args:
-        change: called in the order of the arguments.
-    """
+    """A pre-hook that gives forward `change(path, tensor)` for each tensor, in the order of the arguments."""
 
     def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = ModuleInputs.of(module, args, kwargs).mapped(change).split()
@@ -150,59 +237,16 @@ def changing(change: Any) -> Any:
     return hook
 
 
-def _apart(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_apart, value))
-    if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str)):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # what has no copy is handed on
-        return value
-
-
-def _positional(module: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-
-
 def randomised(module: nn.Module, draw: int) -> nn.Module:
     """A copy in fp32, in evaluation mode, with values that hide nothing: no zeros, no ones."""
-    made = copy.deepcopy(module).float().eval()
+    twin = copy.deepcopy(module).float().eval()
     generator = torch.Generator().manual_seed(1000 + draw)
     with torch.no_grad():
-        for param in made.parameters():
+        for param in twin.parameters():
             noise = torch.randn(param.shape, generator=generator)
             param.copy_(noise * (0.5 if param.dim() < 2 else param.shape[-1] ** -0.5))
             param.requires_grad_(True)
-    return made
-
-
-def floating(call: ModuleInputs, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
-    """The call with fp32 tensors of its own; and these by path."""
-    found: dict[str, torch.Tensor] = {}
-
-    def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        found[path] = tensor.detach().float().clone().requires_grad_(grad)
-        # A unit may change what it is given in place, which autograd forbids for a leaf.
-        return found[path].view_as(found[path]) if grad else found[path]
-
-    return call.mapped(change), found
-
-
-def drawn(call: ModuleInputs) -> ModuleInputs:
-    """The call with random values, for one that was noted where tensors have none."""
-    generator = torch.Generator().manual_seed(13)
-
-    def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        with with_values():
-            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-    return call.mapped(change)
+    return twin
 
 
 @contextlib.contextmanager
@@ -220,41 +264,39 @@ def same_draws() -> Iterator[None]:
         accelerator.set_rng_state(states[1])
 
 
-def _taking(given: dict[str, torch.Tensor]) -> Any:
-    """A hook that notes the tensors a module is called with first, and gives it copies, which it may change."""
-    called: list[bool] = []
-
-    def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        given[path] = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-        return given[path].clone()
-
-    inner = changing(change)
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if called:
-            return None
-        called.append(True)
-        return inner(module, args, kwargs)
-
-    return hook
-
-
 class _Reads:
-    """Captures what the rows of a region read; columns read without a gradient of what is before the region."""
+    """Captures what the rows of a region read; columns read without a gradient of what is before the region.
+
+    Attributes:
+        tensors: that the rows have read.
+        inputs: floating ones that the region's home was called with first; it was given copies, which it may change.
+    """
 
     def __init__(self, module: nn.Module, region: ShardableRegion) -> None:
-        self.found: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        self.inputs: dict[str, torch.Tensor] = {}
+        self._called = False
         modules = dict(module.named_modules())
         inner = {owner(name) for name in region.inner}
         self._handles = [modules[owner(row)].register_forward_pre_hook(self._note) for row in region.rows]
         for name in dict.fromkeys(map(owner, region.columns)):
             if name not in inner:
                 self._handles.append(modules[name].register_forward_pre_hook(self._detach))
+        if region.home:  # what the unit is given may reach it under another name
+            self._handles.append(modules[region.home].register_forward_pre_hook(self._take, with_kwargs=True))
 
     def _note(self, module: nn.Module, args: Any) -> None:
-        self.found.append(args[0])
+        self.tensors.append(args[0])
+
+    def _take(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        first, self._called = not self._called, True
+        return changing(self._copied)(module, args, kwargs) if first else None
+
+    def _copied(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        self.inputs[path] = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+        return self.inputs[path].clone()
 
     def _detach(self, module: nn.Module, args: Any) -> Any:
         return (args[0].detach(), *args[1:])
@@ -266,13 +308,13 @@ class _Reads:
 
 def runs(mask: torch.Tensor) -> Segments:
     """(start, length) of the runs of true entries."""
-    found: list[tuple[int, int]] = []
-    for at in mask.nonzero().flatten().tolist():
-        if found and found[-1][0] + found[-1][1] == at:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+    segments: list[tuple[int, int]] = []
+    for index in mask.nonzero().flatten().tolist():
+        if segments and sum(segments[-1]) == index:
+            segments[-1] = (segments[-1][0], segments[-1][1] + 1)
         else:
-            found.append((at, 1))
-    return tuple(found)
+            segments.append((index, 1))
+    return tuple(segments)
 
 
 def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
@@ -281,31 +323,20 @@ def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
     return [(low * step, (high - low) * step) for low, high in zip(bounds, bounds[1:], strict=False)]
 
 
-def row_size(module: nn.Module, row: str) -> int:
-    """Channels that a row-parallel matrix reads."""
-    layer: Any = dict(module.named_modules())[owner(row)]
-    return layer.weight.shape[0 if is_transposed(layer) else 1]
-
-
 def share_out(
     module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], units: Sequence[int], ranks: int
 ) -> ChannelDependencies | None:
     """The way to share a region out that leaves the largest rank the least; None where none cuts anything.
 
-    Args:
-        module: the block's, dense; it is copied.
-        region: with names inside `module`.
-        calls: what it is called with, each way.
-        units: numbers of equal units the channels may consist of, such as heads.
-        ranks: of the axis.
+    `units` are numbers of equal units the channels may consist of, such as heads; `module` is dense, and is copied.
     """
-    size, best = row_size(module, region.rows[0]), None
+    size, best = region.row_size(module), None
     for count in dict.fromkeys([*units, size]):
         if count < ranks or size % count:
             continue
-        found = _dependence(module, region, calls, parts_of(size, count, ranks))
-        if found is not None and (best is None or found.bytes < best.bytes - 1e-9):
-            best = found
+        shares = _dependence(module, region, calls, parts_of(size, count, ranks))
+        if shares is not None and (best is None or shares.bytes < best.bytes - 1e-9):
+            best = shares
     return best
 
 
@@ -318,44 +349,43 @@ def _dependence(
     for draw in range(MOST_DRAWS):
         new = [_add(masks, _masks(module, region, call, parts, draw), columns) for call in calls]
         barren = 0 if any(new) else barren + 1
-        asked = columns if draw >= DRAWS - 1 else {name for name, _ in masks}
-        own = [by_rank for (name, is_input), by_rank in masks.items() if not is_input and name in asked]
+        needed = columns if draw >= DRAWS - 1 else {name for name, _ in masks}
+        own = [by_rank for (name, is_input), by_rank in masks.items() if not is_input and name in needed]
         if barren == DRAWS or all(map(covered, own)):
             break
-    made = ChannelDependencies(region, [(part,) for part in parts])
+    shares = ChannelDependencies(region, [(part,) for part in parts])
     for (name, is_input), by_rank in masks.items():
-        share = _share(name, by_rank)
+        share = TensorSharding.of(name, by_rank)
         if is_input and share.dim >= 0:
-            made.inputs[name] = share
+            shares.inputs[name] = share
         elif is_input:
-            made.partial_inputs.append(name)
+            shares.partial_inputs.append(name)
         else:
-            made.tensors[name] = share
-    for name in columns:  # a column's outputs are rows of its matrix
-        if name in made.tensors:
-            made.tensors[name] = _column_share(module, name, masks[name, False])
-    made.bytes = largest_part(module, made)
-    return made if any(_is_shared_out(made.tensors.get(name)) for name in columns) else None
+            shares.tensors[name] = share
+    layers, cut = dict(module.named_modules()), False
+    for name in columns & shares.tensors.keys():  # a column's outputs are rows of its matrix
+        dim = 1 if is_transposed(layers[owner(name)]) else 0
+        of_dim = [dims[dim] for dims in masks[name, False]]
+        segments = [runs(mask) for mask in of_dim]
+        shares.tensors[name] = TensorSharding(name, dim, segments, copied=not disjoint(of_dim))
+        cut = cut or len(set(segments)) > 1
+    shares.bytes = shares.largest_part(module)
+    return shares if cut else None  # else every rank uses all of every column
 
 
-def _add(masks: dict[tuple[str, bool], Any], found: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:
+def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:
     """Note the indices of one draw; whether a column is among those that were not known."""
     new = False
-    for key, by_rank in found.items():
+    for key, by_rank in drawn.items():
         if key not in masks:
             masks[key] = by_rank
             new = new or key[0] in columns
             continue
-        for ours, theirs in zip(masks[key], by_rank, strict=True):
-            for a, b in zip(ours, theirs, strict=True):
-                new = new or (key[0] in columns and bool((b & ~a).any()))
-                a |= b
+        for known_dims, drawn_dims in zip(masks[key], by_rank, strict=True):
+            for known, mask in zip(known_dims, drawn_dims, strict=True):
+                new = new or (key[0] in columns and bool((mask & ~known).any()))
+                known |= mask
     return new
-
-
-def _is_shared_out(share: TensorSharding | None) -> bool:
-    """Whether not every rank uses all of it."""
-    return share is not None and len(set(share.segments)) > 1
 
 
 def _masks(
@@ -363,34 +393,33 @@ def _masks(
 ) -> dict[tuple[str, bool], list[list[torch.Tensor]]]:
     """By (name, whether it is an argument), rank and dim: the indices that the rank's channels depend on."""
     twin = randomised(module, draw)
-    own, given = floating(call, grad=True)
+    own, inputs = call.floating(grad=True)
     reads = _Reads(twin, region)
-    if region.home:  # what the unit is given may reach it under another name
-        given = {}
-        twin.get_submodule(region.home).register_forward_pre_hook(_taking(given), with_kwargs=True)
     with torch.enable_grad(), same_draws():
         own.run(twin)
     reads.remove()
-    asked: dict[tuple[str, bool], torch.Tensor] = {(name, False): p for name, p in twin.named_parameters()}
-    asked |= {(name, True): tensor for name, tensor in given.items()}
-    found: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
+    leaves: dict[tuple[str, bool], torch.Tensor] = {(name, False): p for name, p in twin.named_parameters()}
+    leaves |= {(name, True): tensor for name, tensor in (reads.inputs if region.home else inputs).items()}
+    masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     generator = torch.Generator().manual_seed(draw)
-    for at, (start, length) in enumerate(parts):
-        shares = [read.narrow(-1, start, length) for read in reads.found if read.requires_grad]
+    for rank, (start, length) in enumerate(parts):
+        shares = [read.narrow(-1, start, length) for read in reads.tensors if read.requires_grad]
         total = sum(((s * torch.randn(s.shape, generator=generator).to(s)).sum() for s in shares), torch.zeros(()))
-        grads = torch.autograd.grad(total, list(asked.values()), retain_graph=True, allow_unused=True)
-        for (key, tensor), grad in zip(asked.items(), grads, strict=True):
-            if grad is None and key not in found:
+        grads = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
+        for (key, tensor), grad in zip(leaves.items(), grads, strict=True):
+            if grad is None and key not in masks:
                 continue
             nonzero = torch.zeros(tensor.shape, dtype=torch.bool) if grad is None else grad != 0
             empty = [[torch.zeros(size, dtype=torch.bool) for size in tensor.shape] for _ in parts]
-            found.setdefault(key, empty)[at] = [_any_but(nonzero, dim) for dim in range(tensor.dim())]
+            masks.setdefault(key, empty)[rank] = index_masks(nonzero)
     rows = {row for row in region.rows} | {f"{owner(row)}.bias" for row in region.rows}
-    return {k: v for k, v in found.items() if k[0] not in rows and any(m.any() for dims in v for m in dims)}
+    return {k: v for k, v in masks.items() if k[0] not in rows and any(m.any() for dims in v for m in dims)}
 
 
-def _any_but(mask: torch.Tensor, dim: int) -> torch.Tensor:
-    return mask.movedim(dim, 0).reshape(mask.shape[dim], -1).any(1).cpu()
+def index_masks(nonzero: torch.Tensor) -> list[torch.Tensor]:
+    """By dim: the indices at which there is a true entry."""
+    dims = range(nonzero.dim())
+    return [nonzero.movedim(dim, 0).reshape(nonzero.shape[dim], -1).any(1).cpu() for dim in dims]
 
 
 def covered(by_rank: list[list[torch.Tensor]]) -> bool:
@@ -403,41 +432,6 @@ def disjoint(masks: Sequence[torch.Tensor]) -> bool:
     return bool((torch.stack(list(masks)).sum(0) == 1).all()) and all(mask.any() for mask in masks)
 
 
-def _share(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
-    for dim, masks in enumerate(zip(*by_rank, strict=True)):
-        if len(masks[0]) > 1 and disjoint(masks):
-            return TensorSharding(name, dim, [runs(mask) for mask in masks])
-    return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
-
-
-def _column_share(module: nn.Module, name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
-    layer = dict(module.named_modules())[owner(name)]
-    dim = 1 if is_transposed(layer) else 0
-    masks = [dims[dim] for dims in by_rank]
-    return TensorSharding(name, dim, [runs(mask) for mask in masks], copied=not disjoint(masks))
-
-
-def largest_part(module: nn.Module, shares: ChannelDependencies) -> float:
-    """The part of a region's matrices that the largest rank holds.
-
-    Args:
-        module: the block's, dense.
-        shares: of the region.
-    """
-    region, most = shares.region, 0.0
-    sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
-    channels = sum(map(_length, shares.rows))
-    for rank, part in enumerate(shares.rows):
-        here = sum(sizes[row] * _length(part) / channels for row in region.rows)
-        for name in region.columns:
-            share = shares.tensors.get(name)
-            held = 1.0
-            if share is not None and not share.copied:
-                held = _length(share.segments[rank]) / sum(map(_length, share.segments))
-            here += sizes[name] * held
-        most = max(most, here)
-    return most / sum(sizes[name] for name in [*region.rows, *region.columns])
-
-
-def _length(segments: Segments) -> int:
+def length_of(segments: Segments) -> int:
+    """Elements in all segments."""
     return sum(length for _, length in segments)

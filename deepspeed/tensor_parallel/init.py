@@ -85,25 +85,23 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
     Raises:
         ArgumentError: it is no linear layer, or has fewer outputs than ranks.
     """
-    axis, made = _axis_of(mp_group), _linear(module)
-    size = made.weight.shape[1 if is_transposed(module) else 0]
+    axis, layer = _axis_for(module, mp_group)
+    size = layer.weight.shape[1 if is_transposed(module) else 0]
     become_column(module, SliceLocation(axis, name), even_segments(size, axis, name))
     return module
 
 
 def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
     """A linear layer, made to hold this rank's inputs in place; its outputs are summed. See `LinearLayer`."""
-    axis, made = _axis_of(mp_group), _linear(module)
-    size = made.weight.shape[0 if is_transposed(module) else 1]
+    axis, layer = _axis_for(module, mp_group)
+    size = layer.weight.shape[0 if is_transposed(module) else 1]
     become_row(module, SliceLocation(axis, name), even_segments(size, axis, name))
     return module
 
 
-def _axis_of(group: Any) -> Axis:
-    return world_axis() if group is None else group_axis("tp", group)
-
-
-def _linear(module: nn.Module) -> Any:
+def _axis_for(module: nn.Module, group: Any) -> tuple[Axis, Any]:
+    """The ranks that share a layer, and the layer, which has to be linear."""
+    axis = world_axis() if group is None else group_axis("tp", group)
     if not is_linear(module):
         raise ArgumentError(f"a {type(module).__name__} is no linear layer that can be cut")
-    return module
+    return axis, module

@@ -25,12 +25,7 @@ from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 
 
 class SliceLocation:
-    """Where the slices of one layer lie; copies of a layer share it.
-
-    Args:
-        axis: the ranks.
-        name: of the layer, for reports.
-    """
+    """The ranks that share one layer, and its name for reports; copies of a layer share the location."""
 
     def __init__(self, axis: Axis, name: str = "") -> None:
         self.axis, self.name = axis, name
@@ -46,19 +41,15 @@ def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) ->
 
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> None:
     """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is."""
-    size = tensor.shape[dim]
-    with torch.no_grad():
-        tensor.data = _apart(tensor.data, dim, segments)
-    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.SHARD}))
-
-
-def _apart(whole: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """As `take`; large ones not in the heap, which would keep what an engine leaves when it moves them elsewhere."""
+    size, whole = tensor.shape[dim], tensor.data
     shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
-    if whole.device.type != "cpu" or simulating() or math.prod(shape) * whole.itemsize < LARGE:
-        return take(whole, dim, segments)
-    made = mapped(shape, whole.dtype)
-    return torch.cat([whole.narrow(dim, start, length) for start, length in segments], dim, out=made)
+    with torch.no_grad():
+        if whole.device.type != "cpu" or simulating() or math.prod(shape) * whole.itemsize < LARGE:
+            tensor.data = take(whole, dim, segments)
+        else:  # not in the heap, which would keep what an engine leaves when it moves slices elsewhere
+            parts = [whole.narrow(dim, start, length) for start, length in segments]
+            tensor.data = torch.cat(parts, dim, out=mapped(shape, whole.dtype))
+    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.SHARD}))
 
 
 def mark_partial(tensor: torch.Tensor) -> None:
@@ -67,11 +58,7 @@ def mark_partial(tensor: torch.Tensor) -> None:
 
 
 def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
-    """This rank's share of a dim: as even as it goes.
-
-    Raises:
-        ArgumentError: there are fewer elements than ranks.
-    """
+    """This rank's share of a dim, as even as it goes; ArgumentError where there are fewer elements than ranks."""
     if size < axis.size:
         raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
     low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]
@@ -188,16 +175,6 @@ class RowParallelLinear(RowParallel, nn.Linear):
 _classes: dict[tuple[type, type], type] = {}
 
 
-def _class_of(kind: type, slice_class: type) -> type:
-    """The class of a layer that has become a slice: it still is an instance of what it was."""
-    if kind is nn.Linear:
-        return ColumnParallelLinear if slice_class is ColumnParallel else RowParallelLinear
-    if (kind, slice_class) not in _classes:
-        name = slice_class.__name__ + kind.__name__
-        _classes[kind, slice_class] = type(name, (slice_class, kind), {"__module__": __name__})
-    return _classes[kind, slice_class]
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear layer holds (in, out), as `Conv1D` of Transformers does."""
     return hasattr(module, "nf") and not hasattr(module, "out_features")
@@ -220,12 +197,20 @@ _FORWARDS = (nn.Linear.forward, ColumnParallel.forward, RowParallel.forward)
 
 
 def _turn(module: nn.Module, slot: SliceLocation, slice_class: type) -> Any:
-    made: Any = module
+    """The layer as a slice, of a class that is still a subclass of what it was."""
+    layer: Any = module
+    kind: type = type(module)
     if not isinstance(module, slice_class):
-        made.transposed = is_transposed(module)
-        made.__class__ = _class_of(type(module), slice_class)
-    made.slot = slot
-    return made
+        layer.transposed = is_transposed(module)
+        if kind is nn.Linear:
+            layer.__class__ = ColumnParallelLinear if slice_class is ColumnParallel else RowParallelLinear
+        else:
+            if (kind, slice_class) not in _classes:
+                name = slice_class.__name__ + kind.__name__
+                _classes[kind, slice_class] = type(name, (slice_class, kind), {"__module__": __name__})
+            layer.__class__ = _classes[kind, slice_class]
+    layer.slot = slot
+    return layer
 
 
 def become_column(
@@ -244,25 +229,25 @@ def become_column(
         copied: other ranks use some of them too: weights stay whole, and their gradients are parts of a sum.
         weight_is_cut: its weight is another layer's too, which has been cut alike.
     """
-    made = _turn(module, slot, ColumnParallel)
-    dim, here = 1 if made.transposed else 0, sum(length for _, length in segments)
+    layer = _turn(module, slot, ColumnParallel)
+    dim, here = 1 if layer.transposed else 0, sum(length for _, length in segments)
     if copied:
-        if list(segments) != [(0, made.weight.shape[dim])]:
+        if list(segments) != [(0, layer.weight.shape[dim])]:
             rows = torch.cat([torch.arange(start, start + length) for start, length in segments])
-            made.rows = rows.to(made.weight.device)
-        for tensor in made._parameters.values():
+            layer.rows = rows.to(layer.weight.device)
+        for tensor in layer._parameters.values():
             if tensor is not None:
                 mark_partial(tensor)
     else:
         if not weight_is_cut:
-            cut_tensor(made.weight, dim, segments)
-        if made.bias is not None:
-            cut_tensor(made.bias, 0, segments)
-    setattr(made, "nf" if made.transposed else "out_features", here)
+            cut_tensor(layer.weight, dim, segments)
+        if layer.bias is not None:
+            cut_tensor(layer.bias, 0, segments)
+    setattr(layer, "nf" if layer.transposed else "out_features", here)
 
 
 def become_row(module: nn.Module, slot: SliceLocation, segments: Sequence[tuple[int, int]]) -> None:
     """Make a linear layer hold some of its inputs, in place; see `become_column`."""
-    made = _turn(module, slot, RowParallel)
-    cut_tensor(made.weight, 0 if made.transposed else 1, segments)
-    setattr(made, "nx" if made.transposed else "in_features", sum(length for _, length in segments))
+    layer = _turn(module, slot, RowParallel)
+    cut_tensor(layer.weight, 0 if layer.transposed else 1, segments)
+    setattr(layer, "nx" if layer.transposed else "in_features", sum(length for _, length in segments))

@@ -17,17 +17,15 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.errors import DeepSpeedError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
-    TensorSharding,
     changing,
-    floating,
+    length_of,
     randomised,
-    row_size,
     same_draws,
 )
 from deepspeed.tensor_parallel.layers import (
@@ -44,37 +42,8 @@ TRIES = 600
 Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
 
 
-def is_local(tensor: torch.Tensor, share: TensorSharding, rank: int) -> bool:
-    """Whether an argument has one rank's channels already, as what another cut unit gives has."""
-    if tensor.shape[share.dim] == 1:  # the same for all channels, as most masks are
-        return True
-    size, here = tensor.shape[share.dim], sum(length for _, length in share.segments[rank])
-    whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
-    if size % whole and size % here:
-        raise TensorParallelError(f"'{share.name}' has {size} channels; a rank of tp has {here} of {whole}")
-    return size % whole != 0
-
-
-def pick(tensor: torch.Tensor, share: TensorSharding, rank: int) -> torch.Tensor:
-    """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
-    if tensor.shape[share.dim] == 1:
-        return tensor
-    index = torch.cat([torch.arange(start, start + length) for start, length in share.segments[rank]])
-    whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
-    times = tensor.shape[share.dim] // whole
-    every = (torch.arange(times)[:, None] * whole + index).flatten()
-    return tensor.index_select(share.dim, every.to(tensor.device))
-
-
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
-    """Make the layers of a region slices, in place.
-
-    Args:
-        module: the block's, dense.
-        shares: of the region.
-        rank: whose slices.
-        slot_of: gives the slot of a layer by its name inside the module.
-    """
+    """Make the layers of a region slices of a rank, in place; `slot_of` gives the location of a layer by name."""
     modules, region = dict(module.named_modules()), shares.region
     params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     columns = {owner(name): shares.tensors.get(name) for name in region.columns}
@@ -108,36 +77,34 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """The numbers by which a rank's copy of the module computes its share of the dense one's channels, or why none do.
-
-    Args:
-        module: dense; it is copied.
-        shares: of the region.
-        calls: what it is called with, each way.
-        rank: whose share.
-    """
+    """The numbers by which a rank's copy of a dense module computes its share of the channels, or why none do."""
     dense = randomised(module, 0)
-    every = [floating(call)[0] for call in calls]
+    exact = [call.floating()[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:
-        wanted = [_read(dense, shares, own) for own in every]
+        wanted = [_read(dense, shares, own) for own in exact]
     alone = Axis("alone", (0,), 0, None, True)
     local = randomised(module, 0)
     cut_region(local, shares, rank, lambda name: SliceLocation(alone, name))
-    own_part = lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t  # noqa: E731
+    own_part = lambda path, t: shares.inputs[path].pick(t, rank) if path in shares.inputs else t  # noqa: E731
     local.get_submodule(shares.region.home).register_forward_pre_hook(changing(own_part), with_kwargs=True)
     start, length = shares.rows[rank][0]
     target = [read.narrow(-1, start, length) for reads in wanted for read in reads]
     reason = ""
-    options = [one for one in _options(numbers, shares, module, rank) if settable(local, one[0], numbers[one[0]])]
+    options = [
+        (key, smaller) for key, smaller in _options(numbers, shares, module, rank) if settable(local, key, numbers[key])
+    ]
     as_before = {key: numbers[key] for key, _ in options}
     for chosen in itertools.islice(combinations(options), TRIES):
         try:
             set_numbers(local, {**as_before, **chosen})
-            found = [read for call in every for read in _read(local, shares, call)]
+            reads = [read for call in exact for read in _read(local, shares, call)]
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
             reason = reason or describe_error(why)
             continue
-        if _alike(found, target):
+        if len(reads) == len(target) > 0 and all(
+            relative_difference(read, wanted, floor=1e-6) <= tolerance(torch.float32)
+            for read, wanted in zip(reads, target, strict=True)
+        ):
             return chosen
         reason = reason or "the channels of one rank are not those of the dense module"
     return reason or "nothing was read"
@@ -152,26 +119,20 @@ def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
     return True
 
 
-def _alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) > 0 and all(
-        relative_difference(a, b, floor=1e-6) <= tolerance(torch.float32) for a, b in zip(found, wanted, strict=True)
-    )
-
-
 @torch.no_grad()
 def _read(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs) -> list[torch.Tensor]:
     """What the rows are given."""
-    found: list[torch.Tensor] = []
+    reads: list[torch.Tensor] = []
     modules = dict(module.named_modules())
-    note = lambda _, args: found.append(args[0])  # noqa: E731
+    note = lambda _, args: reads.append(args[0])  # noqa: E731
     handles = [modules[owner(row)].register_forward_pre_hook(note) for row in shares.region.rows]
     try:
         with same_draws():
-            floating(call)[0].run(module)
+            call.floating()[0].run(module)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return reads
 
 
 @contextlib.contextmanager
@@ -212,23 +173,21 @@ def _options(
     numbers: Numbers, shares: ChannelDependencies, module: nn.Module, rank: int
 ) -> list[tuple[tuple[str, str], list[int]]]:
     """The numbers that may shrink, and what they may become."""
-    length = lambda segments: sum(n for _, n in segments)  # noqa: E731
-    whole = row_size(module, shares.region.rows[0])
-    row = Fraction(length(shares.rows[rank]), whole)
+    row = Fraction(length_of(shares.rows[rank]), shares.region.row_size(module))
     sizes = {name: param.shape for name, param in module.named_parameters()}
     columns = [
-        Fraction(length(share.segments[rank]), sizes[name][share.dim])
+        Fraction(length_of(share.segments[rank]), sizes[name][share.dim])
         for name, share in shares.tensors.items()
         if name in shares.region.columns
     ]
-    ratios = {ratio for ratio in [row, *columns, *(row / one for one in columns)] if ratio < 1}
-    found = []
+    ratios = {ratio for ratio in [row, *columns, *(row / column for column in columns)] if ratio < 1}
+    options = []
     for key, value in numbers.items():
         smaller = sorted({int(value * ratio) for ratio in ratios if (value * ratio).denominator == 1})
         if smaller:
-            found.append((key, smaller))
-    # Numbers of heads first: they are what most forwards reshape by.
-    return sorted(found, key=lambda one: ("head" not in one[0][1] or "dim" in one[0][1] or "size" in one[0][1], one[0]))
+            attribute = key[1]  # numbers of heads first: they are what most forwards reshape by
+            options.append(("head" not in attribute or "dim" in attribute or "size" in attribute, key, smaller))
+    return [(key, smaller) for _, key, smaller in sorted(options, key=lambda option: option[:2])]
 
 
 def combinations(options: list[tuple[tuple[str, str], list[int]]]) -> Iterator[Numbers]:

@@ -23,7 +23,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     TensorSharding,
     covered,
     disjoint,
-    floating,
+    index_masks,
     parts_of,
     randomised,
     runs,
@@ -70,13 +70,13 @@ _classes: dict[type, type] = {}
 
 def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
     """Make a module of experts hold some of the channels of each, in place."""
-    made: Any = module
+    experts: Any = module
     kind = type(module)
     if not issubclass(kind, PackedParallel):
         if kind not in _classes:
             _classes[kind] = type(f"Parallel{kind.__name__}", (PackedParallel, kind), {"__module__": __name__})
-        made.__class__ = _classes[kind]
-    made.slot, made.added = slot, [share.name for share in shares.tensors.values() if share.copied]
+        experts.__class__ = _classes[kind]
+    experts.slot, experts.added = slot, [share.name for share in shares.tensors.values() if share.copied]
     for share in shares.tensors.values():
         if share.copied:
             mark_partial(getattr(module, share.name))
@@ -87,60 +87,43 @@ def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slo
 def share_packed(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, ranks: int
 ) -> ChannelDependencies | str:
-    """What each rank has of the experts' matrices, or why they stay whole.
-
-    Args:
-        module: dense; it is copied.
-        region: its own matrices.
-        call: what it is called with.
-        ranks: of the axis.
-    """
+    """What each rank has of the experts' matrices in a dense module, or why they stay whole."""
     if len(region.rows) != 1 or region.inner:
         return "its packed matrices feed each other in more than one step"
     row = region.rows[0]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     reads = [t for t in tensors_in(call.arguments) if t.is_floating_point()]
-    dim = _inner_dim(module, shapes[row], reads[0].shape[-1])
+    width, first, last = reads[0].shape[-1], len(shapes[row]) - 2, len(shapes[row]) - 1
+    if shapes[row][first] != shapes[row][last] and width in shapes[row][-2:]:
+        dim = last if shapes[row][first] == width else first  # the one that lies inside an expert
+    else:
+        dim = first if getattr(module, "is_transposed", False) else last
     size = shapes[row][dim]
     if size < ranks:
         return f"{size} channels cannot be shared out to {ranks} ranks"
     parts = parts_of(size, size, ranks)
     masks: dict[str, list[list[torch.Tensor]]] = {}
     for draw in range(DRAWS):
-        for at, part in enumerate(parts):
-            for name, mask in _masks(module, call, row, dim, part, draw).items():
-                known = masks.setdefault(
-                    name, [[torch.zeros(n, dtype=torch.bool) for n in shapes[name]] for _ in parts]
-                )
-                for a, b in zip(known[at], mask, strict=True):
-                    a |= b
+        for rank, part in enumerate(parts):
+            for name, drawn in _masks(module, call, row, dim, part, draw).items():
+                empty = [[torch.zeros(n, dtype=torch.bool) for n in shapes[name]] for _ in parts]
+                for known, mask in zip(masks.setdefault(name, empty)[rank], drawn, strict=True):
+                    known |= mask
         if all(covered(masks[name]) for name in masks if name in region.columns):
             break
-    made = ChannelDependencies(region, [(part,) for part in parts])
-    made.tensors[row] = TensorSharding(row, dim, [(part,) for part in parts])
+    shares = ChannelDependencies(region, [(part,) for part in parts])
+    shares.tensors[row] = TensorSharding(row, dim, [(part,) for part in parts])
     for name, by_rank in masks.items():
         dims = [d for d, of_dim in enumerate(zip(*by_rank, strict=True)) if disjoint(of_dim)]
-        if not dims and all(_same(masks_of, by_rank[0]) for masks_of in by_rank):
-            made.tensors[name] = TensorSharding(
-                name, -1, [() for _ in by_rank], copied=True
-            )  # a bias of the last matrices
+        if not dims and all(torch.equal(*pair) for own in by_rank for pair in zip(own, by_rank[0], strict=True)):
+            whole = TensorSharding(name, -1, [() for _ in by_rank], copied=True)
+            shares.tensors[name] = whole  # a bias of the last matrices
             continue
         if not dims:
             return f"every channel of {name} depends on every other"
-        made.tensors[name] = TensorSharding(name, dims[-1], [runs(mask[dims[-1]]) for mask in by_rank])
-    made.bytes = max(length for _, length in parts) / size
-    return made
-
-
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
-def _inner_dim(module: nn.Module, shape: Sequence[int], width: int) -> int:
-    """The dim of the last matrices (experts, a, b) that lies inside an expert."""
-    if shape[-1] != shape[-2] and width in shape[-2:]:
-        return len(shape) - 1 if shape[-2] == width else len(shape) - 2
-    return len(shape) - 2 if getattr(module, "is_transposed", False) else len(shape) - 1
+        shares.tensors[name] = TensorSharding(name, dims[-1], [runs(mask[dims[-1]]) for mask in by_rank])
+    shares.bytes = max(length for _, length in parts) / size
+    return shares
 
 
 def _masks(
@@ -150,31 +133,21 @@ def _masks(
     twin = randomised(module, draw)
     params = dict(twin.named_parameters())
     with torch.no_grad():
-        kept = params[row].narrow(dim, *part).clone()
-        params[row].zero_().narrow(dim, *part).copy_(kept)
-    own, _ = floating(call)
+        own_channels = params[row].narrow(dim, *part).clone()
+        params[row].zero_().narrow(dim, *part).copy_(own_channels)
+    own, _ = call.floating()
     with torch.enable_grad(), same_draws():
         out = own.run(twin)
         total = (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(draw)).to(out)).sum()
     names = [name for name in params if name != row]
     grads = torch.autograd.grad(total, [params[name] for name in names], allow_unused=True)
-    found = {}
-    for name, grad in zip(names, grads, strict=True):
-        if grad is not None and bool((grad != 0).any()):
-            found[name] = [(grad != 0).movedim(d, 0).reshape(grad.shape[d], -1).any(1).cpu() for d in range(grad.dim())]
-    return found
+    by_name = zip(names, grads, strict=True)
+    return {name: index_masks(grad != 0) for name, grad in by_name if grad is not None and bool((grad != 0).any())}
 
 
 def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs, rank: int) -> Numbers | str:
-    """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set of numbers serves all ranks.
-
-    Args:
-        module: dense; it is copied.
-        shares: of its matrices.
-        call: what it is called with.
-        rank: whose numbers.
-    """
-    dense, (own, _) = randomised(module, 0), floating(call)
+    """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set serves all ranks."""
+    dense, (own, _) = randomised(module, 0), call.floating()
     with torch.no_grad(), same_draws(), spied(dense, "") as numbers:
         wanted = own.run(dense)
     row = shares.tensors[shares.region.rows[0]]
@@ -185,14 +158,14 @@ def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInput
         total = torch.zeros_like(wanted)
         try:
             with torch.no_grad():
-                for at in range(ranks):
+                for of_rank in range(ranks):
                     local = randomised(module, 0)
                     for share in shares.tensors.values():
                         if not share.copied:
-                            cut_tensor(getattr(local, share.name), share.dim, share.segments[at])
-                    set_numbers(local, {k: numbers[k] // whole * shares.rows[at][0][1] for k in chosen})
+                            cut_tensor(getattr(local, share.name), share.dim, share.segments[of_rank])
+                    set_numbers(local, {k: numbers[k] // whole * shares.rows[of_rank][0][1] for k in chosen})
                     with same_draws(), parts_of_added(local, added, ranks):
-                        total += floating(call)[0].run(local)
+                        total += call.floating()[0].run(local)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
             reason = reason or describe_error(why)
             continue

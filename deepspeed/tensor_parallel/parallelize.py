@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
@@ -24,11 +23,11 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
-from deepspeed.tensor_parallel.channel_dependencies import changing
+from deepspeed.tensor_parallel.channel_dependencies import ChannelDependencies, changing
 from deepspeed.tensor_parallel.layers import SliceLocation
-from deepspeed.tensor_parallel.module_attributes import cut_region, is_local, pick, set_numbers
+from deepspeed.tensor_parallel.module_attributes import cut_region, set_numbers
 from deepspeed.tensor_parallel.packed_experts import become_packed
-from deepspeed.tensor_parallel.plan import Fitted, Specs, TensorParallelPlan, Unit, make_plan
+from deepspeed.tensor_parallel.plan import Specs, TensorParallelPlan, Unit, make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, same_file
 from deepspeed.tensor_parallel.rng import draw_alike, install
 from deepspeed.tensor_parallel.trace import join
@@ -40,12 +39,9 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Call `look(model, args, kwargs)` before a method of this one model, and of its copies.
+    """Call `look(model, args, kwargs)`, which may raise, before a method of this one model, and of its copies.
 
-    Args:
-        model: has the method by its class, as an attribute of its own, or from what it wraps; else it stays as it is.
-        name: of the method.
-        look: may raise.
+    The model may have the method by its class, as an attribute of its own, or from a module that it wraps.
     """
     if not hasattr(model, name):
         return
@@ -65,23 +61,21 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
-    """Let a model's own `generate` compare what it is given, and draw from the first rank's random state.
-
-    Args:
-        model: cut; one without `generate` stays as it is.
-        axis: the ranks that share it.
-    """
+    """Let a cut model's `generate` compare its arguments over ranks, and draw from the first rank's random state."""
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)
         everyone = all_gather_objects(axis, digest([args, kwargs, own]))
-        other = next((at for at, found in enumerate(everyone) if found != everyone[0]), None)
+        other = next((pos for pos, calls in enumerate(everyone) if calls != everyone[0]), None)
         if other is not None:
             raise DataError(
                 f"ranks {axis.ranks[0]} and {axis.ranks[other]} share the model's matrices (tp), and generate() was "
                 f"given other arguments on each, or has another generation_config: give both the same prompts"
             )
-        if _ends_by_a_clock([*args, *kwargs.values(), own], kwargs):
+        passed = [*args, *kwargs.values(), own]
+        inside = [entry for value in passed for entry in (value if isinstance(value, (list, tuple)) else [value])]
+        by_clock = any(getattr(entry, "max_time", None) is not None for entry in inside)  # a config, or a criterion
+        if kwargs["max_time"] is not None if "max_time" in kwargs else by_clock:
             raise NotAvailableError(
                 "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
                 "a clock of its own, and the others wait for it; give max_new_tokens instead"
@@ -89,14 +83,6 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
         draw_alike(axis)
 
     guard(model, "generate", look)
-
-
-def _ends_by_a_clock(given: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, a config or a criterion says after how many seconds to stop."""
-    if "max_time" in kwargs:
-        return kwargs["max_time"] is not None
-    inside = [one for value in given for one in (value if isinstance(value, (list, tuple)) else [value])]
-    return any(getattr(one, "max_time", None) is not None for one in inside)
 
 
 DEALT = 2  # units that a rank runs whole, at most, before it tells the others: they wait for the slowest
@@ -115,12 +101,7 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
-    """`cut_model` over the ranks of `tp`, where no row of them goes on alone. All ranks of the mesh call together.
-
-    Raises:
-        TensorParallelError: it raised in another row.
-        DeepSpeedError: as `cut_model`.
-    """
+    """`cut_model` over the ranks of `tp`; where one row of them raises, all do. All ranks of the mesh call together."""
     everyone = mesh.axis(*DIMS)
     # Rows meet in each unit's gather: one that has ended would be waited for.
     born = any(map(is_managed, model.parameters()))
@@ -129,12 +110,7 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan
 
 
 def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
-    """What an action returns, where it raises on no rank of `everyone`; all call together. None: this rank alone.
-
-    Raises:
-        TensorParallelError: it raised on another rank.
-        Exception: what it raised here.
-    """
+    """The result of an action that raises on no rank of `everyone`; all call together. None: this rank alone."""
     if everyone is None:
         return action()
     return raise_together(
@@ -177,21 +153,20 @@ def cut_model(
     """
     same_file(axis, plan_file)
     _same_model(model, axis)
-    _same_values(model, axis)
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
-    looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
-    plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
+    own_plan = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
+    plan = _in_step(in_step, lambda: _agreed(own_plan, axis, specs))
     log_rank0(plan.table())
     # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
     alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
     together = 1 if alone else DEALT * axis.size
     for dealt in _dealt(model, plan.units, together):
         units = {model.get_submodule(unit.name): unit for unit in dealt}
-        _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle or _stay))
+        _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle))
         for unit in units.values():
             unit.calls = []  # their tensors are needed no more
     get_accelerator().empty_cache()  # what plans and comparisons took
-    columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
+    columns = {name for name, how in plan.cuts().items() if how == "column"}
     install(model, plan.drops, columns, axis)
     if vocabulary:
         _in_step(in_step, lambda: cut_vocabulary(model, axis, check != "off"))
@@ -201,13 +176,6 @@ def cut_model(
     _guard_saving(model)
     guard_generating(model, axis)
     object.__setattr__(model, _MARK, plan)
-    return plan
-
-
-def _checked(plan: TensorParallelPlan, specs: Specs | None) -> TensorParallelPlan:
-    """The plan, compared with what is said of single matrices."""
-    if specs is not None:
-        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
     return plan
 
 
@@ -224,8 +192,15 @@ def _guard_saving(model: nn.Module) -> None:
     guard(model, "save_pretrained", look)
 
 
-def _same_values(model: nn.Module, axis: Axis) -> None:
-    """The values of the first rank for all."""
+def _same_model(model: nn.Module, axis: Axis) -> None:
+    """Give all ranks the values of the first; raise MeshError where their parameters differ in more."""
+    params = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
+    if (difference := first_difference(axis, params)) is not None:
+        other, first, second = difference
+        raise MeshError(
+            f"ranks {axis.ranks[0]} and {axis.ranks[other]} (tp) should have the same model, and have {first} and "
+            f"{second}"
+        )
     label = "broadcast of a model that is to be cut"
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"]
     broadcast_tensors(axis, [t.data for t in tensors if not is_managed(t)], label)
@@ -233,16 +208,6 @@ def _same_values(model: nn.Module, axis: Axis) -> None:
         group: Any = param._ds_member.group  # type: ignore[attr-defined]
         with GatheredParameters(param, modifier_rank=group.axis.ranks[0]), torch.no_grad():
             broadcast_tensors(axis, [param], label)
-
-
-def _same_model(model: nn.Module, axis: Axis) -> None:
-    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
-    found = first_difference(axis, mine)
-    if found is not None:
-        at, a, b = found
-        raise MeshError(
-            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) should have the same model, and have {a} and {b}"
-        )
 
 
 def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParallelPlan | str:
@@ -257,95 +222,36 @@ def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParall
         return f"its forward on a small input ended in {describe_error(error, 300)}"
 
 
-def _agreed(plan: TensorParallelPlan | str, axis: Axis) -> TensorParallelPlan:
+def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> TensorParallelPlan:
     """The regions that fit on every rank; a region that does not on one stays whole on all."""
-    mine: Any = plan
+    own: Any = plan
     if isinstance(plan, TensorParallelPlan):
-        regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
-        calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
-        mine = (regions, plan.whole, calls, plan.meets, plan.unpadded)
-    everyone = all_gather_objects(axis, mine)
-    refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
+        regions = {unit.key(fitted): fitted.digest() for unit in plan.units for fitted in unit.regions}
+        calls = {unit.name: [call.shapes() for call in unit.calls] for unit in plan.units}
+        own = (regions, plan.whole, calls, plan.meets, plan.unpadded)
+    everyone = all_gather_objects(axis, own)
+    refusals = {rank: text for rank, text in zip(axis.ranks, everyone, strict=True) if isinstance(text, str)}
     if refusals or not isinstance(plan, TensorParallelPlan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
-    _same_padding([unpadded for *_, unpadded in everyone], axis)
-    for _, whole, _, meets, _ in everyone:
-        plan.whole, plan.meets = {**whole, **plan.whole}, plan.meets or meets
-    for unit in plan.units:
-        for one in list(unit.regions):
-            if not _on_all(_key(unit, one), [found for found, *_ in everyone]):
-                unit.regions.remove(one)
-                for name in [*one.shares.region.columns, *one.shares.region.rows]:
-                    plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
-    plan.units = [unit for unit in plan.units if unit.regions]
-    for unit in plan.units:
-        _same_calls(unit, [calls[unit.name] for _, _, calls, *_ in everyone], axis)
-    if not plan.units:
-        raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
-    return plan
-
-
-def _same_padding(everyone: Sequence[str], axis: Axis) -> None:
-    """Whether the model takes padding on all ranks, or on none.
-
-    Raises:
-        TensorParallelError: on every rank, with what its forward ended in on some.
-    """
-    if any(everyone) and not all(everyone):
-        texts = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+    unpadded = [text for *_, text in everyone]
+    if any(unpadded) and not all(unpadded):
+        texts = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, unpadded, strict=True) if text]
         raise TensorParallelError(
             f"the forward on a small input with padding ended on some ranks of tp {list(axis.ranks)} alone: "
             f"{' | '.join(texts)}"
         )
-
-
-def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
-    """Leave the ways of calling a unit that every rank has seen, so that all send the same tensors.
-
-    Raises:
-        TensorParallelError: no rank's first way is that of all.
-    """
-    count = min(map(len, everyone))
-    while count and any(theirs[:count] != everyone[0][:count] for theirs in everyone):
-        count -= 1
-    if not count:
-        at = next((at for at, theirs in enumerate(everyone) if theirs[:1] != everyone[0][:1]), 0)
-        raise TensorParallelError(
-            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) call '{unit.name}' on the small input with different "
-            f"tensors: {everyone[0][0]} and {everyone[at][0]}; give all of them one example"
-        )
-    if any(len(theirs) > count for theirs in everyone):
-        log_rank0(
-            f"'{unit.name}' is compared in {count} of its ways of being called: not every rank has seen the others"
-        )
-    unit.calls = unit.calls[:count]
-
-
-def _key(unit: Unit, one: Fitted) -> str:
-    return join(unit.name, one.shares.region.rows[0])
-
-
-def _on_all(key: str, everyone: Sequence[dict[str, int]]) -> bool:
-    found = {regions.get(key) for regions in everyone}
-    if len(found) > 1 and None not in found:
-        raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
-    return None not in found
-
-
-def _digest(one: Fitted) -> int:
-    """Of all that ranks do alike; the numbers are each rank's own."""
-    shares, region = one.shares, one.shares.region
-    tensors, inputs = (
-        sorted((t.name, t.dim, t.segments, t.copied) for t in of.values()) for of in (shares.tensors, shares.inputs)
-    )
-    layers = (region.home, region.columns, region.rows, sorted(region.inner), region.tables, region.packed)
-    return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
-
-
-def _stay(_: nn.Module) -> None:
-    """A unit that is not laid elsewhere once it is cut."""
+    for _, whole, _, meets, _ in everyone:
+        plan.whole, plan.meets = {**whole, **plan.whole}, plan.meets or meets
+    plan.keep_common_regions([regions for regions, *_ in everyone])
+    for unit in plan.units:
+        unit.keep_common_calls([calls[unit.name] for _, _, calls, *_ in everyone], axis)
+    if not plan.units:
+        raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
+    if specs is not None:
+        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
+    return plan
 
 
 def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit]]:
@@ -353,33 +259,36 @@ def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit
 
     One with parameters of an earlier one is alone: these are slices by then, on which no rank computes by itself.
     """
-    found: list[list[Unit]] = [[]]
+    groups: list[list[Unit]] = [[]]
     known: set[int] = set()
     for unit in units:
         own = set(map(id, model.get_submodule(unit.name).parameters()))
         alone = not known.isdisjoint(own)
         known |= own
-        if alone or len(found[-1]) == most:
-            found.append([])
-        found[-1].append(unit)
+        if alone or len(groups[-1]) == most:
+            groups.append([])
+        groups[-1].append(unit)
         if alone:
-            found.append([])
-    return [group for group in found if group]
+            groups.append([])
+    return [group for group in groups if group]
 
 
-def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None]) -> None:
+def _cut_units(
+    units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
+) -> None:
     """Cut some units, and compare each with its dense form."""
     release(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
             ended = run_collectively(axis, functools.partial(_become_slices, module, unit, axis))
             verify.finished(unit.name, axis, ended)
-            settle(module)
+            if settle is not None:
+                settle(module)
         return
     constants = {module: _hidden(module) for module in units}
-    given = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
+    inputs = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
     # What a model draws before a unit may differ over ranks.
-    broadcast_tensors(axis, given, f"inputs of {' and '.join(unit.name for unit in units.values())}")
+    broadcast_tensors(axis, inputs, f"inputs of {' and '.join(unit.name for unit in units.values())}")
     wholes, seen = _dense_forms(units, axis), []
     for (module, unit), dense in zip(units.items(), wholes, strict=True):
         ended = run_collectively(axis, functools.partial(_cut_and_run, module, unit, dense, axis))
@@ -392,22 +301,23 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
         with torch.no_grad():
             for name, value in constants[module].items():
                 params[name].fill_(value)
-        settle(module)
+        if settle is not None:
+            settle(module)
 
 
 def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.UnitResult]]:
     """What units compute whole: of several each rank runs some, and tells the others; one unit alone is run by all."""
     dealt, running = list(units.items()), ""
     bounds = partition_uniform(len(dealt), axis.size)
-    mine = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
+    own_units = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
 
     def action() -> list[list[verify.UnitResult]]:
         nonlocal running
-        found = []
-        for module, unit in mine:
+        results = []
+        for module, unit in own_units:
             running = unit.name
-            found.append(verify.run(module, unit))
-        return found
+            results.append(verify.run(module, unit))
+        return results
 
     ended = run_collectively(axis, action)
     if not ended.ok:
@@ -416,7 +326,7 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
     own = verify.finished(running, axis, ended)
     if simulating():  # nobody looks at them
         return (own or [[]])[:1] * len(dealt)
-    return own if len(dealt) == 1 else [one for theirs in all_gather_objects(axis, own) for one in theirs]
+    return own if len(dealt) == 1 else [results for of_rank in all_gather_objects(axis, own) for results in of_rank]
 
 
 def _cut_and_run(
@@ -429,45 +339,41 @@ def _cut_and_run(
 
 
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
-    for one in unit.regions:
-        if one.shares.region.packed:
-            become_packed(module, one.shares, axis.rank, SliceLocation(axis, unit.name))
+    for fitted in unit.regions:
+        shares = fitted.shares
+        if shares.region.packed:
+            become_packed(module, shares, axis.rank, SliceLocation(axis, unit.name))
         else:
-            cut_region(module, one.shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))
-        set_numbers(module, one.numbers)
-        home = module.get_submodule(one.shares.region.home)
-        if hook := _inputs_hook(one, axis):
-            home.register_forward_pre_hook(hook, with_kwargs=True)
+            cut_region(module, shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))
+        set_numbers(module, fitted.numbers)
+        if shares.inputs or shares.partial_inputs:
+            home = module.get_submodule(shares.region.home)
+            home.register_forward_pre_hook(_inputs_hook(shares, axis), with_kwargs=True)
 
 
 @torch.no_grad()
 def _hidden(module: nn.Module) -> dict[str, float]:
     """Give values to parameters that are all zero or all one, which would hide mistakes; what they were, by name."""
-    found = {}
-    for at, (name, param) in enumerate(module.named_parameters()):
+    constants = {}
+    for index, (name, param) in enumerate(module.named_parameters()):
         if not param.is_floating_point() or param.numel() < 2 or param.flatten()[0] != param.flatten()[-1]:
             continue
         if param.min() == param.max():
-            found[name] = float(param.flatten()[0])
-            noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(at))
+            constants[name] = float(param.flatten()[0])
+            noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
             param.add_((noise * 0.2).to(param))
-    return found
+    return constants
 
 
-def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
-    """What arguments of a unit become when it is cut: this rank's channels, or entered into its computations."""
-    shares = one.shares
-    cut = shares.inputs
-    if not cut and not shares.partial_inputs:
-        return None
+def _inputs_hook(shares: ChannelDependencies, axis: Axis) -> Callable[..., Any]:
+    """Takes this rank's channels of a region's arguments, and enters those that all channels depend on."""
 
     def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if path in cut and is_local(tensor, cut[path], axis.rank):
+        share = shares.inputs.get(path)
+        if share is not None and share.is_local(tensor, axis.rank):
             return tensor
-        if path in cut:
-            return pick(enter(tensor, axis, f"gradient of {path}"), cut[path], axis.rank)
-        if path in shares.partial_inputs:
-            return enter(tensor, axis, f"gradient of {path}")
-        return tensor
+        if share is not None:
+            return share.pick(enter(tensor, axis, f"gradient of {path}"), axis.rank)
+        return enter(tensor, axis, f"gradient of {path}") if path in shares.partial_inputs else tensor
 
     return changing(change)

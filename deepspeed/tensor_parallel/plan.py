@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.equivalence import evaluating, example_inputs
 from deepspeed.foundation.fake_mode import simulating, with_values
@@ -27,7 +30,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
     Segments,
-    drawn,
+    length_of,
     share_out,
 )
 from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states
@@ -52,15 +55,10 @@ _STYLES = {
 }  # fmt: skip
 
 
-def said_by(model: Any, matrices: Iterable[str]) -> dict[str, str]:
-    """By which of its dims a model wants a matrix cut, "row" or "column", by name of its parameter.
-
-    Args:
-        model: of any kind; one that says nothing gives nothing.
-        matrices: names of its parameters.
-    """
+def declared_cuts(model: Any, matrices: Iterable[str]) -> dict[str, str]:
+    """By which of its dims the model's own plan cuts a matrix, "row" or "column", by name; empty where it has none."""
     rules = getattr(model, "tp_plan", None)
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     known = [
         (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), _STYLES[style])
         for pattern, style in (rules.items() if isinstance(rules, dict) else ())
@@ -70,8 +68,8 @@ def said_by(model: Any, matrices: Iterable[str]) -> dict[str, str]:
         places = (name, owner(name)) if name.endswith(".weight") else (name,)
         how = next((how for pattern, how in known if any(map(pattern.fullmatch, places))), None)
         if how is not None:
-            found[name] = how
-    return found
+            styles[name] = how
+    return styles
 
 
 SKIP = "skip"
@@ -79,19 +77,14 @@ SKIP = "skip"
 
 @dataclass(frozen=True)
 class Spec:
-    """One entry.
-
-    Args:
-        patterns: regular expressions, searched for in names of parameters.
-        how: "row", "column" or "skip".
-    """
+    """Regular expressions, searched for in names of parameters, and "row", "column" or "skip" for those."""
 
     patterns: tuple[re.Pattern[str], ...]
     how: str
 
 
 class Specs:
-    """All entries; the first that fits a name counts.
+    """Entries of `partition_config`; the first that fits a name counts.
 
     Args:
         entries: in the order of the JSON.
@@ -102,34 +95,39 @@ class Specs:
         self._entries, self._others = tuple(entries), others
 
     def _of(self, name: str) -> str:
-        found = (one.how for one in self._entries if any(pattern.search(name) for pattern in one.patterns))
-        return next(found, "")
+        entries = (spec for spec in self._entries if any(pattern.search(name) for pattern in spec.patterns))
+        return next((spec.how for spec in entries), "")
 
     def reason_to_skip(self, region: ShardableRegion) -> str:
         """Why a region stays whole; empty: it does not."""
-        said = {self._of(name) for name in [*region.columns, *region.rows]}
-        if SKIP in said:
+        entries = {self._of(name) for name in region.matrices()}
+        if SKIP in entries:
             return "partition_config says so"
-        return "" if self._others or said != {""} else "partition_config names others, and use_default_specs is off"
+        return "" if self._others or entries != {""} else "partition_config names others, and use_default_specs is off"
+
+    def without_skipped(self, regions: Iterable[ShardableRegion], whole: dict[str, str]) -> list[ShardableRegion]:
+        """The regions that no entry leaves whole; the matrices of the others are noted in `whole`."""
+        cut: list[ShardableRegion] = []
+        for region in regions:
+            if why := self.reason_to_skip(region):
+                whole.update(dict.fromkeys(region.matrices(), why))
+            else:
+                cut.append(region)
+        return cut
 
     def check(self, cut: Mapping[str, str], whole: Mapping[str, str], matrices: Sequence[str]) -> None:
-        """Compare the entries with a plan.
-
-        Args:
-            cut: "row" or "column", by name of a matrix.
-            whole: why others stay whole.
-            matrices: all of the model.
-
-        Raises:
-            TensorParallelError: a matrix cannot be cut as an entry wants it.
-        """
+        """Raise TensorParallelError where an entry wants another cut than the plan's `cut` and `whole` say."""
         for name in matrices:
-            wanted, found = self._of(name), cut.get(name, "")
-            if wanted in ("", SKIP, found):
+            wanted, planned = self._of(name), cut.get(name, "")
+            if wanted in ("", SKIP, planned):
                 continue
-            why = f"it is cut by {found}: {_OTHER[found]}" if found else whole.get(name, "no block has a pair for it")
+            why = (
+                f"it is cut by {planned}: {_OTHER[planned]}"
+                if planned
+                else whole.get(name, "no block has a pair for it")
+            )
             raise TensorParallelError(f"partition_config wants '{name}' cut by {wanted}: {why}")
-        for pattern in (pattern for one in self._entries for pattern in one.patterns):
+        for pattern in (pattern for spec in self._entries for pattern in spec.patterns):
             if not any(pattern.search(name) for name in matrices):
                 log_rank0(f"partition_config: the pattern '{pattern.pattern}' is in no matrix's name")
 
@@ -147,6 +145,16 @@ class Fitted:
     shares: ChannelDependencies
     numbers: Numbers
 
+    def digest(self) -> int:
+        """Of all that ranks do alike; the numbers are each rank's own."""
+        shares, region = self.shares, self.shares.region
+        tensors, inputs = (
+            sorted((t.name, t.dim, t.segments, t.copied) for t in by_name.values())
+            for by_name in (shares.tensors, shares.inputs)
+        )
+        layers = (region.home, region.columns, region.rows, sorted(region.inner), region.tables, region.packed)
+        return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
+
 
 _known_of_shapes: dict[Any, Fitted | str] = {}
 """Of simulations, which draw the same values: a search over plans asks once for each kind of region."""
@@ -159,12 +167,37 @@ class Unit:
     Args:
         name: of the module.
         regions: with names inside it.
-        calls: what it is called with on the small input: plain, and beside padding where it is given other tensors.
+        calls: on the small input: plain, and with padding where it gets other tensors.
     """
 
     name: str
     regions: list[Fitted]
     calls: list[ModuleInputs]
+
+    def key(self, fitted: Fitted) -> str:
+        """Of one of its regions, in the whole model."""
+        return join(self.name, fitted.shares.region.rows[0])
+
+    def keep_common_calls(self, everyone: Sequence[list[Any]], axis: Axis) -> None:
+        """Keep the calls that every rank has seen, so that all send the same tensors; `everyone` has shapes by rank.
+
+        Raises:
+            TensorParallelError: the ranks' first calls differ.
+        """
+        count = min(map(len, everyone))
+        while count and any(calls[:count] != everyone[0][:count] for calls in everyone):
+            count -= 1
+        if not count:
+            other = next((pos for pos, calls in enumerate(everyone) if calls[:1] != everyone[0][:1]), 0)
+            raise TensorParallelError(
+                f"ranks {axis.ranks[0]} and {axis.ranks[other]} (tp) call '{self.name}' on the small input with "
+                f"different tensors: {everyone[0][0]} and {everyone[other][0]}; give all of them one example"
+            )
+        if any(len(calls) > count for calls in everyone):
+            log_rank0(
+                f"'{self.name}' is compared in {count} of its ways of being called: not every rank has seen the others"
+            )
+        self.calls = self.calls[:count]
 
 
 @dataclass
@@ -176,11 +209,11 @@ class TensorParallelPlan:
         units: in the order in which they run.
         whole: matrices of blocks that stay whole, and why.
         inputs: the small input of the model.
-        output: what the dense model makes of it.
+        output: of the dense model.
         drops: which matrices' results each module drops in training.
         shapes: of the parameters.
-        said: by which dim the model itself wants matrices cut, see `said_by`.
-        unpadded: why the model was not looked at beside padding, where its forward raised there.
+        declared: by which dim the model's own plan cuts matrices, see `declared_cuts`.
+        unpadded: why there is no call with padding, where the model's forward raised there.
         meets: whether its forward sends messages of its own between ranks that share it.
     """
 
@@ -191,68 +224,95 @@ class TensorParallelPlan:
     output: Any
     drops: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
+    declared: dict[str, str] = field(default_factory=dict)
     unpadded: str = ""
     meets: bool = False
+
+    def _regions(self) -> Iterator[tuple[str, ChannelDependencies]]:
+        """The unit's name and the shares of each region."""
+        return ((unit.name, fitted.shares) for unit in self.units for fitted in unit.regions)
+
+    def keep_common_regions(self, everyone: Sequence[dict[str, int]]) -> None:
+        """Leave a region whole where one rank does; `everyone` has each rank's digests by key."""
+        for unit in self.units:
+            for fitted in list(unit.regions):
+                key = unit.key(fitted)
+                digests = {regions.get(key) for regions in everyone}
+                if None in digests:
+                    unit.regions.remove(fitted)
+                    for name in fitted.shares.region.matrices():
+                        self.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
+                elif len(digests) > 1:
+                    raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
+        self.units = [unit for unit in self.units if unit.regions]
 
     def part(self) -> float:
         """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""
         dense = held = 0.0
-        for unit in self.units:
-            for one in unit.regions:
-                size = sum(
-                    torch.Size(self.shapes[join(unit.name, n)]).numel()
-                    for n in [*one.shares.region.columns, *one.shares.region.rows]
-                )
-                dense, held = dense + size, held + size * one.shares.bytes
-        left = sum(torch.Size(self.shapes[name]).numel() for name in self.whole)
+        for unit, shares in self._regions():
+            size = sum(math.prod(self.shapes[join(unit, name)]) for name in shares.region.matrices())
+            dense, held = dense + size, held + size * shares.bytes
+        left = sum(math.prod(self.shapes[name]) for name in self.whole)
         return (held + left) / max(dense + left, 1)
 
     def held(self, rank: int) -> int:
         """Parameters that a rank has, the vocabulary whole."""
         total = sum(map(math.prod, self.shapes.values()))
-        for unit in self.units:
-            for one in unit.regions:
-                for name, share in one.shares.tensors.items():
-                    shape = self.shapes[join(unit.name, name)]
-                    if share.dim >= 0 and not share.copied:
-                        total -= math.prod(shape) * _left_out(share.segments[rank], shape[share.dim])
-                for row in one.shares.region.rows:
-                    size = sum(length for part in one.shares.rows for _, length in part)
-                    total -= math.prod(self.shapes[join(unit.name, row)]) * _left_out(one.shares.rows[rank], size)
+        for unit, shares in self._regions():
+            for name, share in shares.tensors.items():
+                shape = self.shapes[join(unit, name)]
+                if share.dim >= 0 and not share.copied:
+                    total -= math.prod(shape) * (1 - Fraction(length_of(share.segments[rank]), shape[share.dim]))
+            left_out = 1 - Fraction(length_of(shares.rows[rank]), sum(map(length_of, shares.rows)))
+            total -= sum(math.prod(self.shapes[join(unit, row)]) for row in shares.region.rows) * left_out
         return int(total)
 
     def cuts(self) -> dict[str, str]:
         """By which of its dims a matrix is cut, "row" or "column", by name."""
-        found = {}
-        for unit in self.units:
-            for one in unit.regions:
-                found |= {join(unit.name, name): "column" for name in one.shares.region.columns}
-                found |= {join(unit.name, name): "row" for name in one.shares.region.rows}
-        return found
+        cuts = {}
+        for unit, shares in self._regions():
+            cuts |= {join(unit, name): "column" for name in shares.region.columns}
+            cuts |= {join(unit, name): "row" for name in shares.region.rows}
+        return cuts
+
+    def unnamed(self) -> list[str]:
+        """The matrices of blocks that the plan neither cuts nor says why not."""
+        known = set(self.whole)
+        for unit, shares in self._regions():
+            known |= {join(unit, name) for name in [*shares.tensors, *shares.region.rows]}
+        return [name for name, shape in self.shapes.items() if len(shape) > 1 and block(name) and name not in known]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(matrix, how it is cut, channels of each rank), one line for equal layers of several blocks."""
-        found: dict[tuple[str, str, str], int] = {}
-        for unit in self.units:
-            for one in unit.regions:
-                for key in _rows(unit.name, one.shares):
-                    found[key] = found.get(key, 0) + 1
-        cuts = self.cuts()
-        for name, how in cuts.items():
-            if self.said.get(name, how) != how:
-                key = (starred(name), how, f"its model's own plan cuts it by {self.said[name]}")
-                found[key] = found.get(key, 0) + 1
+        rows: Counter[tuple[str, str, str]] = Counter()
+        for unit, shares in self._regions():
+            rows.update(self._rows_of(unit, shares))
+        for name, how in self.cuts().items():
+            if self.declared.get(name, how) != how:
+                rows[starred(name), how, f"its model's own plan cuts it by {self.declared[name]}"] += 1
         for name, why in self.whole.items():
-            own = f"; its model's own plan cuts it by {self.said[name]}" if name in self.said else ""
-            key = (starred(name), "whole", why + own)
-            found[key] = found.get(key, 0) + 1
-        return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in found.items()]
+            own = f"; its model's own plan cuts it by {self.declared[name]}" if name in self.declared else ""
+            rows[starred(name), "whole", why + own] += 1
+        return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in rows.items()]
+
+    @staticmethod
+    def _rows_of(unit: str, shares: ChannelDependencies) -> list[tuple[str, str, str]]:
+        rows, region = [], shares.region
+        layers = {owner(column) for column in region.columns if not region.packed}
+        for name, share in shares.tensors.items():
+            if name in region.rows:
+                continue
+            how = "column" if name in region.columns or owner(name) in layers else f"dim {share.dim}"
+            how = "partial" if share.dim < 0 or share.copied else how
+            counts = channel_counts(share.segments)
+            what = "copied" if share.dim < 0 else f"uses {counts}" if share.copied else counts
+            rows.append((starred(join(unit, name)), how, what))
+        return [*rows, *((starred(join(unit, name)), "row", channel_counts(shares.rows)) for name in region.rows)]
 
     def table(self) -> str:
         """The plan in words, a line for each kind of matrix."""
         rows = [("matrix", "cut", "channels of each rank"), *self.rows()]
-        widths = [max(len(row[at]) for row in rows) for at in range(2)]
+        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
         most, dense = max(map(self.held, range(self.ranks))), sum(map(math.prod, self.shapes.values()))
         head = (
@@ -262,11 +322,6 @@ class TensorParallelPlan:
         return "\n".join([head, *lines])
 
 
-def _left_out(segments: Segments, size: int) -> Fraction:
-    """The part of a dim that a rank does not have."""
-    return 1 - Fraction(sum(length for _, length in segments), size)
-
-
 def starred(name: str) -> str:
     """A name with `*` in the place of each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
@@ -274,33 +329,17 @@ def starred(name: str) -> str:
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     """Names by what they are with stars."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(starred(name), []).append(name)
-    return found
+        groups.setdefault(starred(name), []).append(name)
+    return groups
 
 
-def _counts(by_rank: Sequence[Segments]) -> str:
+def channel_counts(by_rank: Sequence[Segments]) -> str:
+    """In words: the channels of each rank, and of how many runs they are."""
     runs = max(map(len, by_rank))
-    counts = "/".join(str(sum(length for _, length in one)) for one in by_rank)
+    counts = "/".join(str(length_of(segments)) for segments in by_rank)
     return counts + (f" in {runs} runs" if runs > 1 else "")
-
-
-def _rows(unit: str, shares: ChannelDependencies) -> list[tuple[str, str, str]]:
-    made = []
-    region = shares.region
-    for name, share in shares.tensors.items():
-        if name in region.rows:
-            continue
-        layers = {owner(column) for column in region.columns if not region.packed}
-        how = "column" if name in region.columns or owner(name) in layers else f"dim {share.dim}"
-        how = "partial" if share.dim < 0 or share.copied else how
-        counts = _counts(share.segments)
-        what = "copied" if share.dim < 0 else f"uses {counts}" if share.copied else counts
-        made.append((starred(join(unit, name)), how, what))
-    counts = _counts(shares.rows)
-    made += [(starred(join(unit, name)), "row", counts) for name in region.rows]
-    return made
 
 
 def make_plan(
@@ -323,80 +362,48 @@ def make_plan(
     with OpTrace(model, inputs) as trace, evaluating(model, use_cache=False):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
-    regions = _asked_for(regions, whole, specs)
+    if specs is not None:
+        regions = specs.without_skipped(regions, whole)
     of_units = _units_of(regions)
-    homes = list(of_units)
-    calls, output, unpadded = all_calls(model, homes, inputs)
+    calls, output, unpadded = all_calls(model, of_units, inputs)
     recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
     if simulating():
-        calls = {home: list(map(drawn, each)) for home, each in calls.items()}
-    shapes = shapes_of(model)
-    modules = dict(model.named_modules())
+        calls = {home: [call.drawn() for call in each] for home, each in calls.items()}
+    shapes, modules = shapes_of(model), dict(model.named_modules())
     heads = sorted(set(head_counts(getattr(model, "config", None))))
     known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
     inside_of, units = by_module(shapes), list[Unit]()
-    for home, mine in of_units.items():
-        own = {name: shapes[name] for name in inside_of.get(home, ())}
-        fitted = []
-        for region in mine:
-            inside = _inside(region, home)
-            key = (
-                _kind(modules[home], home, region, own),
-                tuple((call.given(), _without_place(call.told())) for call in calls[home]),
-                (*heads, ranks, rank),
-            )
+    for home, members in of_units.items():
+        own, regions_of_unit = {name: shapes[name] for name in inside_of.get(home, ())}, list[Fitted]()
+        for region in members:
+            inside = region.inside(home)
+            key = (_kind(modules[home], home, region, own), *map(_call_kind, calls[home]), (*heads, ranks, rank))
             if home in recurrent:
                 known[key] = "in generation the model hands it a state of all channels"
             if key not in known:
                 with with_values():
-                    known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
-            found = known[key]
-            if isinstance(found, str):
-                whole.update(dict.fromkeys([*region.columns, *region.rows], found))
+                    known[key] = _fitted(modules[home], inside, calls[home], heads, (ranks, rank))
+            fitted = known[key]
+            if isinstance(fitted, str):
+                whole.update(dict.fromkeys(region.matrices(), fitted))
             else:
-                fitted.append(Fitted(replace(found.shares, region=inside), found.numbers))
-        if fitted:
-            units.append(Unit(home, fitted, calls[home]))
+                regions_of_unit.append(Fitted(replace(fitted.shares, region=inside), fitted.numbers))
+        if regions_of_unit:
+            units.append(Unit(home, regions_of_unit, calls[home]))
     if not units:
-        raise _refusal(model, ranks, whole)
-    drops, said = dropped_in(model, inputs), said_by(model, shapes)
-    plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, said, unpadded)
-    _name_others(plan, trace)
+        reasons = "; ".join(f"{starred(name)}: {why}" for name, why in list(whole.items())[:4])
+        raise TensorParallelError(
+            f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
+        )
+    drops, declared = dropped_in(model, inputs), declared_cuts(model, shapes)
+    plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)
+    for name in plan.unnamed():  # no figure leaves out the matrices of blocks that no region had
+        node, why = trace.nodes.get(name), "no matrix product of the small input reads it"
+        plan.whole[name] = why if node is None else _UNPAIRED[node.lookup]
     return plan
 
 
-def _refusal(model: nn.Module, ranks: int, whole: dict[str, str]) -> TensorParallelError:
-    reasons = "; ".join(f"{starred(n)}: {why}" for n, why in list(whole.items())[:4])
-    return TensorParallelError(
-        f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
-    )
-
-
-def _asked_for(regions: list[ShardableRegion], whole: dict[str, str], specs: Specs | None) -> list[ShardableRegion]:
-    """Those that no entry wants whole; the others' matrices are noted."""
-    skipped = {id(region): specs.reason_to_skip(region) for region in regions} if specs is not None else {}
-    for region in regions:
-        if why := skipped.get(id(region)):
-            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
-    return [region for region in regions if not skipped.get(id(region))]
-
-
-def _name_others(plan: TensorParallelPlan, trace: OpTrace) -> None:
-    """Why those matrices of blocks stay whole that no region had, so that no figure leaves them out."""
-    for name in unnamed(plan):
-        node = trace.nodes.get(name)
-        if node is None:
-            plan.whole[name] = "no matrix product of the small input reads it"
-        else:
-            plan.whole[name] = "indices choose from it" if node.lookup else "it has no pair in its block"
-
-
-def unnamed(plan: TensorParallelPlan) -> list[str]:
-    """The matrices of blocks that a plan neither cuts nor says why not."""
-    cut = {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.tensors}
-    cut |= {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.region.rows}
-    known = cut | set(plan.whole)
-    return [name for name, shape in plan.shapes.items() if len(shape) > 1 and block(name) and name not in known]
+_UNPAIRED = {True: "indices choose from it", False: "it has no pair in its block"}
 
 
 def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
@@ -413,31 +420,20 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
             buffer.copy_(buffers[name])
     finally:
         draws.remove()
-    return draws.found
+    return draws.dropped
 
 
 def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableRegion]]:
     """Regions by the module that is cut at once: one that lies in no other of them; packed experts are their own."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
-    outermost = {home: next(one for one in around(home) if one in others) for home in others}
-    found: dict[str, list[ShardableRegion]] = {}
+    outermost = {home: next(outer for outer in around(home) if outer in others) for home in others}
+    units: dict[str, list[ShardableRegion]] = {}
     for region in regions:
         home = region.home if region.packed else outermost[region.home]
         if region.packed or home not in packed:
-            found.setdefault(home, []).append(region)
-    return found
-
-
-def _inside(region: ShardableRegion, home: str) -> ShardableRegion:
-    tables = [name for name in region.tables if lies_in(name, home)]
-    return renamed(replace(region, tables=tables), lambda name: name.removeprefix(home).removeprefix("."))
-
-
-def renamed(region: ShardableRegion, change: Callable[[str], str]) -> ShardableRegion:
-    """A region under other names."""
-    columns, rows, tables = (list(map(change, names)) for names in (region.columns, region.rows, region.tables))
-    return ShardableRegion(change(region.home), columns, rows, set(map(change, region.inner)), tables, region.packed)
+            units.setdefault(home, []).append(region)
+    return units
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -448,8 +444,8 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 _PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a block among the others
 
 
-def _without_place(told: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    return tuple((path, value) for path, value in told if path not in _PLACES)
+def _call_kind(call: ModuleInputs) -> Any:
+    return call.shapes(), tuple((path, value) for path, value in call.constants() if path not in _PLACES)
 
 
 def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[str, tuple[int, ...]]) -> Any:
@@ -462,31 +458,22 @@ def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[st
 
 
 def _fitted(
-    module: nn.Module,
-    inside: ShardableRegion,
-    region: ShardableRegion,
-    calls: list[ModuleInputs],
-    heads: list[int],
-    at: tuple[int, int],
+    module: nn.Module, region: ShardableRegion, calls: list[ModuleInputs], heads: list[int], place: tuple[int, int]
 ) -> Fitted | str:
-    if inside.packed:
-        return _packed(module.get_submodule(inside.home), inside, calls[-1], at)
+    """The shares of a region with names inside its unit, and the numbers of a rank; or why it stays whole."""
+    ranks, rank = place
+    shares: ChannelDependencies | str
     try:
-        shares = share_out(module, inside, calls, heads, at[0])
+        if region.packed:
+            module = module.get_submodule(region.home)
+            shares = share_packed(module, region, calls[-1], ranks)
+            numbers = shares if isinstance(shares, str) else fit_packed(module, shares, calls[-1], rank)
+        else:
+            shares = share_out(module, region, calls, heads, ranks) or "every channel depends on every other"
     except (RuntimeError, ValueError, TypeError) as error:
         return f"it does not run alone: {describe_error(error)}"
-    if shares is None:
-        return "every channel depends on every other"
-    numbers = fit(module, shares, calls, at[1])
-    return numbers if isinstance(numbers, str) else Fitted(shares, numbers)
-
-
-def _packed(module: nn.Module, region: ShardableRegion, call: ModuleInputs, at: tuple[int, int]) -> Fitted | str:
-    try:
-        shares = share_packed(module, region, call, at[0])
-        if isinstance(shares, str):
-            return shares
-        numbers = fit_packed(module, shares, call, at[1])
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"it does not run alone: {describe_error(error)}"
+    if isinstance(shares, str):
+        return shares
+    if not region.packed:
+        numbers = fit(module, shares, calls, rank)
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)

@@ -6,6 +6,7 @@ dense forms (`verify`). Equal units stand once; in their names `*` is any number
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -24,7 +25,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     ModuleInputs,
     Segments,
     TensorSharding,
-    largest_part,
+    length_of,
 )
 from deepspeed.tensor_parallel.example_inputs import all_calls
 from deepspeed.tensor_parallel.layers import is_linear, is_transposed
@@ -35,13 +36,11 @@ from deepspeed.tensor_parallel.plan import (
     TensorParallelPlan,
     Unit,
     by_pattern,
+    declared_cuts,
     dropped_in,
     make_plan,
-    renamed,
-    said_by,
     shapes_of,
     starred,
-    unnamed,
 )
 from deepspeed.tensor_parallel.trace import ShardableRegion, by_module, join, lies_in, owner
 
@@ -68,58 +67,54 @@ def write_plan(
         OSError: the file cannot be written.
     """
     plans = [make_plan(model, ranks, rank, example, specs) for rank in range(ranks)]
-    text = json.dumps(_described(plans, model), indent=1)
-    # What holds numbers alone stands on one line.
-    Path(path).write_text(re.sub(r"\[[\s\d,\[\]]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n")
-    return plans
-
-
-def _described(plans: Sequence[TensorParallelPlan], model: nn.Module) -> dict[str, Any]:
     shapes = shapes_of(model)
     inside_of, modules = by_module(shapes), by_pattern(name for name, _ in model.named_modules())
     units: dict[str, dict[str, Any]] = {}
-    by_rank = [{unit.name: {one.shares.region.rows[0]: one for one in unit.regions} for unit in p.units} for p in plans]
-    whole = {name: why for plan in plans for name, why in plan.whole.items()}
+    by_rank = [{unit.name: {r.shares.region.rows[0]: r for r in unit.regions} for unit in p.units} for p in plans]
     for name in by_rank[0]:
-        mine = [found.get(name, {}) for found in by_rank]
-        regions = [[found[row] for found in mine] for row in mine[0] if all(row in found for found in mine)]
-        if regions:
-            region_data = [_region_data(one) for one in regions]
+        of_unit = [rank_units.get(name, {}) for rank_units in by_rank]
+        rows = [row for row in of_unit[0] if all(row in regions for regions in of_unit)]
+        if rows:
+            region_data = [_region_data([regions[row] for regions in of_unit]) for row in rows]
             own = {n.removeprefix(f"{name}."): list(shapes[n]) for n in inside_of.get(name, ())}
             entry = {"modules": [name], "shapes": own, "regions": region_data}
             known = units.setdefault(json.dumps([starred(name), own, region_data]), entry)
             if known is not entry:
                 known["modules"].append(name)
     for unit in units.values():
-        same, mine = {starred(name) for name in unit["modules"]}, set(unit["modules"])
-        if len(same) == 1 and mine.issuperset(modules[next(iter(same))]):
+        same = {starred(name) for name in unit["modules"]}
+        if len(same) == 1 and set(unit["modules"]).issuperset(modules[next(iter(same))]):
             unit["modules"] = sorted(same)
-    return {
-        "format": FORMAT, "version": VERSION, "model": type(model).__name__, "ranks": plans[0].ranks,
-        "units": list(units.values()), "whole": {starred(name): why for name, why in whole.items()},
+    plan = {
+        "format": FORMAT, "version": VERSION, "model": type(model).__name__, "ranks": ranks,
+        "units": list(units.values()),
+        "whole": {starred(name): why for plan in plans for name, why in plan.whole.items()},
     }  # fmt: skip
+    # What holds numbers alone stands on one line.
+    numbers = re.compile(r"\[[\s\d,\[\]]*\]")
+    text = numbers.sub(lambda match: re.sub(r"\s+", " ", match[0]), json.dumps(plan, indent=1))
+    Path(path).write_text(text + "\n")
+    return plans
 
 
 def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
     shares = by_rank[0].shares
     region, numbers = shares.region, []
     columns = [name for name in region.columns if name in shares.tensors]  # what no gradient reaches stays whole
-    for one in by_rank:
+    for fitted in by_rank:
         own: dict[str, dict[str, int]] = {}
-        for (module, attribute), value in one.numbers.items():
+        for (module, attribute), value in fitted.numbers.items():
             own.setdefault(module, {})[attribute] = value
         numbers.append(own)
+    tensors, inputs = (
+        {name: {"dim": s.dim, "segments": s.segments, "copied": s.copied} for name, s in by_name.items()}
+        for by_name in (shares.tensors, shares.inputs)
+    )
     return {
         "home": region.home, "columns": columns, "rows": region.rows, "inner": sorted(region.inner & {*columns}),
-        "tables": region.tables, "packed": region.packed, "channels": shares.rows,
-        "tensors": {name: _share_data(share) for name, share in shares.tensors.items()},
-        "inputs": {name: _share_data(share) for name, share in shares.inputs.items()},
-        "partial_inputs": shares.partial_inputs, "numbers": numbers,
+        "tables": region.tables, "packed": region.packed, "channels": shares.rows, "tensors": tensors,
+        "inputs": inputs, "partial_inputs": shares.partial_inputs, "numbers": numbers,
     }  # fmt: skip
-
-
-def _share_data(share: TensorSharding) -> dict[str, Any]:
-    return {"dim": share.dim, "segments": share.segments, "copied": share.copied}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -150,7 +145,7 @@ class _FileEntry:
     def entries(self, count: int | None = None) -> list[_FileEntry]:
         if not isinstance(self.value, list) or (count is not None and len(self.value) != count):
             raise self.wrong("a list belongs here" if count is None else f"a list of {count} belongs here")
-        return [_FileEntry(value, f"{self.where}[{at}]") for at, value in enumerate(self.value)]
+        return [_FileEntry(value, f"{self.where}[{index}]") for index, value in enumerate(self.value)]
 
     def of(self, kind: type) -> Any:
         right = isinstance(self.value, kind) and (kind is bool or not isinstance(self.value, bool))
@@ -160,32 +155,27 @@ class _FileEntry:
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
         """A list of names, each of something that is there, and no two the same."""
-        found = [entry.of(str) for entry in self.entries()]
-        for at, name in enumerate(found):
+        names = [entry.of(str) for entry in self.entries()]
+        for place, name in enumerate(names):
             if name not in known:
                 raise self.wrong(f"{name!r} is no {what}")
-            if name in found[:at]:
+            if name in names[:place]:
                 raise self.wrong(f"{name!r} is in it twice")
-        return found
+        return names
 
 
 def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
-    """Compare the file of every rank. All ranks of the axis call together.
-
-    Args:
-        axis: of ranks that cut one model, or copies of it.
-        path: of this rank's file; None: it finds its plan.
-        stage: of the model, that this rank has; each stage may have a file.
+    """Compare the plan file of every rank; None: it has none. All ranks of the axis call together.
 
     Raises:
-        TensorParallelError: ranks have files with other content, on every rank. Which cannot be read, its reader says.
+        TensorParallelError: ranks of one pipeline stage have files with other content. `read_plan` reports others.
     """
     try:
-        mine = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        content = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
-        mine = None
+        content = None
     known: dict[int, tuple[int, str]] = {}
-    for rank, (of_stage, text) in zip(axis.ranks, all_gather_objects(axis, (stage, mine)), strict=True):
+    for rank, (of_stage, text) in zip(axis.ranks, all_gather_objects(axis, (stage, content)), strict=True):
         first, wanted = (rank, text) if text is None else known.setdefault(of_stage, (rank, text))
         if text != wanted:
             raise TensorParallelError(
@@ -209,24 +199,25 @@ def read_plan(
         ArgumentError: nothing says what the model takes.
         TensorParallelError: it cannot be read, or is no plan for this model over these ranks; with the place.
     """
-    at = _FileEntry(None, f"tensor_parallel.plan_file '{path}'")
+    file = _FileEntry(None, f"tensor_parallel.plan_file '{path}'")
     try:
-        at.value = json.loads(Path(path).read_text())
+        file.value = json.loads(Path(path).read_text())
     except OSError as error:
-        raise at.wrong(f"it cannot be read: {error.strerror}") from None
+        raise file.wrong(f"it cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise at.wrong(f"it is no JSON: {error}") from None
-    form, version, kind, size, units, whole = at.fields("format", "version", "model", "ranks", "units", "whole")
+        raise file.wrong(f"it is no JSON: {error}") from None
+    form, version, kind, size, units, whole = file.fields("format", "version", "model", "ranks", "units", "whole")
     if (form.value, version.of(int)) != (FORMAT, VERSION):
-        raise at.wrong(f"it is no {FORMAT} of version {VERSION}, which deepspeed.tensor_parallel.plan_file writes")
+        raise file.wrong(f"it is no {FORMAT} of version {VERSION}, which deepspeed.tensor_parallel.plan_file writes")
     if kind.value != type(model).__name__ or size.of(int) != ranks:
-        raise at.wrong(
+        raise file.wrong(
             f"it is of a {kind.value} over {size.value} ranks, and this is a {type(model).__name__} over {ranks}"
         )
     reader = _PlanReader(model, ranks, rank)
-    found = [unit for entry in units.entries() for unit in reader.units(entry)]
+    read = [unit for entry in units.entries() for unit in reader.units(entry)]
     reasons = reader.reasons(whole)
-    return _planned(model, reader, found, reasons, (example_inputs(model, example), specs), at)
+    inputs = example_inputs(model, example)
+    return _planned(model, reader, read, reasons, inputs, specs, file)
 
 
 def _planned(
@@ -234,56 +225,35 @@ def _planned(
     reader: _PlanReader,
     units: list[Unit],
     reasons: dict[str, str],
-    given: tuple[dict[str, Any], Specs | None],
-    at: _FileEntry,
+    inputs: dict[str, Any],
+    specs: Specs | None,
+    file: _FileEntry,
 ) -> TensorParallelPlan:
     """The units that are to be cut, with what they are called with."""
-    inputs, specs = given
     left = [name for name in reader.shapes if name not in reader.taken]
     whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
-    if specs is not None:
-        for unit in units:
-            _leave_out(unit, specs, whole)
+    specs = specs or Specs()  # which leave nothing whole
+    for unit in units:
+        for fitted in list(unit.regions):
+            region = fitted.shares.region.renamed(functools.partial(join, unit.name))
+            if not specs.without_skipped([region], whole):
+                unit.regions.remove(fitted)
     order = {name: place for place, name in enumerate(reader.modules)}
     units = sorted((unit for unit in units if unit.regions), key=lambda unit: order[unit.name])
     if not units:
-        raise at.wrong("it leaves every matrix whole")
-    homes = [join(unit.name, one.shares.region.home) for unit in units for one in unit.regions]
+        raise file.wrong("it leaves every matrix whole")
+    homes = [join(unit.name, fitted.shares.region.home) for unit in units for fitted in unit.regions]
     calls, output, unpadded = all_calls(model, [*(unit.name for unit in units), *homes], inputs)
     for unit in units:
         if unit.name not in calls:
-            raise at.wrong(f"the model never calls '{unit.name}'")
+            raise file.wrong(f"the model never calls '{unit.name}'")
         unit.calls = calls[unit.name]
     for home in homes:
-        for share, entry in reader.given.pop(home, ()):
-            if home not in calls:
-                raise entry.wrong(f"the model never calls '{home}'")
-            _check_argument(home, calls[home], share, entry)
-    drops, said = dropped_in(model, inputs), said_by(model, reader.shapes)
-    plan = TensorParallelPlan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said, unpadded)
-    plan.whole.update(dict.fromkeys(unnamed(plan), "the plan file leaves it whole"))
+        reader.check_arguments(home, calls.get(home))
+    drops, declared = dropped_in(model, inputs), declared_cuts(model, reader.shapes)
+    plan = TensorParallelPlan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, declared, unpadded)
+    plan.whole.update(dict.fromkeys(plan.unnamed(), "the plan file leaves it whole"))
     return plan
-
-
-def _check_argument(home: str, calls: Sequence[ModuleInputs], share: TensorSharding, entry: _FileEntry) -> None:
-    """Whether a region's module is given the tensor, of as many channels as are shared out."""
-    shapes = [shape for call in calls for path, shape in call.given() if path == share.name]
-    if not shapes:
-        known = dict.fromkeys(path for call in calls for path, _ in call.given())
-        raise entry.wrong(f"'{home}' is given no tensor {share.name!r}; it is given {', '.join(known)}")
-    for shape in shapes if share.dim >= 0 else ():
-        end = max(start + length for of_rank in share.segments for start, length in of_rank)
-        if share.dim >= len(shape) or shape[share.dim] != end:
-            raise entry.wrong(f"{share.name!r} has shape {list(shape)}, and {end} of dim {share.dim} are shared out")
-
-
-def _leave_out(unit: Unit, specs: Specs, whole: dict[str, str]) -> None:
-    """Drop the regions that the JSON leaves whole."""
-    for one in list(unit.regions):
-        region = renamed(one.shares.region, lambda name: join(unit.name, name))
-        if why := specs.reason_to_skip(region):
-            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
-            unit.regions.remove(one)
 
 
 class _PlanReader:
@@ -294,15 +264,30 @@ class _PlanReader:
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
         self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
         self._inside, self._patterns = by_module(self.shapes), by_pattern(self.modules)
-        self.given: dict[
-            str, list[tuple[TensorSharding, _FileEntry]]
-        ] = {}  # arguments by module, to be looked at in its calls
+        # Arguments by module, to be looked at in its calls.
+        self._arguments: dict[str, list[tuple[TensorSharding, _FileEntry]]] = {}
         self._units: dict[str, str] = {}  # where each is
+
+    def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
+        """See that a region's module is given the tensors that are shared out, of as many channels."""
+        for share, entry in self._arguments.pop(home, ()):
+            if calls is None:
+                raise entry.wrong(f"the model never calls '{home}'")
+            shapes = [shape for call in calls for path, shape in call.shapes() if path == share.name]
+            if not shapes:
+                known = dict.fromkeys(path for call in calls for path, _ in call.shapes())
+                raise entry.wrong(f"'{home}' is given no tensor {share.name!r}; it is given {', '.join(known)}")
+            for shape in shapes if share.dim >= 0 else ():
+                end = max(start + length for of_rank in share.segments for start, length in of_rank)
+                if share.dim >= len(shape) or shape[share.dim] != end:
+                    raise entry.wrong(
+                        f"{share.name!r} has shape {list(shape)}, and {end} of dim {share.dim} are shared out"
+                    )
 
     def units(self, entry: _FileEntry) -> list[Unit]:
         """The units that one entry is of."""
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
-        found: list[Unit] = []
+        read: list[Unit] = []
         for pattern in modules.entries():
             names = self._patterns.get(pattern.of(str), [pattern.value] if pattern.value in self.modules else [])
             if not names:
@@ -311,29 +296,31 @@ class _PlanReader:
                 if name in self._units:
                     raise pattern.wrong(f"'{name}' is in {self._units[name].rpartition(': ')[2]} already")
                 self._units[name] = pattern.where
-            found += [self._unit(name, shapes, regions) for name in names]
-        return found
+            read += [self._unit(name, shapes, regions) for name in names]
+        return read
 
     def reasons(self, entry: _FileEntry) -> dict[str, str]:
         """Why parameters stay whole, by name, which may be starred."""
-        found = {name: text.of(str) for name, text in entry.items()}
+        reasons = {name: text.of(str) for name, text in entry.items()}
         patterns = by_pattern(self.shapes)
-        for name in found:
+        for name in reasons:
             meant = patterns.get(name, [name] if name in self.shapes else [])
             if not meant:
                 raise entry.wrong(f"the model has no parameter {name!r}")
-            if all(one in self.taken for one in meant):
+            if all(param in self.taken for param in meant):
                 raise entry.wrong(f"{name!r} is cut, in {self.taken[meant[0]].rpartition(': ')[2]}")
-        return found
+        return reasons
 
     def _unit(self, name: str, shapes: _FileEntry, regions: _FileEntry) -> Unit:
         here = {n.removeprefix(f"{name}."): self.shapes[n] for n in self._inside.get(name, ())}
-        said = {n: tuple(size.of(int) for size in shape.entries()) for n, shape in shapes.items()}
-        for one in [*(n for n in said if n not in here), *(n for n in here if n not in said)]:
-            raise shapes.wrong(f"{one!r} is {'not in' if one in said else 'in'} '{name}' of this model")
-        for one, shape in said.items():
-            if here[one] != shape:
-                raise shapes.wrong(f"{one!r} has shape {list(shape)}, and {list(here[one])} in '{name}' of this model")
+        listed = {n: tuple(size.of(int) for size in shape.entries()) for n, shape in shapes.items()}
+        for param in [*(n for n in listed if n not in here), *(n for n in here if n not in listed)]:
+            raise shapes.wrong(f"{param!r} is {'not in' if param in listed else 'in'} '{name}' of this model")
+        for param, shape in listed.items():
+            if here[param] != shape:
+                raise shapes.wrong(
+                    f"{param!r} has shape {list(shape)}, and {list(here[param])} in '{name}' of this model"
+                )
         return Unit(name, [self._region(name, here, entry) for entry in regions.entries()], [])
 
     def _region(self, unit: str, shapes: Mapping[str, tuple[int, ...]], entry: _FileEntry) -> Fitted:
@@ -356,11 +343,11 @@ class _PlanReader:
             shares.tensors[name] = self._share(name, share, shapes[name])
         shares.inputs = {n: self._share(n, share, None) for n, share in inputs.items()}
         shares.partial_inputs = partial.names({name.of(str) for name in partial.entries()}, "argument")
-        given = self.given.setdefault(join(unit, region.home), [])
-        given += [(shares.inputs[name], share) for name, share in inputs.items()]
-        given += [(TensorSharding(name, -1, []), partial) for name in shares.partial_inputs]
+        arguments = self._arguments.setdefault(join(unit, region.home), [])
+        arguments += [(shares.inputs[name], share) for name, share in inputs.items()]
+        arguments += [(TensorSharding(name, -1, []), partial) for name in shares.partial_inputs]
         self._check_layers(unit, shares, shapes, entry, tensors)
-        shares.bytes = largest_part(self.modules[unit], shares)
+        shares.bytes = shares.largest_part(self.modules[unit])
         return Fitted(shares, self._numbers(unit, numbers))
 
     def _check_layers(
@@ -371,8 +358,8 @@ class _PlanReader:
         entry: _FileEntry,
         tensors: _FileEntry,
     ) -> None:
-        region, channels = shares.region, sum(length for part in shares.rows for _, length in part)
-        for name in [*region.columns, *region.rows]:
+        region, channels = shares.region, sum(map(length_of, shares.rows))
+        for name in region.matrices():
             layer: Any = self.modules[join(unit, owner(name))]
             if not lies_in(name, region.home):
                 raise entry.wrong(f"'{name}' is not in the region's home '{region.home}'")
@@ -406,13 +393,13 @@ class _PlanReader:
 
     def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
         """By rank; together they are everything, and but for copies nothing is in two."""
-        found: list[Segments] = []
+        by_rank: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
             pairs = [tuple(number.of(int) for number in pair.entries(2)) for pair in of_rank.entries()]
             if not pairs or any(start < 0 or length < 1 for start, length in pairs):
                 raise of_rank.wrong("each rank needs [start, length] of at least one")
-            found.append(tuple((start, length) for start, length in pairs))
-        every = sorted(part for of_rank in found for part in of_rank)
+            by_rank.append(tuple((start, length) for start, length in pairs))
+        every = sorted(part for of_rank in by_rank for part in of_rank)
         end = 0
         for start, length in every if not copied else ():
             if start != end:
@@ -423,7 +410,7 @@ class _PlanReader:
         last = max(start + length for start, length in every)
         if size is not None and last > size:
             raise entry.wrong(f"a rank uses what is at {last - 1}, of {size}")
-        return found
+        return by_rank
 
     def _numbers(self, unit: str, entry: _FileEntry) -> Numbers:
         """Those of this rank; the others' are looked at too, so that all ranks refuse."""

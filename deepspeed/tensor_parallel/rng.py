@@ -8,7 +8,6 @@ the same draws.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,12 +29,12 @@ class Draws(OpTrace):
     """Watches which module drops what; see `OpTrace`.
 
     Attributes:
-        found: sources of what each module drops, by module name.
+        dropped: sources of what each module drops, by module name.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__(model, inputs)
-        self.found: dict[str, list[frozenset[str]]] = {}
+        self.dropped: dict[str, list[frozenset[str]]] = {}
         self._inside: list[str] = [""]
         self._handles: list[Any] = []
         for name, module in model.named_modules():
@@ -57,30 +56,23 @@ class Draws(OpTrace):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _DROPS or name == "scaled_dot_product_attention":
-            rate = _rate(name, args, kwargs)
-            if rate > 0:
-                taints = [t for t in map(self._taint, self._floats(args, kwargs)) if t is not None]
+            if self._rate(name, args, kwargs) > 0:
+                tensors = (value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
+                taints = [t for t in map(self._taint, tensors) if t is not None]
                 sources = frozenset().union(*(t.sources for t in taints))
-                self.found.setdefault(self._inside[-1], []).append(sources)
+                self.dropped.setdefault(self._inside[-1], []).append(sources)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _floats(self, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-        return (value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
-
-
-def _rate(name: str, args: Any, kwargs: Any) -> float:
-    if name == "scaled_dot_product_attention":
-        return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if training else 0.0
+    @staticmethod
+    def _rate(name: str, args: Any, kwargs: Any) -> float:
+        if name == "scaled_dot_product_attention":
+            return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        return float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if training else 0.0
 
 
 class Forks:
-    """The random states of a cut model.
-
-    Args:
-        axis: ranks whose cut activations drop apart.
-    """
+    """The random states of a cut model, whose ranks drop cut activations differently."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -93,12 +85,22 @@ class Forks:
         """The seed of this rank's draws."""
         return (drawn * self._axis.size + self._axis.rank) * _PRIME % (1 << 62)
 
-    def _forked(self) -> bool:
-        return bool(self._around) and self._around[-1] is not None and self._around[-1][1]
+    def check_apart(self) -> None:
+        """Raise TensorParallelError where two ranks would drop cut activations alike. All ranks call together."""
+        if simulating():  # the other ranks are not there, and have no seeds
+            return
+        ranks, everyone = self._axis.ranks, all_gather_objects(self._axis, self.own_seed(1))
+        for place, seed in enumerate(everyone):
+            if seed in everyone[:place]:
+                raise TensorParallelError(
+                    f"ranks {ranks[everyone.index(seed)]} and {ranks[place]} (tp) would drop their own channels "
+                    f"alike: their random states are equal"
+                )
 
     def enter_cut(self, module: nn.Module, *_: Any) -> None:
         """Before a module that drops cut activations."""
-        if not module.training or self._forked():
+        inside = self._around[-1] if self._around else None
+        if not module.training or (inside is not None and inside[1]):
             self._around.append(None)
             return
         accelerator = get_accelerator()
@@ -109,7 +111,7 @@ class Forks:
 
     def enter_whole(self, module: nn.Module, *_: Any) -> None:
         """Before a module that drops whole activations, which may lie inside one that drops cut ones."""
-        outer = next((one for one in reversed(self._around) if one is not None), None)
+        outer = next((state for state in reversed(self._around) if state is not None), None)
         if outer is None or not outer[1]:
             self._around.append(None)
             return
@@ -124,24 +126,24 @@ class Forks:
             return
         accelerator = get_accelerator()
         if not left[1]:  # the surrounding state has moved on
-            at = next(at for at in reversed(range(len(self._around))) if self._around[at] is not None)
-            self._around[at] = (accelerator.get_rng_state(), True)
+            depth = next(depth for depth in reversed(range(len(self._around))) if self._around[depth] is not None)
+            self._around[depth] = (accelerator.get_rng_state(), True)
         accelerator.set_rng_state(left[0])
 
 
-def install(model: nn.Module, found: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
+def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
     """Let modules draw alike or apart. All ranks of the axis call together.
 
     Args:
         model: cut.
-        found: by `Draws`.
+        dropped: by `Draws`.
         columns: matrices whose outputs are cut.
         axis: of the ranks.
 
     Raises:
         TensorParallelError: one module drops both, or two ranks would drop cut activations alike.
     """
-    kinds = {name: {bool(one) and one <= columns for one in drops} for name, drops in found.items()}
+    kinds = {name: {bool(drop) and drop <= columns for drop in drops} for name, drops in dropped.items()}
     both = next((name for name, kind in kinds.items() if len(kind) > 1), None)
     if both is not None:
         raise TensorParallelError(
@@ -153,7 +155,7 @@ def install(model: nn.Module, found: dict[str, list[frozenset[str]]], columns: s
         return None
     forks = Forks(axis)
     if any(True in kind for kind in kinds.values()):
-        _check_apart(forks, axis)
+        forks.check_apart()
     for name, kind in kinds.items():
         module = model.get_submodule(name)
         module.register_forward_pre_hook(forks.enter_cut if True in kind else forks.enter_whole)
@@ -171,15 +173,3 @@ def draw_alike(axis: Axis) -> None:
         shared = state.clone().float()  # bytes: exact
         broadcast(shared, axis.ranks[0], group=axis.group)
         accelerator.set_rng_state(shared.to(state.dtype))
-
-
-def _check_apart(forks: Forks, axis: Axis) -> None:
-    if simulating():  # the other ranks are not there, and have no seeds
-        return
-    everyone = all_gather_objects(axis, forks.own_seed(1))
-    for at, seed in enumerate(everyone):
-        if seed in everyone[:at]:
-            raise TensorParallelError(
-                f"ranks {axis.ranks[everyone.index(seed)]} and {axis.ranks[at]} (tp) would drop their own channels "
-                f"alike: their random states are equal"
-            )

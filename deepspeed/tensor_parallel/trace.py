@@ -6,9 +6,10 @@ ranks. What the output of o reaches is the stream that runs through all blocks, 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.tensor_parallel.layers import is_linear
+from deepspeed.tensor_parallel.layers import is_linear, is_transposed
 
 _CONTRACTIONS = frozenset(
     "linear matmul rmatmul mm bmm addmm addmm_ baddbmm einsum mv addbmm tensordot bilinear conv1d conv2d "
@@ -33,7 +34,7 @@ class MatrixUse:
     Args:
         name: of the parameter.
         lookup: it is a table that indices choose from, and no matrix that is multiplied.
-        sources: names of the nodes whose results it reads, with no other matrix between.
+        sources: names of the matrices whose results it reads, with no other matrix between.
     """
 
     name: str
@@ -47,37 +48,8 @@ class _Taint:
     params: frozenset[str] = frozenset()  # of a tensor that is made of parameters alone
 
 
-def _carries(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have channels: rotary positions may be complex; indices choose, and carry none."""
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _by_channel(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a convolution has a filter for each channel, as those over time have: it mixes no channels."""
-    if not name.startswith("conv") or "transpose" in name:
-        return False
-    weight = kwargs["weight"] if "weight" in kwargs else args[1]
-    groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-    return groups == weight.shape[0] > 1 and weight.shape[1] == 1
-
-
-def _joined(one: _Taint | None, other: _Taint | None) -> _Taint | None:
-    if one is None or other is None:
-        return one or other
-    sources = one.sources | other.sources
-    return _Taint(sources, frozenset() if sources else one.params | other.params)
-
-
 class OpTrace(TorchFunctionMode):
-    """Watches what runs inside.
-
-    Args:
-        model: its parameters are told apart by their names.
-        inputs: what it is given.
-
-    Attributes:
-        nodes: by parameter name, in the order of first use.
-    """
+    """Records which matrix reads the results of which: `nodes` by parameter name, in the order of first use."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -89,14 +61,35 @@ class OpTrace(TorchFunctionMode):
             if tensor.is_floating_point():
                 self._taints[tensor] = _Taint(frozenset({STREAM}))
 
+    @staticmethod
+    def _carries(tensor: torch.Tensor) -> bool:
+        """Whether a tensor may have channels: rotary positions may be complex; indices choose, and carry none."""
+        return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+    @staticmethod
+    def _by_channel(name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a convolution has a filter for each channel, as those over time have: it mixes no channels."""
+        if not name.startswith("conv") or "transpose" in name:
+            return False
+        weight = kwargs["weight"] if "weight" in kwargs else args[1]
+        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+        return groups == weight.shape[0] > 1 and weight.shape[1] == 1
+
+    @staticmethod
+    def _joined(left: _Taint | None, right: _Taint | None) -> _Taint | None:
+        if left is None or right is None:
+            return left or right
+        sources = left.sources | right.sources
+        return _Taint(sources, frozenset() if sources else left.params | right.params)
+
     def _taint(self, tensor: torch.Tensor) -> _Taint | None:
-        if not _carries(tensor):
+        if not self._carries(tensor):
             return None
         name = self._names.get(id(tensor))
         if name is not None:
             return _Taint(params=frozenset({name}))
         base = tensor._base
-        return _joined(self._taints.get(tensor), None if base is None else self._written.get(base))
+        return self._joined(self._taints.get(tensor), None if base is None else self._written.get(base))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,30 +97,30 @@ class OpTrace(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__" and not isinstance(result, torch.Tensor):
             return result
-        given = [t for t in map(self._taint, tensors_in([args, kwargs])) if t is not None]
-        if not given:
+        taints = [t for t in map(self._taint, tensors_in([args, kwargs])) if t is not None]
+        if not taints:
             return result
-        made = self._made(name, given, not _by_channel(name, args, kwargs))
+        taint = self._combined(name, taints, not self._by_channel(name, args, kwargs))
         for tensor in tensors_in(result):
-            if id(tensor) not in self._names and _carries(tensor):
-                self._taints[tensor] = made
+            if id(tensor) not in self._names and self._carries(tensor):
+                self._taints[tensor] = taint
         if (name.endswith("_") or name == "__setitem__") and args and isinstance(args[0], torch.Tensor):
-            self._write(args[0], made)
+            self._write(args[0], taint)
         return result
 
-    def _write(self, tensor: torch.Tensor, made: _Taint) -> None:
-        """What a tensor is written is in all tensors that share its memory."""
+    def _write(self, tensor: torch.Tensor, taint: _Taint) -> None:
+        """Taint all tensors that share the memory of one that is written."""
         if id(tensor) in self._names:
             return
-        self._taints[tensor] = _joined(self._taint(tensor), made)
+        self._taints[tensor] = self._joined(self._taint(tensor), taint)
         base = tensor if tensor._base is None else tensor._base
         if id(base) not in self._names:
-            self._written[base] = _joined(self._written.get(base), made)
-            self._taints[base] = _joined(self._taint(base), made)
+            self._written[base] = self._joined(self._written.get(base), taint)
+            self._taints[base] = self._joined(self._taint(base), taint)
 
-    def _made(self, name: str, given: list[_Taint], mixes: bool) -> _Taint:
-        sources = frozenset().union(*(t.sources for t in given))
-        params = frozenset().union(*(t.params for t in given))
+    def _combined(self, name: str, taints: list[_Taint], mixes: bool) -> _Taint:
+        sources = frozenset().union(*(t.sources for t in taints))
+        params = frozenset().union(*(t.params for t in taints))
         if "embedding" in name and params:
             return self._node(params, sources, lookup=True)
         contracts = name.strip("_") in _CONTRACTIONS or name in _CONTRACTIONS or "grouped_mm" in name
@@ -165,6 +158,25 @@ class ShardableRegion:
     tables: list[str] = field(default_factory=list)
     packed: bool = False
 
+    def row_size(self, module: nn.Module) -> int:
+        """Channels that a row-parallel matrix reads."""
+        layer: Any = module.get_submodule(owner(self.rows[0]))
+        return layer.weight.shape[0 if is_transposed(layer) else 1]
+
+    def matrices(self) -> list[str]:
+        """All that are cut."""
+        return [*self.columns, *self.rows]
+
+    def renamed(self, change: Callable[[str], str]) -> ShardableRegion:
+        """The region under other names."""
+        columns, rows, tables = (list(map(change, names)) for names in (self.columns, self.rows, self.tables))
+        return ShardableRegion(change(self.home), columns, rows, set(map(change, self.inner)), tables, self.packed)
+
+    def inside(self, home: str) -> ShardableRegion:
+        """The region with names inside a module."""
+        region = replace(self, tables=[name for name in self.tables if lies_in(name, home)])
+        return region.renamed(lambda name: name.removeprefix(home).removeprefix("."))
+
 
 def owner(param: str) -> str:
     """The module that holds a parameter."""
@@ -189,57 +201,36 @@ def around(name: str) -> list[str]:
 
 def by_module(params: Iterable[str]) -> dict[str, list[str]]:
     """The names of parameters in each module."""
-    found: dict[str, list[str]] = {}
+    inside: dict[str, list[str]] = {}
     for param in params:
         for module in around(owner(param)):
-            found.setdefault(module, []).append(param)
-    return found
-
-
-def common(names: Iterable[str]) -> str:
-    """The module around all modules."""
-    paths = [name.split(".") for name in names]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+            inside.setdefault(module, []).append(param)
+    return inside
 
 
 def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
-    """The regions of a model, and why other matrices in its blocks stay whole.
-
-    Args:
-        model: as it was traced.
-        nodes: of the trace.
-    """
+    """The regions of a traced model, and why other matrices in its blocks stay whole."""
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
-    found = []
-    order = {name: at for at, name in enumerate(nodes)}
+    regions: list[ShardableRegion] = []
+    order = {name: place for place, name in enumerate(nodes)}
     for members in _spaces(nodes):
         region, reason = _region(modules, nodes, order, members)
         for name in members[1] if region is None else ():
             if block(name) and (reason != _STREAM or name not in why):
                 why[name] = reason
         if region is not None:
-            found.append(region)
+            regions.append(region)
     sizes = {name: param.numel() for name, param in model.named_parameters()}
-    sizes = {name: sizes.get(name, 0) for name in nodes}
-
-    def weight(region: ShardableRegion) -> int:
-        return sum(sizes[name] for name in {*region.columns, *region.rows})
-
+    weights = [sum(sizes.get(name, 0) for name in {*region.matrices()}) for region in regions]
     taken: set[str] = set()
-    chosen = []
-    for region in sorted(found, key=lambda one: (-weight(one), one.home)):
-        mine = {*region.columns, *region.rows}
-        if mine & taken or all(".lora_" in name for name in region.columns):
-            continue
-        taken |= mine
-        chosen.append(region)
-    return sorted(chosen, key=lambda one: order[one.rows[0]]), {n: why[n] for n in why if n not in taken}
+    chosen: list[ShardableRegion] = []
+    for _, region in sorted(zip(weights, regions, strict=True), key=lambda pair: (-pair[0], pair[1].home)):
+        if taken.isdisjoint(region.matrices()) and not all(".lora_" in name for name in region.columns):
+            taken.update(region.matrices())
+            chosen.append(region)
+    chosen.sort(key=lambda region: order[region.rows[0]])
+    return chosen, {name: reason for name, reason in why.items() if name not in taken}
 
 
 def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
@@ -283,20 +274,13 @@ def _spans(names: Iterable[str]) -> bool:
     return any(len(entries) > 1 for entries in seen.values())
 
 
-def _is_stream(modules: Mapping[str, nn.Module], table: str, rows: list[str]) -> bool:
-    """Whether a table outside of all blocks begins the stream: as wide as what rows give, unlike one by heads."""
-    width = modules[owner(table)].get_parameter(table.rpartition(".")[2]).shape[-1]
-    written = {size for row in rows for size in modules[owner(row)].get_parameter(row.rpartition(".")[2]).shape}
-    return width in written
-
-
 def _region(
     modules: Mapping[str, nn.Module],
     nodes: Mapping[str, MatrixUse],
     order: Mapping[str, int],
     space: tuple[set[str], set[str]],
 ) -> tuple[ShardableRegion | None, str]:
-    columns, reads = (sorted(one, key=order.__getitem__) for one in space)
+    columns, reads = (sorted(names, key=order.__getitem__) for names in space)
     sources = set().union(*(nodes[name].sources for name in reads))
     tables = sorted(name for name in sources if name in nodes and nodes[name].lookup)
     rows = [name for name in reads if name not in space[0]]
@@ -304,8 +288,10 @@ def _region(
     everything = [*columns, *rows]
     if STREAM in sources or any(not block(name) for name in everything) or _spans(everything):
         return None, _STREAM
-    if any(not block(name) and _is_stream(modules, name, rows) for name in tables):
-        return None, _STREAM
+    widths = {size for name in rows for size in modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape}
+    for name in tables:  # one outside of all blocks, as wide as what rows give, begins the stream, unlike one by heads
+        if not block(name) and modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape[-1] in widths:
+            return None, _STREAM
     if not rows:
         return None, "its results go back into itself"
     owners = {owner(name) for name in everything}
@@ -316,7 +302,7 @@ def _region(
     odd = [name for name in everything if not is_linear(modules[owner(name)])]
     if odd:
         return None, f"{odd[0]} of the same channels belongs to no linear layer"
-    home = common(map(owner, everything))
+    home = ".".join(os.path.commonprefix([owner(name).split(".") for name in everything]))
     while home and isinstance(modules[home], (nn.ModuleList, nn.ModuleDict)):
         home = owner(home)  # a container is never called
     return ShardableRegion(home, columns, rows, inner, tables), ""

@@ -1,15 +1,23 @@
-"""A cut unit against its dense form, forward and backward, while both are at hand."""
+"""Compares a split unit with its dense form, forward and backward, before the dense weights are dropped.
+
+Gradients are compared by sketches: products with random vectors, made as soon as a gradient is computed. All gradients
+of a unit would take as much memory as the unit, and writing them more time than all that is read for them. That of a
+weight that a linear product reads as it is, dense or a slice, is not even made: its two factors, of a few tokens, give
+the sketch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
@@ -18,16 +26,137 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.equivalence import evaluating, largest_value, relative_difference, tolerance
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import simulating, with_values
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
-from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, floating, same_draws
-from deepspeed.tensor_parallel.gradient_sketch import Sketches, Watch, dims_of, part_of, sketches
+from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, same_draws
+from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.zero.layout.placement import Relation, placement_of
 
 TOLERANCE = tolerance(torch.float32)  # of units
 T = TypeVar("T")
+PROBES = 4  # random vectors: a wrong row would have to be at right angles to all of them
+Sketches = dict[int, torch.Tensor]
+"""Products of a gradient (…, a, b) with random vectors along its last dim, (…, a, PROBES) by -1, and along the one
+before, (…, b, PROBES) by -2; both in units of the gradient's elements. Of one with fewer dims: itself, by 0."""
+
+
+def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:
+    """Sketches of a parameter's gradient, without those along dims, from the end, that are cut."""
+    if gradient.dim() < 2:
+        return {0: gradient.clone()}
+    sides = {-1: gradient, -2: gradient.transpose(-1, -2)}
+    return {dim: side @ probes(side) for dim, side in sides.items() if dim not in set(without)}
+
+
+def dims_of(param: torch.Tensor) -> set[int]:
+    """The dims along which a parameter is cut, from the end."""
+    return {cut.dim - param.dim() for cut in placement_of(param).cuts}
+
+
+def part_of(sketch: torch.Tensor, along: int, param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a dense sketch that was multiplied along the dim `along`, which is not cut."""
+    for cut in placement_of(param).cuts:
+        dim = cut.dim - 1 if along == -2 and cut.dim == param.dim() - 1 else cut.dim
+        several = len(cut.segments) > 1
+        sketch = take(sketch, dim, cut.segments) if several else sketch.narrow(dim, *cut.segments[0])
+    return sketch
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with with_values():  # they outlive a simulation
+        drawn = torch.randn(size, PROBES, generator=torch.Generator().manual_seed(size))
+        return (drawn / max(size, 1) ** 0.5).to(device, dtype)
+
+
+def probes(tensor: torch.Tensor) -> torch.Tensor:
+    """Random vectors (length of the last dim, PROBES), the same for one length."""
+    return _drawn(tensor.shape[-1], tensor.dtype, tensor.device)
+
+
+class Watch:
+    """Sketches the gradients of parameters, all with `requires_grad`, in one forward and backward inside."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._params = params
+        self._names = {id(param): name for name, param in params.items()}
+        self._sketches: dict[str, Sketches] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        self._handles = [param.register_hook(self._noting(name)) for name, param in self._params.items()]
+        # By the name under which modules call them; who calls them by another one has its gradient made.
+        self._before: tuple[Any, Any] = F.linear, torch.addmm
+        F.linear, torch.addmm = self._linear, self._addmm  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        F.linear, torch.addmm = self._before  # type: ignore[assignment]
+        for handle in self._handles:
+            handle.remove()
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(input, weight, True, lambda matrix: self._before[0](input, matrix, bias))
+
+    def _addmm(self, input: Any, mat1: torch.Tensor, mat2: torch.Tensor, **more: Any) -> torch.Tensor:
+        product = lambda matrix: self._before[1](input, mat1, matrix, **more)  # noqa: E731
+        return product(mat2) if more else self._product(mat1, mat2, False, product)
+
+    def _product(
+        self,
+        read: torch.Tensor,
+        matrix: torch.Tensor,
+        by_outputs: bool,
+        product: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The product with a matrix (out, in), or (in, out) unless `by_outputs`, which reads (…, in).
+
+        Of a parameter as it is, or turned, the gradient is sketched and not made.
+        """
+        param = matrix if id(matrix) in self._names else matrix._base
+        turned = param is not matrix
+        if param is None or id(param) not in self._names or (turned and not self._is_turned(matrix, param)):
+            return product(matrix)
+        if not read.requires_grad or not torch.is_grad_enabled():
+            return product(matrix)  # nothing would come back
+        out = product(matrix.detach())
+        factor = read.detach().reshape(-1, read.shape[-1]).clone()  # it may be changed in place
+
+        def note(gradient: torch.Tensor) -> None:
+            gradient = gradient.reshape(-1, gradient.shape[-1])
+            left, right = (gradient, factor) if by_outputs != turned else (factor, gradient)
+            # Sketches of `left^T @ right`, (tokens, a) and (tokens, b), which is not made.
+            parts = {-1: left.t() @ (right @ probes(right)), -2: right.t() @ (left @ probes(left))}
+            self._add(self._names[id(param)], parts, dims_of(param))
+
+        out.register_hook(note)
+        return out.clone()  # what changes the result in place would take the hook from it
+
+    @staticmethod
+    def _is_turned(view: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether a view of a matrix is all of it, with its dims in the other order."""
+        whole = view.storage_offset() == param.storage_offset() and param.dim() == view.dim() == 2
+        return whole and view.shape == param.shape[::-1] and view.stride() == param.stride()[::-1]
+
+    def _noting(self, name: str) -> Any:
+        without = dims_of(self._params[name])
+
+        def note(gradient: torch.Tensor) -> torch.Tensor:
+            self._add(name, sketches(gradient, without))
+            return gradient.new_zeros(()).expand_as(gradient)  # so that nobody keeps it
+
+        return note
+
+    def _add(self, name: str, parts: Sketches, without: Iterable[int] = ()) -> None:
+        parts = {dim: sketch for dim, sketch in parts.items() if dim not in set(without)}
+        known = self._sketches.get(name)
+        self._sketches[name] = parts if known is None else {dim: known[dim] + parts[dim] for dim in known}
+
+    def sketches(self) -> dict[str, Sketches | None]:
+        """Of every parameter, after backward; None: it has no gradient."""
+        return {name: self._sketches.get(name) for name in self._params}
 
 
 @dataclass
@@ -48,75 +177,67 @@ class UnitResult:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """For other ranks, which may have no device of this name; tensors by themselves would take long to read."""
-        return map_tensors(_on_host, (self.outputs, self.inputs, self.params, self.slices))  # type: ignore[no-any-return]
+        return map_tensors(self._on_host, (self.outputs, self.inputs, self.params, self.slices))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 at least
+        return (tensor.float() if low else tensor).cpu().numpy()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.outputs, self.inputs, self.params, self.slices = map_leaves(torch.from_numpy, np.ndarray, state)
 
 
-def _on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 at least
-    return (tensor.float() if low else tensor).cpu().numpy()
-
-
-def _exact(module: nn.Module) -> nn.Module:
-    """The module, or a copy in fp32 of one in less: rounding could hide a mistake, or route a token elsewhere."""
-    low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
-    return copy.deepcopy(module).float() if low else module
-
-
 def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
-    """Forward and backward in fp32 with fixed cotangents, without dropout, in each way in which the unit is called.
-
-    Args:
-        module: dense or cut; nothing of it is changed.
-        unit: says what it is called with.
-    """
-    exact = _exact(module)
-    found: list[UnitResult] = []
+    """Forward and backward of a unit in fp32 with fixed cotangents, without dropout, by call; changes no module."""
+    low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
+    exact = (
+        copy.deepcopy(module).float() if low else module
+    )  # rounding could hide a mistake, or route a token elsewhere
+    results: list[UnitResult] = []
     slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
     for call in unit.calls:
         with _unchanged(exact):
-            found.append(replace(_seen(exact, call), slices=slices))
-    return found
+            results.append(replace(_called(exact, call), slices=slices))
+    return results
 
 
-def _seen(module: nn.Module, call: ModuleInputs) -> UnitResult:
+def _called(module: nn.Module, call: ModuleInputs) -> UnitResult:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    call, _ = floating(call)
+    call, _ = call.floating()
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
-    given: dict[str, torch.Tensor] = {}
+    leaves: dict[str, torch.Tensor] = {}
 
     def leaf(path: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        given[path] = tensor.detach().clone().requires_grad_()
-        return given[path].view_as(given[path])
+        leaves[path] = tensor.detach().clone().requires_grad_()
+        return leaves[path].view_as(leaves[path])
 
     with _trainable(module) as params, Watch(params) as watch, torch.enable_grad(), same_draws():
         outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
         generator = torch.Generator().manual_seed(7)
-        whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]
-        total = sum(whole, torch.zeros((), device=outputs[0].device if outputs else None))
-        inputs = dict.fromkeys(given)
-        if total.requires_grad:
-            asked = [*given.values(), *params.values()]
-            inputs = dict(zip(given, torch.autograd.grad(total, asked, allow_unused=True), strict=False))
-    return UnitResult([t.detach() for t in outputs], inputs, watch.found())
+        inputs: dict[str, torch.Tensor | None] = dict.fromkeys(leaves)
+        if outputs and outputs[0].requires_grad:
+            cotangent = torch.randn(outputs[0].shape, generator=generator).to(outputs[0])
+            gradients = torch.autograd.grad(
+                (outputs[0] * cotangent).sum(), [*leaves.values(), *params.values()], allow_unused=True
+            )
+            inputs = dict(zip(leaves, gradients, strict=False))
+    return UnitResult([t.detach() for t in outputs], inputs, watch.sketches())
 
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """What a forward leaves in a module, such as counts, is put back: not every rank has called it as often."""
-    before = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
+    before = [(held, dict(held)) for part in module.modules() for held in (vars(part), part._buffers)]
     buffers = {} if simulating() else {b: b.clone() for b in module.buffers()}
     try:
         yield
     finally:
-        for one, own, of_module in before:
-            for kept, values in ((vars(one), own), (one._buffers, of_module)):
-                kept.clear()
-                kept.update(values)
+        for held, entries in before:
+            held.clear()
+            held.update(entries)
         for buffer, value in buffers.items():
             if not torch.equal(buffer, value):  # some cannot be written to: they are expanded
                 buffer.copy_(value)
@@ -137,79 +258,72 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             p.requires_grad_(False)
 
 
-def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
-
-
 def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
-    """What this rank sees of what a unit computed whole that is not what it computes cut, way by way; empty: nothing.
+    """Where a unit computes something else on this rank than whole, way by way; empty: nowhere.
 
     All ranks of the axis call, inside `run_collectively`.
     """
     if simulating():  # nothing has values that could differ: a real run compares them
         return ""
-    found = []
-    for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
-        way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
-        found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
-    return "; ".join(found[:3])
+    texts = []
+    for number, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
+        way = f"in way {number} of {len(dense)} of calling it, " if len(dense) > 1 else ""
+        texts += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
+    return "; ".join(texts[:3])
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Name a unit that differs and computes something else each time. All ranks of the axis call together.
+    """Log a unit that computes something else each time, raise for any other. All ranks of the axis call together.
 
     Args:
-        unit: of which some rank has seen differences.
-        texts: what each rank has seen, by position.
-        cut: what it computes cut.
+        unit: which differs on some rank.
+        texts: the differences on each rank, by position.
+        cut: its results cut.
         module: the unit's.
         axis: the ranks.
 
     Raises:
-        TensorParallelError: it computes the same each time; on every rank, with what differs on which.
+        TensorParallelError: it computes the same each time; on every rank, with the differences of all.
     """
-    again = run_collectively(axis, lambda: _moved(cut, run(module, unit)))
+
+    def moved() -> bool:
+        ways = zip(cut, run(module, unit), strict=True)
+        pairs = [pair for before, after in ways for pair in zip(before.outputs, after.outputs, strict=True)]
+        return any(True for before, after in pairs for _ in _apart("", before, after, 0.0, TOLERANCE))
+
+    again = run_collectively(axis, moved)
     if again.ok and any(all_gather_objects(axis, again.result)):
         log_rank0(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
         return
     raise _wrong(unit.name, axis, texts)
 
 
-def _moved(before: list[UnitResult], again: list[UnitResult]) -> bool:
-    ways = zip(before, again, strict=True)
-    pairs = [pair for one, other in ways for pair in zip(one.outputs, other.outputs, strict=True)]
-    return any(True for a, b in pairs for _ in _apart("", a, b, 0.0, TOLERANCE))
-
-
 def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
-    """What a unit's computation gave this rank.
-
-    Raises:
-        TensorParallelError: it ended otherwise on some rank; on every rank, with what that one raised.
-    """
+    """The result of a computation of a unit; raises TensorParallelError on every rank where one rank raised."""
     return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
 def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
-    by_rank = " | ".join(f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(texts) if text)
+    by_rank = " | ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, texts, strict=True) if text)
     return TensorParallelError(
         f"'{name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: {by_rank}. Leave it whole: "
         f"partition_type skip in tensor_parallel.partition_config.layer_specs"
     )
 
 
-def _differences(dense: UnitResult, cut: UnitResult, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
-    for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
-        if at == 0 or wanted.shape == ours.shape:
-            yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
+def _differences(dense: UnitResult, cut: UnitResult, module: nn.Module, axis: Axis, limit: float) -> Iterator[str]:
+    for index, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
+        if index == 0 or wanted.shape == ours.shape:
+            yield from _apart(f"output {index}", wanted, ours, 0.0, limit)
     peaks = {
-        name: {along: largest_value(one) for along, one in (of or {}).items()} for name, of in dense.params.items()
+        name: {dim: largest_value(sketch) for dim, sketch in (by_dim or {}).items()}
+        for name, by_dim in dense.params.items()
     }
     largest = max((peak for of_param in peaks.values() for peak in of_param.values()), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
         if wanted is not None and name in cut.inputs:
-            yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance)
+            yield from _apart(f"the gradient of {name}", wanted, ours, largest, limit)
     params = dict(module.named_parameters())
     for name, wanted in dense.params.items():
         ours, placed = cut.params[name], placement_of(params[name])
@@ -220,7 +334,7 @@ def _differences(dense: UnitResult, cut: UnitResult, module: nn.Module, axis: Ax
             wanted = {dim: sketch for dim, sketch in wanted.items() if dim not in dims_of(params[name])}
             if not known:
                 wanted = {dim: part_of(sketch, dim, params[name]) for dim, sketch in wanted.items()}
-            yield from _sketches_differ(name, wanted, ours, (largest, peaks[name]), tolerance)
+            yield from _sketches_differ(name, wanted, ours, (largest, peaks[name]), limit)
 
 
 def _sketches_differ(
@@ -228,16 +342,16 @@ def _sketches_differ(
     wanted: Sketches,
     ours: Sketches | None,
     sizes: tuple[float, dict[int, float]],
-    tolerance: float,
+    limit: float,
 ) -> Iterator[str]:
     """The first way in which this rank's sketches are no parts of the dense ones."""
     if not wanted:
         yield f"{name} is cut along both of its last dims, and is not compared"
     for along, part in wanted.items():
         own = None if ours is None else ours[along]
-        found = list(_apart(f"the gradient of {name}", part, own, sizes[0], tolerance, sizes[1][along]))
-        if found:
-            yield from found
+        texts = list(_apart(f"the gradient of {name}", part, own, sizes[0], limit, sizes[1][along]))
+        if texts:
+            yield from texts
             return
 
 
@@ -253,11 +367,11 @@ def _apart(
     wanted: torch.Tensor,
     ours: torch.Tensor | None,
     largest: float,
-    tolerance: float,
+    limit: float,
     peak: float | None = None,
 ) -> Iterator[str]:
     if ours is None:
-        if largest_value(wanted) > tolerance * largest:
+        if largest_value(wanted) > limit * largest:
             yield f"{what} is missing"
         return
     if wanted.shape != ours.shape:
@@ -266,7 +380,7 @@ def _apart(
     if not wanted.numel():
         return
     scale = max(largest_value(wanted) if peak is None else peak, 1e-3 * largest)
-    if (relative := relative_difference(ours, wanted, scale)) > tolerance:
+    if (relative := relative_difference(ours, wanted, scale)) > limit:
         yield f"{what} differs by {relative:.2g} of its largest value"
 
 
@@ -279,25 +393,21 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
 
     def differs() -> str:
         with evaluating(model, use_cache=False):
-            found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
+            outputs = [t for t in tensors_in(model(**plan.inputs)) if t.is_floating_point()]
         if simulating():
             return ""
-        wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
+        wanted = [t for t in tensors_in(plan.output) if t.is_floating_point()]
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         texts = [
-            text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
-            for text in _apart(f"output {at}", a, b, 0.0, tolerance(dtype))
+            text for index, (a, b) in enumerate(zip(wanted, outputs, strict=False))
+            for text in _apart(f"output {index}", a, b, 0.0, tolerance(dtype))
         ]  # fmt: skip
         return "; ".join(texts[:3])
 
     ended = run_collectively(axis, differs)
     everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
-    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
+    wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
     if wrong:
         raise TensorParallelError(
             f"the model cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
         ) from ended.error
-
-
-def _values(output: Any) -> Any:
-    return output.to_tuple() if hasattr(output, "to_tuple") else output

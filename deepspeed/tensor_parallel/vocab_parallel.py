@@ -91,15 +91,15 @@ def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
     Raises:
         ArgumentError: fewer rows than ranks, or an option that has no counterpart.
     """
-    made: Any = module
+    table: Any = module
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ArgumentError(f"{slot.name}: max_norm, scale_grad_by_freq and sparse do not work on a cut table")
     segments = even_segments(module.num_embeddings, slot.axis, slot.name)
     if type(module) is not VocabParallelEmbedding:
-        made.__class__ = VocabParallelEmbedding
-    made.slot, made.first, made.whole = slot, segments[0][0], module.num_embeddings
-    cut_tensor(made.weight, 0, segments)
-    made.num_embeddings = segments[0][1]
+        table.__class__ = VocabParallelEmbedding
+    table.slot, table.first, table.whole = slot, segments[0][0], module.num_embeddings
+    cut_tensor(table.weight, 0, segments)
+    table.num_embeddings = segments[0][1]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -127,9 +127,9 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         weights, rows, columns = ctx.saved_tensors
-        found = weights * gradient[:, None]
-        found[rows, columns] -= gradient[rows]
-        return found.to(ctx.dtype), None, None, None
+        gradients = weights * gradient[:, None]
+        gradients[rows, columns] -= gradient[rows]
+        return gradients.to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -220,7 +220,7 @@ class _Head:
                 raise TensorParallelError("the loss of a cut vocabulary needs labels")
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         summed = num_items_in_batch is not None
-        found = vocab_parallel_cross_entropy(
+        loss = vocab_parallel_cross_entropy(
             logits.flatten(0, -2),
             shift_labels.flatten().to(logits.device),
             self._axis,
@@ -228,7 +228,7 @@ class _Head:
             ignore_index=ignore_index,
             reduction="sum" if summed else "mean",
         )
-        return found / num_items_in_batch if summed else found
+        return loss / num_items_in_batch if summed else loss
 
 
 def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, str]]:
@@ -256,7 +256,19 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
     become_column(head, slot, even_segments(vocabulary, axis, names[head]), weight_is_cut=tied)
     around = _Head(head, axis, vocabulary)
     if check:
-        _check(embedding, head, dense, axis, (names[embedding], names[head]))
+
+        def differs() -> str:
+            of_embedding = _embedding_differs(embedding, dense[0], axis, names[embedding])
+            return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[head])])
+
+        ended = run_collectively(axis, differs)
+        if not simulating() or not ended.ok:  # nothing has values that could differ: a real run compares them
+            everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
+            wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+            if wrong:
+                raise TensorParallelError(
+                    f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+                ) from ended.error
     model.loss_function = around.loss
     model.register_forward_pre_hook(around.before, with_kwargs=True)
     model.register_forward_hook(around.after, with_kwargs=True)
@@ -283,38 +295,18 @@ def _parts(model: Any) -> tuple[nn.Embedding, Any]:
     return embedding, head
 
 
-def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: tuple[str, str]) -> None:
-    def differs() -> str:
-        of_embedding = _embedding_differs(embedding, dense[0], axis, names[0])
-        return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[1])])
-
-    ended = run_collectively(axis, differs)
-    if simulating() and ended.ok:  # nothing has values that could differ: a real run compares them
-        return
-    everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
-    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
-    if wrong:
-        raise TensorParallelError(
-            f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
-        ) from ended.error
-
-
-def _own(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return whole.split(even_sizes(len(whole), axis.size))[axis.rank]
-
-
-def _embedding_differs(embedding: Any, dense: torch.Tensor, axis: Axis, name: str) -> Iterator[str]:
+def _embedding_differs(embedding: Any, dense: Any, axis: Axis, name: str) -> Iterator[str]:
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, len(dense), (64,), generator=generator).to(dense.device)
     table = dense.detach().requires_grad_()
     with torch.enable_grad():
-        wanted, found = F.embedding(ids, table, embedding.padding_idx), embedding(ids)
+        wanted, rows = F.embedding(ids, table, embedding.padding_idx), embedding(ids)
         cotangent = torch.randn(wanted.shape, generator=generator).to(wanted)
-        (ours,) = torch.autograd.grad((found * cotangent).sum(), [embedding.weight])
-        (theirs,) = torch.autograd.grad((wanted * cotangent).sum(), [table])
-    if relative_difference(found, wanted) > tolerance(wanted.dtype):
+        (own,) = torch.autograd.grad((rows * cotangent).sum(), [embedding.weight])
+        (whole,) = torch.autograd.grad((wanted * cotangent).sum(), [table])
+    if relative_difference(rows, wanted) > tolerance(wanted.dtype):
         yield f"rows of '{name}' differ"
-    if relative_difference(ours, _own(theirs, axis)) > tolerance(theirs.dtype):
+    if relative_difference(own, whole.split(even_sizes(len(whole), axis.size))[axis.rank]) > tolerance(whole.dtype):
         yield f"the gradient of '{name}' differs"
 
 
@@ -327,13 +319,13 @@ def _head_differs(head: Any, dense: Sequence[Any], axis: Axis, name: str) -> Ite
     with torch.enable_grad():
         wanted = F.cross_entropy(F.linear(hidden, table, bias).float(), target)
         head.sizes = None
-        found = vocab_parallel_cross_entropy(head(hidden), target, axis, vocabulary=len(weight))
+        loss = vocab_parallel_cross_entropy(head(hidden), target, axis, vocabulary=len(weight))
         head.sizes = before
-        ours = torch.autograd.grad(found, [head.weight, hidden])
-        theirs = torch.autograd.grad(wanted, [table, hidden])
-    if relative_difference(found, wanted) > tolerance(wanted.dtype):
+        own, hidden_grad = torch.autograd.grad(loss, [head.weight, hidden])
+        whole, whole_hidden_grad = torch.autograd.grad(wanted, [table, hidden])
+    if relative_difference(loss, wanted) > tolerance(wanted.dtype):
         yield f"the loss of '{name}' differs"
-    if relative_difference(ours[0], _own(theirs[0], axis)) > tolerance(theirs[0].dtype):
+    if relative_difference(own, whole.split(even_sizes(len(whole), axis.size))[axis.rank]) > tolerance(whole.dtype):
         yield f"the gradient of '{name}' differs"
-    if relative_difference(ours[1], theirs[1]) > tolerance(theirs[1].dtype):
+    if relative_difference(hidden_grad, whole_hidden_grad) > tolerance(whole_hidden_grad.dtype):
         yield f"the gradient of what '{name}' reads differs"

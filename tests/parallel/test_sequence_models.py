@@ -14,8 +14,7 @@ from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, NotAvailableError, SequenceParallelError
 from deepspeed.sequence import transformers_adapter
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter, slice_batch
-from deepspeed.sequence.parallel_state import UlyssesSPAttentionHF
-from deepspeed.sequence.transformers_adapter import cut_sequence, sequence_models
+from deepspeed.sequence.transformers_adapter import UlyssesSPAttentionHF, cut_sequence, sequence_models
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.sequence_runs import batch_of, close, config_of, start
 from tests.parallel.tensor_runs import model_of

@@ -17,9 +17,9 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.foundation.malloc import LARGE
 from deepspeed.tensor_parallel import verify
-from deepspeed.tensor_parallel.gradient_sketch import Watch, sketches
 from deepspeed.tensor_parallel.layers import cut_tensor, mark_partial, take
 from deepspeed.tensor_parallel.parallelize import cut_model
+from deepspeed.tensor_parallel.verify import Watch, sketches
 from tests.parallel.test_tensor_units import WIDTH, Pair, Stack, same_as
 
 
@@ -152,7 +152,7 @@ def test_sketches_are_of_what_is_used(given: bool) -> None:
     with Watch(params) as watch:
         torch.autograd.grad(model(x).sin().sum(), [*([x] if given else []), *params.values()], allow_unused=True)
     wanted = torch.autograd.grad(model(x).sin().sum(), list(params.values()), allow_unused=True)
-    for (name, ours), gradient in zip(watch.found().items(), wanted, strict=True):
+    for (name, ours), gradient in zip(watch.sketches().items(), wanted, strict=True):
         assert (ours is None) is (gradient is None), name
         for dim, sketch in ({} if gradient is None else sketches(gradient)).items():
             assert ours is not None and torch.allclose(ours[dim], sketch, atol=1e-5), (name, dim)

@@ -35,7 +35,7 @@ def test_a_written_plan_is_the_found_one(tmp_path: Path, family: str) -> None:
         assert {u.name: [(r.shares, r.numbers) for r in u.regions] for u in read.units} == {
             u.name: [(r.shares, r.numbers) for r in u.regions] for u in found.units
         }
-        assert read.drops == found.drops and read.shapes == found.shapes and read.said == found.said
+        assert read.drops == found.drops and read.shapes == found.shapes and read.declared == found.declared
     if family == "Llama":  # equal layers stand once
         assert [unit["modules"] for unit in json.loads(path.read_text())["units"]] == [
             ["model.layers.*.self_attn"], ["model.layers.*.mlp"],
@@ -211,8 +211,8 @@ def test_what_a_reader_cannot_see_the_comparison_does(workers: Any, tmp_path: Pa
 def test_the_models_own_plan_is_compared() -> None:
     for family in ("Llama", "GPTNeoX", "Mixtral", "GPT2"):
         plan = make_plan(model_of(family), 2, 0)
-        assert bool(plan.said) is (family != "GPT2") and "own plan" not in plan.table()
-        assert all(plan.cuts()[name] == how for name, how in plan.said.items() if "layers" in name)
+        assert bool(plan.declared) is (family != "GPT2") and "own plan" not in plan.table()
+        assert all(plan.cuts()[name] == how for name, how in plan.declared.items() if "layers" in name)
     model = model_of("Llama")
     model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.down_proj": "colwise", "model.norm": "rowwise"}
     table = " ".join(make_plan(model, 2, 0).table().split())

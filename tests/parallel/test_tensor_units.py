@@ -18,10 +18,10 @@ from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.tensor_parallel import parallelize
-from deepspeed.tensor_parallel.gradient_sketch import Watch, dims_of, part_of, sketches
 from deepspeed.tensor_parallel.layers import RowParallel
 from deepspeed.tensor_parallel.plan import make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
+from deepspeed.tensor_parallel.verify import Watch, dims_of, part_of, sketches
 from deepspeed.zero.layout.placement import Cut, Placement, place
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.tiny import raises
@@ -265,7 +265,7 @@ def test_sketches_are_of_the_gradients() -> None:
         total = model(x.clone()).sin().sum()
         back = torch.autograd.grad(total, [x, *params.values()], allow_unused=True)[0]
     assert back is not None and torch.allclose(back, torch.autograd.grad(model(x.clone()).sin().sum(), x)[0])
-    found = watch.found()
+    found = watch.sketches()
     for name, gradient in wanted.items():
         ours = found[name]
         assert (gradient is None) is (ours is None) is name.startswith("unused")
@@ -300,7 +300,7 @@ def test_products_are_seen_whatever_they_read() -> None:
         torch.autograd.grad(model(x).sin().sum(), list(params.values()), allow_unused=True)
     assert F.linear is linear
     for name, gradient in zip(params, torch.autograd.grad(model(x).sin().sum(), list(params.values())), strict=True):
-        ours = watch.found()[name]
+        ours = watch.sketches()[name]
         for dim, sketch in sketches(gradient).items():
             assert ours is not None and torch.allclose(ours[dim], sketch, rtol=1e-4, atol=1e-4), (name, dim)
 

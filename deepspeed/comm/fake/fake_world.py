@@ -55,7 +55,7 @@ def simulated_world(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     scalars.current = _Supplied()
     try:
-        with simulation(late=late, device=device, per_host=per_host, said=stage_outputs):
+        with simulation(late=late, device=device, per_host=per_host, outputs=stage_outputs):
             yield
     finally:
         scalars.current = before

@@ -15,20 +15,20 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from deepspeed.errors import PackingError
+from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
+from deepspeed.foundation.transformers_model import config_of, text_config, vocabulary_size
 from deepspeed.inference.executors.gathered import GatheringExecutor, Inside
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
-from deepspeed.inference.request import text_config, vocabulary
 from deepspeed.native import library
 
 PROBE_PAGE = 2
 # (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest logit; 16-bit dtypes: COARSE
-COARSE = 0.06
+FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`: of the largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
 
 
@@ -74,8 +74,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _structure(model: nn.Module) -> str | None:
     """What can be said without running it."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
+    config = config_of(model)
+    if config is None:
         return "it is no model of Transformers"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
@@ -85,7 +85,7 @@ def _structure(model: nn.Module) -> str | None:
 
 
 def _sequences(model: nn.Module) -> list[list[int]]:
-    config, size = text_config(model), vocabulary(model) or 64
+    config, size = text_config(model, decoder=True), vocabulary_size(model, decoder=True) or 64
     barred = set()
     for source in (config, getattr(model, "generation_config", None)):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -107,11 +107,11 @@ def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
 def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
     """How far the logits of a 16-bit model may be off: as far as they move when what enters does by a step of bf16.
 
-    Roundings grow from layer to layer, in some models to more than `COARSE`: there, who rounds at fewer places than the
-    modules do (the native form) lies as far from them as they from the truth. 0 in other dtypes.
+    Rounding errors grow from layer to layer, in some models beyond `tolerance`: there the native form, which rounds at
+    fewer places than the modules do, is as far from them as they are from exact values. 0 in other dtypes.
     """
     table = _shared(model)
-    if wanted[0].dtype in TOLERANCE or table is model:
+    if wanted[0].dtype in (torch.float32, torch.float64) or table is model:
         return 0.0
     signs = torch.Generator().manual_seed(0)
 
@@ -124,8 +124,8 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
         moved = [_alone(model, tokens) for tokens in sequences]
     finally:
         handle.remove()
-    largest = max(float(one.float().abs().max()) for one in wanted)
-    noise = max(float((a.float() - b.float()).abs().max()) for a, b in zip(moved, wanted, strict=True))
+    largest = max(map(largest_value, wanted))
+    noise = max(largest_value(a.float() - b.float()) for a, b in zip(moved, wanted, strict=True))
     return min(NOISE * noise, NOISIEST * largest)
 
 
@@ -143,9 +143,9 @@ def _probe(
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
         if found.shape != right.shape:
             return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
-        largest = float(right.float().abs().max())
-        error = float((found.float() - right.float()).abs().max())
-        if not error <= TOLERANCE.get(right.dtype, COARSE) * largest and not error <= noise():
+        largest, error = largest_value(right), largest_value(found.float() - right.float())
+        limit = tolerance(right.dtype, FACTORS.get(right.dtype, 1.0)) * largest
+        if not error <= limit and not error <= noise():
             return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
     return None
 
@@ -227,7 +227,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 def _windows(model: nn.Module) -> dict[int, int]:
     """By layer: how many tokens the cache that `generate` makes would keep, where it does not keep all."""
     try:
-        layers = DynamicCache(config=text_config(model)).layers
+        layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # a config without layers: its cache keeps everything
         return {}
     windows = {at: getattr(layer, "sliding_window", None) for at, layer in enumerate(layers)}
