@@ -8,8 +8,8 @@ import torch
 
 from deepspeed.comm import get_rank
 from deepspeed.errors import DataError, PipelineError
-from deepspeed.pipe import stage as stages
-from deepspeed.zero.layout.placement import Relation
+from deepspeed.pipe.split_model import ModelSplit
+from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.dense import momentum
 from tests.parallel.pipeline_layers import batch_of as labelled
 from tests.parallel.pipeline_layers import start
@@ -78,17 +78,17 @@ def deep_cut() -> None:
 
 def untied(stage: int) -> None:
     """A head that no longer is the embedding: not placed as a copy, or a copy that goes its own way."""
-    before = stages._place
-    stages._place = lambda model, layout, kept: None
+    before = ModelSplit.place_shared
+    ModelSplit.place_shared = lambda layout, model, modules: None
     try:
         with raises(PipelineError, "transformer.wte.weight", "stages 0 and 1", "nothing ties it"):
             begun(stage)
     finally:
-        stages._place = before
+        ModelSplit.place_shared = before
     with begun(stage) as engine:
         if engine.is_last_stage():
             table = next(p for n, p in engine.module.named_parameters() if n == "transformer.wte.weight")
-            assert stages.placement_of(table).relations["pp"] is Relation.PARTIAL
+            assert placement_of(table).relations["pp"] is Relation.PARTIAL
             from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
             safe_set_full_fp32_param(table, safe_get_full_fp32_param(table) + 0.5)

@@ -62,8 +62,7 @@ def stage_toy(model: Any, stages: int) -> dict[str, Any]:
     """Cut a toy into stages, by a rank of a group, and compare it with itself."""
     from deepspeed.comm.process_groups.mesh import mesh_for
     from deepspeed.errors import DeepSpeedError
-    from deepspeed.pipe.split_model import find_layout
-    from deepspeed.pipe.stage import keep_stage
+    from deepspeed.pipe.split_model import find_layout, keep_stage
     from deepspeed.tensor_parallel.example_inputs import inputs_of
 
     warnings.simplefilter("ignore")
