@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import PipelineError
+from deepspeed.foundation.equivalence import evaluating
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.transformers_model import outermost
 from deepspeed.pipe.partition_cost import costs_of_parts, deal, operations
 from deepspeed.pipe.placeholders import Elsewhere, Final, Handover, Skipped, Slot, poisoned, without_values
-from deepspeed.tensor_parallel.example_inputs import quiet
 from deepspeed.zero.layout.placement import Relation, place, placement_of
 
 
@@ -85,7 +86,7 @@ class ModelSplit:
         around, count = dict(_around(model, self.container)), len(list(container.children()))
         calls: list[tuple[str, bool]] = []
         numbered = {str(index): block for index, block in enumerate(container.children())}
-        with quiet(model), _watched({**around, **numbered}, calls):
+        with evaluating(model, use_cache=False), _watched({**around, **numbered}, calls):
             outputs = model(**inputs)
         events = [name for name, _ in calls]
         if [name for name in events if name.isdigit()] != [str(index) for index in range(count)]:
@@ -131,7 +132,7 @@ class ModelSplit:
         """How the parts, run one after another, differ from the whole model; empty: not at all."""
         stand_ins = stand_ins_of(model, self.around)
         value: Any = None
-        with quiet(model):
+        with evaluating(model, use_cache=False):
             for part in range(self.parts):
                 try:
                     value = View(model, self, part, stand_ins).run(value, inputs)
@@ -353,12 +354,12 @@ def _block_list(model: nn.Module, parts: int) -> str:
         for name, module in model.named_modules()
         if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
     }
-    outer = {n: m for n, m in lists.items() if not any(n.startswith(other + ".") for other in lists)}
+    outer = outermost(lists)
     long = {name: module for name, module in outer.items() if len(module) >= parts}
     if not long:
-        found = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
+        names = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
         raise PipelineError(
-            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {found}. Take "
+            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {names}. Take "
             f"fewer stages, or describe it as a PipelineModule"
         )
     return max(long, key=lambda name: sum(p.numel() for p in long[name].parameters()))
