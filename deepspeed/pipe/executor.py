@@ -212,7 +212,7 @@ class _Held:
         arrived: how many received tensors can have a gradient.
         gradients: of those, once backward has run.
         roots: where backward begins.
-        given: what it begins with; None: the loss.
+        output_gradients: what it begins with; None: the loss.
         anchor: the leaf that received tensors hang on; None: they can have no gradient.
         outgoing: header and tensors to be sent.
     """
@@ -221,20 +221,13 @@ class _Held:
     arrived: int = 0
     gradients: list[torch.Tensor | None] | None = None
     roots: list[GradientEdge | torch.Tensor] = field(default_factory=list)
-    given: list[torch.Tensor | None] | None = None
+    output_gradients: list[torch.Tensor | None] | None = None
     anchor: torch.Tensor | None = None
     outgoing: tuple[Header, list[torch.Tensor]] | None = None
 
 
 class Executor:
-    """One stage of a pipeline.
-
-    Args:
-        axis: the stages.
-        driver: computes.
-        ring: messages go from the last stage to the first too (several chunks).
-        device: where stages compute.
-    """
+    """One stage of a pipeline; `ring`: messages go from the last stage to the first too, with several chunks."""
 
     def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
@@ -337,7 +330,7 @@ class Executor:
             self._send(action, held)
         elif op == "<B":
             header, tensors = self._receive(action)
-            self._held[place].given = put_together(header, tensors)
+            self._held[place].output_gradients = put_together(header, tensors)
         elif op == "B":
             self._backward(action)
         elif op == "W":
@@ -358,8 +351,8 @@ class Executor:
                 for (micro, _), earlier in waiting:  # every gradient comes in the order of micro-batches
                     self._driver.weights(micro, earlier.weights)
                 self._split[action.micro, action.chunk], run = split, split.backward
-            self._driver.backward(action.micro, held.roots, held.given, run)
-        held.roots, held.given = [], None
+            self._driver.backward(action.micro, held.roots, held.output_gradients, run)
+        held.roots, held.output_gradients = [], None
         held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
         held.gradients = None
 

@@ -19,13 +19,7 @@ from deepspeed.pipe.schedule_simulator import simulate
 
 
 class AbsentStages:
-    """What one stage meets of the others, in one run of a schedule.
-
-    Args:
-        schedule: that all run.
-        stage: which one is here.
-        costs: of the parts; none: alike.
-    """
+    """The other stages as one meets them in a run of a schedule; without costs parts cost the same."""
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
         self._schedule, self._stage, self._late = schedule, stage, late()

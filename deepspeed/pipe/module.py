@@ -396,13 +396,7 @@ class PipelineModule(nn.Module):
 
 
 class LayerRun:
-    """A part of a `PipelineModule`, as the executor runs it.
-
-    Args:
-        module: of the part.
-        part: which.
-        layers: indices of its layers.
-    """
+    """A part of a `PipelineModule`, as the executor runs it."""
 
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers
@@ -421,9 +415,9 @@ class LayerRun:
         """Nothing stands for other stages' layers."""
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """What `loss_fn` makes of outputs and labels; of a dict of a batch it gets all.
+        """The loss of outputs and labels, or of outputs and a batch that is a dict.
 
-        It may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
+        `loss_fn` may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
         """
         loss, numbers = outputs, {}
         if self._module.loss_fn is not None:

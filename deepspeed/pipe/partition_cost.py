@@ -36,11 +36,7 @@ _NEAR = 4  # an item goes over to parts this far away at most, so that the searc
 
 
 class _Crossings:
-    """A forward of the model with a reading at each border: before the first block, between blocks, after the last.
-
-    Args:
-        read: gives what has passed so far, in any unit.
-    """
+    """A forward of the model with a reading at each border: before the first block, between blocks, after the last."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
@@ -50,7 +46,7 @@ class _Crossings:
         handles.append(blocks[-1].register_forward_hook(lambda _m, _a, output: self._enter(_m, (output,), {})))
         self._marks = [read()]
         try:
-            self.made = model(**inputs)
+            self.outputs = model(**inputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -74,9 +70,9 @@ class _Crossings:
         for index, tensor in enumerate(self.crossed):
             if tensor is not None:
                 tensor.register_hook(note(index))
-        loss = getattr(self.made, "loss", None)
+        loss = getattr(self.outputs, "loss", None)
         if loss is None:
-            loss = torch.stack([t.float().sum() for t in tensors_in(self.made) if t.requires_grad]).sum()
+            loss = torch.stack([t.float().sum() for t in tensors_in(self.outputs) if t.requires_grad]).sum()
         begun = self._read()
         torch.autograd.grad(loss, params, allow_unused=True)
         end = self._read()
@@ -210,10 +206,7 @@ class LayerCost:
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
     """Run layers one after the other, forward and backward; they leave no gradients behind.
 
-    Args:
-        layers: what to call, and the module whose parameters it uses.
-        inputs: what the first one takes.
-        repeats: runs that are timed, after one that is not; the least counts.
+    The first layer takes the inputs; of each the least time of `repeats` runs counts, after a warm-up.
 
     Raises:
         ArgumentError: a layer cannot run; says which.
@@ -294,16 +287,9 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
 
 
 def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: float | None = None) -> list[int]:
-    """Deal layers so that the slowest stage is as fast as can be; of cuts that take equally long, that of least memory.
+    """Bounds of parts, as of `deal`, from measured costs; of cuts that take equally long, those of least memory.
 
-    Args:
-        costs: of the layers.
-        stages: how many.
-        chunks: parts of each stage; part p belongs to stage p % stages.
-        limit: bytes that a stage may hold; None: any.
-
-    Returns:
-        Bounds, as `partition_balanced` gives them.
+    A stage may hold `limit` bytes; None: any.
 
     Raises:
         ArgumentError: no cut was found that keeps all stages under the limit.

@@ -46,9 +46,7 @@ class _StandIn(nn.Module):
 class Elsewhere(_StandIn):
     """A module with parameters that another stage runs: NaN in the shape that it would give.
 
-    Args:
-        module: it, without values (on the meta device).
-        name: in the model, for errors.
+    It is made of the module without values, on the meta device; the name is for errors.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -76,11 +74,7 @@ class Elsewhere(_StandIn):
 
 
 class Skipped(_StandIn):
-    """A block before this part: what came from the part before, as NaN but for the last one, which gives it.
-
-    Args:
-        module: the block.
-    """
+    """A block before this part: what came from the part before, as NaN but for the last one, which gives it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -95,22 +89,12 @@ class Final(_StandIn):
     """The last block of a part: what it returns goes to the next part, and the root's forward ends."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Never returns.
-
-        Raises:
-            Handover: with what the block has returned.
-        """
+        """Raise the block's output as a `Handover`."""
         raise Handover(self._stands_for(*args, **kwargs))
 
 
 def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """The same nest with NaN in floating-point tensors and 0 in others.
-
-    Args:
-        nest: of tensors.
-        device: None: each tensor's own.
-        dtype: of floating-point tensors; None: their own.
-    """
+    """The same nest with NaN in floating-point tensors and 0 in others; `dtype` is for the former."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()

@@ -109,8 +109,7 @@ class _Group:
 class SplitBackward:
     """The backward of a micro-batch through a part of the model, in two.
 
-    Args:
-        anchor: the leaf that what the part received hangs on; None: nobody waits for a gradient, nothing is put off.
+    `anchor` is the leaf that received tensors hang on; None: nobody waits for a gradient, nothing is put off.
     """
 
     def __init__(self, anchor: torch.Tensor | None) -> None:
@@ -127,11 +126,7 @@ class SplitBackward:
         return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
     def read(self, roots: Roots) -> None:
-        """See what can be put off.
-
-        Args:
-            roots: where backward will begin.
-        """
+        """Find what a backward from the roots can put off."""
         if self._anchor is None:
             return
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
@@ -146,12 +141,7 @@ class SplitBackward:
         return self._hides or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
-        """Backward without what is put off, after `read`.
-
-        Args:
-            roots: where it begins.
-            gradients: what it begins with; None: a loss.
-        """
+        """Backward without what is put off, after `read`; without gradients the root is a loss."""
         now, self._now = list(self._now.values()), {}
         torch.autograd.backward(roots, gradients, inputs=now if self._groups else None)
 
@@ -163,12 +153,7 @@ class SplitBackward:
 
 
 class _Graph:
-    """The graph of a micro-batch, as it is read from its roots.
-
-    Args:
-        roots: nodes.
-        anchor: the leaf that is not to be put off.
-    """
+    """The graph of a micro-batch, as it is read from its roots; what leads to `anchor` is not put off."""
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
         self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers

@@ -182,14 +182,7 @@ class ModelSplit:
 
 
 class View:
-    """One part of an unedited model: what stands in its slots while it runs.
-
-    Args:
-        model: the root.
-        layout: how it is cut.
-        part: which.
-        stand_ins: for modules that are not run, by name.
-    """
+    """One part of an unedited model: the root with stand-ins, by name, for modules that the part does not run."""
 
     def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
@@ -211,11 +204,9 @@ class View:
         self._slots = slots
 
     def run(self, received: Any, batch: Any) -> Any:
-        """What the part's last block returns, or the root at the end of the model.
+        """Output of the part's last block, or of the root at the end of the model, from that of the part before.
 
-        Args:
-            received: what the part before has returned.
-            batch: arguments of the root's forward: by name, in a row, or one.
+        The batch has the arguments of the root's forward: by name, in a row, or one.
         """
         kwargs = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)

@@ -154,7 +154,7 @@ def _slice(span: Span, rank: int, track: int, zero: int) -> dict[str, Any]:
 
 
 _LANES = 6  # of messages and transfers, under each rank
-_COLOURS = dict(zip(CATEGORIES, (f"C{at}" for at in (0, 2, 8, 1, 5, 3, 7, 4, 6, 9)), strict=False))
+_COLOURS = dict(zip(CATEGORIES, (f"C{number}" for number in (0, 2, 8, 1, 5, 3, 7, 4, 6, 9)), strict=False))
 _COLOURS |= {"save": "black", "outside": "lightgrey"}
 
 
