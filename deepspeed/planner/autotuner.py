@@ -19,7 +19,8 @@ from deepspeed.planner.cli import say_trial
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.script_probe import INFO, JOB, PLANS, is_allowed
 from deepspeed.planner.search import MOST, STAGES, Answer, Judged, TrainingPlan, confirm, legal_plans, table
-from deepspeed.planner.training_script import Script, inside
+from deepspeed.planner.train_program import OUTSIDE
+from deepspeed.planner.training_script import Script
 from deepspeed.planner.trials import METRICS, TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
@@ -50,6 +51,8 @@ class Autotuner:
         self._is_module = bool(getattr(args, "module", False))
         self._nodes = len(active_resources)
         self._base, self._block = self._script.base()
+        # What trials run: without what acts on the outside, so a trial writes no events and no pictures.
+        self._inside = {key: value for key, value in self._base.items() if key not in OUTSIDE}
         mappings = (self._block.arg_mappings or {}).items()  # by key of the JSON, the script's flag
         self._flags = {key.strip(): str(flag).strip() for key, flag in mappings if flag}
         self._results, self._experiments = Path(self._block.results_dir), Path(self._block.exps_dir)
@@ -115,7 +118,7 @@ class Autotuner:
         """Run the script to its first forward, in a process of its own; gives what went wrong."""
         share = self._batch // self._script.ranks
         micro = next(size for size in [*range(2, share + 1), 1] if share % size == 0)
-        config = TrainingPlan(0, "none", micro, share // micro, False).config(inside(self._base), "")
+        config = TrainingPlan(0, "none", micro, share // micro, False).config(self._inside, "")
         path = folder / "ds_config.json"
         path.write_text(json.dumps(config, indent=2) + "\n")
         job = {
@@ -163,7 +166,7 @@ class Autotuner:
             return TrialOutcome(metrics["latency"] / 1e6, "", metrics)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        config = trial_config(plan.config(inside(self._base), self._machine.folder), folder.absolute(),
+        config = trial_config(plan.config(self._inside, self._machine.folder), folder.absolute(),
                               self._block.start_profile_step, self._block.end_profile_step)  # fmt: skip
         ranks = self._script.ranks
         trial = {"name": plan.name, "ds_config": config, "num_gpus": ranks // self._nodes, "num_nodes": self._nodes}

@@ -24,7 +24,7 @@ from deepspeed.config.sections.search import Autotuning
 from deepspeed.engine.initialize import add_config_arguments, initialize
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.foundation.pytree import map_tensors
-from deepspeed.planner.train_program import OUTSIDE, Program
+from deepspeed.planner.train_program import Program
 from deepspeed.planner.trials import Command
 
 _FLAGS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
@@ -142,11 +142,6 @@ class Script:
             if flag and name == flag and _MAPPED.fullmatch(text):
                 return int(text)
         return 0
-
-
-def inside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what acts on the outside: a trial writes no events and no pictures."""
-    return {key: value for key, value in config.items() if key not in OUTSIDE}
 
 
 Source = tuple[Callable[[], nn.Module], Callable[[int], Any]]
