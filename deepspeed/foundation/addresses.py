@@ -38,6 +38,48 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed": "dist=comm",
         "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference",
     },
+    "deepspeed.checkpoint": {
+        "deepspeed.checkpoint.compat.upstream_names": (
+            "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank "
+            "ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+            "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+            "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+            "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS"
+        ),
+    },
+    "deepspeed.checkpoint.constants": {
+        "deepspeed.checkpoint.compat.upstream_names": (
+            "BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES "
+            "OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT SINGLE_PARTITION_OF_FP32_GROUPS ZERO_STAGE "
+            "ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+            "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+            "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+            "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS"
+        ),
+    },
+    "deepspeed.checkpoint.deepspeed_checkpoint": {
+        "deepspeed.checkpoint.compat.upstream_names": "ARGS_KEY CHECKPOINT_INFO_KEY ITERATION_KEY",
+    },
+    "deepspeed.constants": {
+        "deepspeed.foundation.constants": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
+    },
+    "deepspeed.io": {
+        "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
+    },
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": {
+        "deepspeed.foundation.expert_marks": (
+            "has_moe_layers is_moe_param is_moe_param_group "
+            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
+        ),
+    },
+    "deepspeed.ops.adam.multi_tensor_apply": {
+        "deepspeed.foundation.script_helpers": "MultiTensorApply",
+    },
+    "deepspeed.runtime.checkpoint_engine": {},
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
+        "deepspeed.checkpoint.compat.upstream_names": "TorchCheckpointEngine",
+    },
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.config": {
@@ -51,6 +93,10 @@ ADDRESSES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config": {
         "deepspeed.config": "DeepSpeedConfig DeepSpeedConfigError",
+        "deepspeed.foundation.constants": (
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER LION_OPTIMIZER "
+            "MUON_OPTIMIZER"
+        ),
     },
     "deepspeed.runtime.config_utils": {
         "deepspeed.config.base_model": (
@@ -128,8 +174,10 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.utils": {
         "deepspeed.optim.grad_norm": "CheckOverflow clip_grad_norm_ get_global_norm get_grad_norm",
         "deepspeed.foundation.script_helpers": (
-            "DummyOptim call_to_str ensure_directory_exists move_to_device noop_decorator set_random_seed"
+            "DummyOptim call_to_str ensure_directory_exists is_model_parallel_parameter move_to_device noop_decorator "
+            "set_random_seed"
         ),
+        "deepspeed.comm.collectives.torch_backend": "all_gather_dp_groups",
         "deepspeed.comm.collectives.partitioned_tensor": "PartitionedTensor",
         "deepspeed.accelerator.instruments": "empty_cache get_ma_status memory_status see_memory_usage",
         "deepspeed.foundation.partition": "partition_balanced partition_uniform",
@@ -188,7 +236,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         ),
         "deepspeed.comm": "init_distributed",
         "deepspeed.accelerator.instruments": "instrument_w_nvtx",
-        "deepspeed.foundation.log": "log_dist logger",
+        "deepspeed.foundation.log": "log_dist logger set_log_level_from_string",
         "deepspeed.zero.api.tensor_access": (
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
             "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
@@ -224,7 +272,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         ),
     },
     "deepspeed.utils.logging": {
-        "deepspeed.foundation.log": "log_dist logger",
+        "deepspeed.foundation.log": "log_dist logger set_log_level_from_string",
     },
     "deepspeed.utils.timer": {
         "deepspeed.engine.metrics": (
@@ -265,23 +313,45 @@ ALIASES = {
 # Names that programs import without a fallback, of features that are not here: each stands for the name until it is
 # used. module: (the feature, the names); the module can be imported.
 PLACEHOLDERS: dict[str, tuple[str, str]] = {
-    "deepspeed": ("fused transformer layers", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+    "deepspeed.checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
+    "deepspeed.checkpoint.deepspeed_checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
+    "deepspeed.moe.layer": ("mixture of experts", "MoE"),
+    "deepspeed.runtime.data_pipeline": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": ("data efficiency", "CurriculumScheduler"),
+    "deepspeed.runtime.data_pipeline.data_routing": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": (
+        "data efficiency",
+        "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": ("data efficiency", "DataAnalyzer"),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": ("data efficiency", "MMapIndexedDataset"),
+    "deepspeed.runtime.state_dict_factory": ("checkpoints of Megatron", "MegatronSDLoader"),
+    "deepspeed.sequence.fpdt_layer": (
+        "chunks of a sequence",
+        "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss",
+    ),
 }
 
-# Modules that programs import where they can do without: the import ends with the feature's name.
-LATER_MODULES = {
+# Modules and names of features that are not here, and of which programs can do without: the import ends with the
+# feature's name, `hasattr` is False.
+LATER = {
+    "deepspeed.DeepSpeedHybridEngine": "the hybrid engine",
+    "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers",
+    "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers",
+    "deepspeed.compile": "compiler passes over the graph of a step",
     "deepspeed.linear": "low-rank linear layers",
     "deepspeed.model_implementations": "the inference engine",
-    "deepspeed.moe": "mixture of experts",
+    "deepspeed.module_inject.replace_policy": "policies of kernel injection",
+    "deepspeed.module_inject.replace_transformer_layer": "policies of kernel injection",
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
-    "deepspeed.ops.transformer": "the inference engine",
-    "deepspeed.runtime.data_pipeline": "data efficiency",
+    "deepspeed.ops.transformer": "fused transformer layers",
+    "deepspeed.replace_transformer_layer": "policies of kernel injection",
+    "deepspeed.runtime.domino": "tensor parallelism in overlapped halves",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.hybrid_engine": "the hybrid engine",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
 }
-# Names of modules that are here, of features that are not.
-LATER_NAMES = {"deepspeed.DeepSpeedHybridEngine": "the hybrid engine", "deepspeed.moe": "mixture of experts"}
 
 
 class _Placeholder(type):
@@ -327,10 +397,10 @@ def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
         elif name in names:
             target, original = names[name]
             value = _resolve(target, original) if target else importlib.import_module(f"{module}.{original}")
-        elif f"{module}.{name}" in LATER_NAMES:
-            raise not_available(f"{module}.{name}", LATER_NAMES[f"{module}.{name}"])
-        else:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        else:  # `from module import name` asks the finder next, which raises NotAvailableError for what comes later
+            later = LATER.get(f"{module}.{name}")
+            reason = f"it belongs to {later}, which is not available yet" if later else "there is none"
+            raise AttributeError(f"module {module!r} has no attribute {name!r}: {reason}")
         setattr(sys.modules[module], name, value)
         return value
 
@@ -353,9 +423,9 @@ class AddressFinder:
 
     @classmethod
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The module of a row; NotAvailableError, which is an ImportError, for one of `LATER_MODULES`."""
-        if fullname in LATER_MODULES:
-            raise not_available(fullname, LATER_MODULES[fullname])
+        """The module of a row; NotAvailableError, which is an ImportError, for one of `LATER`."""
+        if fullname in LATER:
+            raise not_available(fullname, LATER[fullname])
         if fullname not in ADDRESSES and fullname not in ALIASES and fullname not in PLACEHOLDERS:
             return None
         package = any(row.startswith(f"{fullname}.") for row in (*ADDRESSES, *ALIASES, *PLACEHOLDERS))
