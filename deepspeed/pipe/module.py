@@ -270,7 +270,7 @@ class PipelineModule(nn.Module):
 
     def _count_layer_params(self) -> list[int]:
         """Elements of the parameters that train, by layer; those of other stages are counted too."""
-        return [int(_weight(spec)) for spec in self._specs]
+        return [int(self._trained_elements(spec)) for spec in self._specs]
 
     def stages_of(self, key: str) -> list[int]:
         """Stages with a layer of a tied key."""

@@ -10,18 +10,16 @@ from deepspeed.comm import get_rank
 from deepspeed.errors import DataError, PipelineError
 from deepspeed.pipe.split_model import ModelSplit
 from deepspeed.zero.layout.placement import Relation, placement_of
-from tests.parallel.dense import momentum
 from tests.parallel.pipeline_layers import batch_of as labelled
 from tests.parallel.pipeline_layers import start
-from tests.parallel.pipeline_runs import batches, config_of, deep
+from tests.parallel.pipeline_runs import batches, config_of, deep, engine_of
 from tests.parallel.tiny import raises
 
 
 def begun(stage: int = 1, family: str = "GPTNeo", **changes: Any) -> Any:
-    import deepspeed
 
     model = deep(family, 2, **changes)
-    return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(stage, 2, 2))[0]
+    return engine_of(model, config_of(stage, 2, 2))
 
 
 def other_batches() -> None:
@@ -70,10 +68,9 @@ def dropped() -> None:
 
 
 def deep_cut() -> None:
-    import deepspeed
 
     model = deep("GPTNeo", 4)
-    deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, 2))
+    engine_of(model, config_of(1, 2, 2))
 
 
 def untied(stage: int) -> None:
