@@ -148,11 +148,11 @@ class ModelPart(Protocol):
     metrics: Mapping[str, torch.Tensor | float]  # one number each, beside the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
-        """What the part makes of what the part before has made."""
+        """Outputs of the part, from those of the part before."""
         ...
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss of what the last part has made."""
+        """The loss of the last part's outputs."""
         ...
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -208,7 +208,7 @@ class _Held:
     """A micro-batch in a chunk, from the moment its input arrives until its gradient is sent.
 
     Args:
-        value: what was received, or what is to be sent.
+        value: what was received.
         arrived: how many received tensors can have a gradient.
         gradients: of those, once backward has run.
         roots: where backward begins.

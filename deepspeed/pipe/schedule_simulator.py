@@ -166,10 +166,9 @@ class _Simulation:
 def simulate(
     schedule: PipelineSchedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
 ) -> ScheduleCost:
-    """Run a schedule, and say what it costs.
+    """Run a schedule, and give its cost.
 
     Args:
-        schedule: any.
         costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
             unit (weights cost nothing where there are two); none: they cost 1 each.
         beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.

@@ -299,17 +299,16 @@ def find_layout(
     chunks: int = 1,
     meter: Meter | None = None,
 ) -> ModelSplit:
-    """Cut a model, and see that its parts compute what it computes.
+    """Cut a whole model, and check that its parts compute what it computes.
 
     Args:
         model: whole.
         stages: how many there are.
         inputs: arguments of its forward.
-        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where a
-            block has none that are known), "profile" by what `meter` says, "parameters" by the blocks' parameters,
-            "uniform" by their number.
+        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where the
+            operations of a block are not known), "parameters" by the blocks' parameters, "uniform" by their number.
         chunks: parts of each stage.
-        meter: measures as `deepspeed.pipe.partition_cost.seconds`; all ranks have to get the same.
+        meter: takes the place of operations, as `deepspeed.pipe.partition_cost.seconds`; the same on all ranks.
 
     Raises:
         PipelineError: it cannot be cut so; says why.
