@@ -102,10 +102,7 @@ def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, 
 
 
 def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], repeats: int = 3) -> list[float]:
-    """Seconds of a forward and its backward, split as by `operations`: the least of `repeats` runs, after a warm-up.
-
-    Where the model takes labels, some are made up.
-    """
+    """Seconds of forward and backward, split as by `operations`: the least of `repeats` runs; labels are made up."""
     arguments = dict(inputs)
     if "labels" in inspect.signature(model.forward).parameters and "input_ids" in arguments:
         arguments["labels"] = arguments["input_ids"]
