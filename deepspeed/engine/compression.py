@@ -22,9 +22,8 @@ from deepspeed.compression.controller import CALLED, Compression
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import have_left, keep_layers
 from deepspeed.compression.pruning.sharded_view import Exchange
-from deepspeed.compression.pruning.structured_removal import Removal, cut_buffers, reshape
-from deepspeed.compression.pruning.transformers_groups import shapes_of
-from deepspeed.compression.pruning.unwrap import left_on
+from deepspeed.compression.pruning.structured_removal import Removal, reshape
+from deepspeed.compression.pruning.transformers_groups import left_on, shapes_of
 from deepspeed.engine.build import build
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
@@ -209,7 +208,7 @@ class StructuredPruning:
                 gradient, param.grad = param.grad, None  # no step clears it: nothing here updates the parameter
                 reshape(param, self.removal.select(name, param.data).clone())
                 param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
-        cut_buffers(self.state.module, self.removal)
+        self.removal.cut_buffers(self.state.module)
 
     def _renamed(self) -> dict[str, str]:
         """Names of parameters by those they had, without those that left."""

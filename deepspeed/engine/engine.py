@@ -229,7 +229,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
         axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
-        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.dp_sp_group.size, facts=facts)
+        resolved = DeepSpeedConfig(config, world=axes.data.size, replicas=axes.dp_sp_group.size, facts=facts)
         if resolved.log_level:
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:

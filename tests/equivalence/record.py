@@ -142,7 +142,7 @@ def files_of(folder: str) -> dict[str, str]:
 def _timeless(node: Any) -> Any:
     if isinstance(node, dict):
         return {
-            key: _timeless(value) for key, value in node.items() if key not in ("time", "saved_at", "host", "seconds")
+            key: _timeless(value) for key, value in node.items() if key not in ("saved_at", "crc32")
         }
     return [_timeless(value) for value in node] if isinstance(node, list) else node
 

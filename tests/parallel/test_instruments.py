@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
-from deepspeed.monitor.live_status import read_pages
+from deepspeed.monitor.top import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from deepspeed.zero.gradients import grad_norm
