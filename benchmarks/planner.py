@@ -37,17 +37,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.planner.confirm_plans import MOST, confirm
 from deepspeed.planner.machine_benchmark import calibrate
 from deepspeed.planner.mesh_options import MeshShape
 from deepspeed.planner.search import (
     ALL,
+    MOST,
     ON_DEVICE,
     OPTIMIZER,
     Judged,
     Task,
     TrainingPlan,
-    by_worth,
+    confirm,
     judge,
     legal_plans,
     simulated,
@@ -179,7 +179,7 @@ def judged_under(found: dict[str, Any], memory: float) -> list[Judged]:
                0 < row["held"] <= memory, 0 < row["least"] <= memory, row["reason"])
         for row in found["plans"]
     ]  # fmt: skip
-    return sorted(listed, key=by_worth)
+    return sorted(listed, key=lambda judged: judged.worth)
 
 
 def limit_of(trials: dict[str, TrialOutcome]) -> tuple[float, bool]:

@@ -64,8 +64,9 @@ def config_of(stage: int, dtype: str, batch: int) -> dict[str, Any]:
 
 def make_rank(width: int, layers: int, batch: int) -> Callable[..., Any]:
     """A rank that trains a case and answers with its live peak and its resident growth."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the benchmarks are run as files
     from deepspeed.planner import measure_memory
-    from deepspeed.profiling.resident_memory import ResidentPeak
+    from tests.harness.resident_memory import ResidentPeak
 
     rank, _ = start_world()
     shape = Shape(width=width, layers=layers, batch=batch)

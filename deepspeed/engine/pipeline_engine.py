@@ -28,7 +28,7 @@ from deepspeed.engine.train_loop import Window
 from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
 from deepspeed.foundation.fake_mode import STEP, enter
 from deepspeed.foundation.log import log_rank0
-from deepspeed.pipe.executor import Count, Executor, ModelPart, check, check_shared, mean_loss
+from deepspeed.pipe.executor import Count, Executor, ModelPart, check_shared
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import ScheduleCost, simulate
@@ -282,7 +282,7 @@ class PipelineEngine(DeepSpeedEngine):
                 problem = error
             counts = self._gather_counts(losses, "loss of an evaluation", weight if samples else 0.0, problem)
             share = sum(count.items for count in counts if count.losses) if samples else 1.0
-            batch_losses.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
+            batch_losses.append(torch.tensor(Count.mean_loss(counts) * (1.0 if reduce_output is None else share)))
             counted += share
         self._note_metrics(counts)
         if reduce_output is None:
@@ -331,9 +331,9 @@ class PipelineEngine(DeepSpeedEngine):
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
         """The mean loss of a window that was computed once on each stage, on all ranks."""
         counts = self._gather_counts(losses, "mean loss of a window", sum(self._driver.items or ()))
-        check(counts, self.num_stages, micros, self._chunks)
+        Count.check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
-        return torch.tensor(mean_loss(counts))
+        return torch.tensor(Count.mean_loss(counts))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its forward passes through all stages. All ranks call together.

@@ -25,8 +25,7 @@ from deepspeed.foundation.pytree import map_tensors
 from deepspeed.pipe.executor import ModelPart
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.partition_cost import seconds
-from deepspeed.pipe.split_model import Meter, ModelSplit, find_layout
-from deepspeed.pipe.stage import keep_stage
+from deepspeed.pipe.split_model import Meter, ModelSplit, find_layout, keep_stage
 from deepspeed.zero.api.materialize import is_without_values
 from deepspeed.zero.api.reshard import check_not_served, is_sharded_by_init, shard_over
 from deepspeed.zero.layout.placement import Relation, placement_of

@@ -49,11 +49,38 @@ class Count(NamedTuple):
     metrics: float = 0.0
     failed: float = 0.0
 
+    @staticmethod
+    def mean_loss(counts: Sequence[Count]) -> float:
+        """The mean loss over the ranks that have one, or over the items that their losses are sums over."""
+        total = sum(count.loss * count.losses for count in counts)
+        items = sum(count.items for count in counts if count.losses)
+        return total / (items or sum(count.losses for count in counts) or 1.0)
 
-def mean_loss(counts: Sequence[Count]) -> float:
-    """The mean loss over the ranks that have one, or over the items that their losses are sums over."""
-    total = sum(one.loss * one.losses for one in counts)
-    return total / (sum(one.items for one in counts if one.losses) or sum(one.losses for one in counts) or 1.0)
+    @staticmethod
+    def check(counts: Sequence[Count], stages: int, micros: int, chunks: int) -> None:
+        """Check that a window of `micros` micro-batches was computed once, by stages after the same update.
+
+        Raises:
+            PipelineError: a micro-batch is missing or was computed twice, a loss was counted on two stages, or a stage
+                is updates behind; says which.
+        """
+        for rank, count in enumerate(counts):
+            where = f"rank {rank} (stage {count.stage:.0f})"
+            for name, runs in (("forward", count.forward), ("backward", count.backward)):
+                if runs != micros * chunks:
+                    raise PipelineError(
+                        f"{where} ran {runs:.0f} times {name} in a window of {micros} micro-batches and {chunks} chunks"
+                    )
+            if count.losses != (micros if count.stage == stages - 1 else 0):
+                raise PipelineError(
+                    f"{where} counted {count.losses:.0f} losses in a window of {micros}: the last stage ({stages - 1}) "
+                    f"counts all of them, and no other stage any"
+                )
+            if count.step != counts[0].step:
+                raise PipelineError(
+                    f"{where} has made {count.step:.0f} updates and rank 0 (stage {counts[0].stage:.0f}) "
+                    f"{counts[0].step:.0f}: one of them is stale"
+                )
 
 
 class Means:
@@ -65,14 +92,9 @@ class Means:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def add(self, found: Mapping[str, torch.Tensor | float], weight: float = 1.0) -> None:
-        """One micro-batch's.
-
-        Args:
-            found: one number each.
-            weight: samples that it counts for.
-        """
-        for name, value in found.items():
+    def add(self, numbers: Mapping[str, torch.Tensor | float], weight: float = 1.0) -> None:
+        """Add one micro-batch's numbers; `weight` is its samples."""
+        for name, value in numbers.items():
             total, weights = self._sums.get(name, (0.0, 0.0))
             number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
             self._sums[name] = total + number * weight, weights + weight  # on the device: nobody waits for it
@@ -80,64 +102,28 @@ class Means:
     def over(self, axis: Axis) -> dict[str, float]:
         """The means over all ranks that have one. All ranks of the axis call together."""
         sums: dict[str, tuple[float, float]] = {}
-        mine = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
-        for theirs in all_gather_objects(axis, mine):
-            for name, (total, weights) in theirs.items():
+        own_sums = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
+        for rank_sums in all_gather_objects(axis, own_sums):
+            for name, (total, weights) in rank_sums.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + weights
         return {name: total / weights for name, (total, weights) in sums.items() if weights}
 
 
-def check(counts: Sequence[Count], stages: int, micros: int, chunks: int) -> None:
-    """See that a window was computed once, by stages that stand at the same update.
-
-    Args:
-        counts: of all ranks.
-        stages: how many there are.
-        micros: micro-batches of the window.
-        chunks: parts of each stage.
-
-    Raises:
-        PipelineError: a micro-batch is missing or was computed twice, a loss was counted on two stages, or a stage is
-            updates behind; says which.
-    """
-    for rank, one in enumerate(counts):
-        where = f"rank {rank} (stage {one.stage:.0f})"
-        for name, found in (("forward", one.forward), ("backward", one.backward)):
-            if found != micros * chunks:
-                raise PipelineError(
-                    f"{where} ran {found:.0f} times {name} in a window of {micros} micro-batches and {chunks} chunks"
-                )
-        if one.losses != (micros if one.stage == stages - 1 else 0):
-            raise PipelineError(
-                f"{where} counted {one.losses:.0f} losses in a window of {micros}: the last stage ({stages - 1}) "
-                f"counts all of them, and no other stage any"
-            )
-        if one.step != counts[0].step:
-            raise PipelineError(
-                f"{where} has made {one.step:.0f} updates and rank 0 (stage {counts[0].stage:.0f}) "
-                f"{counts[0].step:.0f}: one of them is stale"
-            )
-
-
 def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
-    """See that what several stages hold has one value. All ranks of the axis call together.
-
-    Args:
-        values: parameters that this stage shares with others, by name.
-        axis: the stages.
+    """Check that parameters of several stages have one value on all. All ranks of the axis call together.
 
     Raises:
-        PipelineError: a stage's copy went its own way; says which.
+        PipelineError: a stage's copy differs; says which.
     """
-    mine = {
+    own_sums = {
         name: (float(value.detach().double().sum()), float(value.detach().double().abs().sum()))
         for name, value in values.items()
     }
-    everyone = all_gather_objects(axis, mine)
+    everyone = all_gather_objects(axis, own_sums)
     first: dict[str, tuple[int, tuple[float, float]]] = {}
-    for stage, theirs in enumerate(everyone):
-        for name, (total, size) in theirs.items():
+    for stage, stage_sums in enumerate(everyone):
+        for name, (total, size) in stage_sums.items():
             other, (wanted, _) = first.setdefault(name, (stage, (total, size)))
             if not abs(total - wanted) <= _APART * size:
                 raise PipelineError(
@@ -162,11 +148,11 @@ class ModelPart(Protocol):
     metrics: Mapping[str, torch.Tensor | float]  # one number each, beside the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
-        """What the part makes of what the part before has made."""
+        """Outputs of the part, from those of the part before."""
         ...
 
-    def loss(self, made: Any, batch: Any) -> torch.Tensor:
-        """The loss of what the last part has made."""
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """The loss of the last part's outputs."""
         ...
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -175,7 +161,7 @@ class ModelPart(Protocol):
 
 
 class Driver(Protocol):
-    """Who trains: knows the batches, the model and the window."""
+    """The engine of a stage: knows the batches, the model and the window."""
 
     @property
     def costs(self) -> list[float]:
@@ -191,11 +177,7 @@ class Driver(Protocol):
     ) -> None:
         """Run backward from what a chunk has sent, or with None for gradients from the loss.
 
-        Args:
-            micro: micro-batch.
-            roots: where it begins.
-            gradients: what it begins with.
-            run: called as `torch.autograd.backward`.
+        `run` is called as `torch.autograd.backward`.
         """
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
@@ -226,11 +208,11 @@ class _Held:
     """A micro-batch in a chunk, from the moment its input arrives until its gradient is sent.
 
     Args:
-        value: what was received, or what is to be sent.
+        value: what was received.
         arrived: how many received tensors can have a gradient.
         gradients: of those, once backward has run.
         roots: where backward begins.
-        given: what it begins with; None: the loss.
+        output_gradients: what it begins with; None: the loss.
         anchor: the leaf that received tensors hang on; None: they can have no gradient.
         outgoing: header and tensors to be sent.
     """
@@ -239,26 +221,21 @@ class _Held:
     arrived: int = 0
     gradients: list[torch.Tensor | None] | None = None
     roots: list[GradientEdge | torch.Tensor] = field(default_factory=list)
-    given: list[torch.Tensor | None] | None = None
+    output_gradients: list[torch.Tensor | None] | None = None
     anchor: torch.Tensor | None = None
     outgoing: tuple[Header, list[torch.Tensor]] | None = None
 
 
 class Executor:
-    """One stage of a pipeline.
-
-    Args:
-        axis: the stages.
-        driver: computes.
-        ring: messages go from the last stage to the first too (several chunks).
-        device: where stages compute.
-    """
+    """One stage of a pipeline; `ring`: messages go from the last stage to the first too, with several chunks."""
 
     def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
         onward, back = axis.channel(), axis.channel()
         before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
-        forth = [(at, (at + 1) % axis.size) for at in range(axis.size if ring else axis.size - 1) if axis.size > 1]
+        forth = [
+            (stage, (stage + 1) % axis.size) for stage in range(axis.size if ring else axis.size - 1) if axis.size > 1
+        ]
         edges = [*forth, *((after, before) for before, after in forth)]
         groups = message_groups(axis, edges)
 
@@ -294,14 +271,10 @@ class Executor:
         return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
 
     def run(self, schedule: PipelineSchedule, training: bool) -> list[Any]:
-        """Do what the schedule says for this stage. All stages call together.
-
-        Args:
-            schedule: validated.
-            training: keep graphs for backward.
+        """Run this stage's row of a validated schedule. All stages call together; in training graphs are kept.
 
         Returns:
-            What the last part gave for each micro-batch, detached; empty on other stages.
+            Outputs of the last part by micro-batch, detached; empty on other stages.
 
         Raises:
             PipelineError: a chunk raised; says stage, layers and micro-batch. All other ranks are told.
@@ -313,11 +286,11 @@ class Executor:
         results: dict[int, Any] = {}
         self._absent = AbsentStages(schedule, self.stage, self._driver.costs) if simulating() else None
         with torch.set_grad_enabled(training):
-            for at, action in enumerate(schedule.rows[self.stage]):
-                self._place = schedule.around(self.stage, at)
+            for position, action in enumerate(schedule.rows[self.stage]):
+                self._place = schedule.around(self.stage, position)
                 part = schedule.part(self.stage, action.chunk)
                 if self._absent is not None:
-                    self._absent.at(at, action)
+                    self._absent.at(position, action)
                 try:
                     self._act(action, training, results if part == schedule.parts - 1 else None)
                     if action.op == "B" and part == 0:
@@ -357,7 +330,7 @@ class Executor:
             self._send(action, held)
         elif op == "<B":
             header, tensors = self._receive(action)
-            self._held[place].given = put_together(header, tensors)
+            self._held[place].output_gradients = put_together(header, tensors)
         elif op == "B":
             self._backward(action)
         elif op == "W":
@@ -378,8 +351,8 @@ class Executor:
                 for (micro, _), earlier in waiting:  # every gradient comes in the order of micro-batches
                     self._driver.weights(micro, earlier.weights)
                 self._split[action.micro, action.chunk], run = split, split.backward
-            self._driver.backward(action.micro, held.roots, held.given, run)
-        held.roots, held.given = [], None
+            self._driver.backward(action.micro, held.roots, held.output_gradients, run)
+        held.roots, held.output_gradients = [], None
         held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
         held.gradients = None
 
@@ -412,12 +385,12 @@ class Executor:
     def _receive_activation(self, action: Action, training: bool) -> _Held:
         header, tensors = self._receive(action)
         held = _Held()
-        enter = [at for at, leaf in enumerate(header.leaves) if leaf.differentiable]
+        enter = [index for index, leaf in enumerate(header.leaves) if leaf.differentiable]
         if training and enter:
             held.anchor = torch.empty((), requires_grad=True)
-            entered: Any = _ReceivedTensors.apply(held.anchor, held, [tensors[at] for at in enter])
-            for at, tensor in zip(enter, entered, strict=True):
-                tensors[at] = tensor
+            entered: Any = _ReceivedTensors.apply(held.anchor, held, [tensors[index] for index in enter])
+            for index, tensor in zip(enter, entered, strict=True):
+                tensors[index] = tensor
             held.arrived = len(enter)
         held.value = put_together(header, tensors)
         return held
@@ -427,14 +400,14 @@ class Executor:
         held = self._held.setdefault(place, _Held())
         received, held.value = held.value, None
         with recorder.span(FORWARD, str(action)):
-            made = self._driver.forward(action.chunk, action.micro, received)
+            outputs = self._driver.forward(action.chunk, action.micro, received)
         if results is None:
-            held.outgoing = take_apart(made)
+            held.outgoing = take_apart(outputs)
             held.roots = [get_gradient_edge(t) for t in held.outgoing[1] if training and t.requires_grad]
             return
         if training:
-            held.roots = [made]
-            results[action.micro] = made.detach()
+            held.roots = [outputs]
+            results[action.micro] = outputs.detach()
         else:
             del self._held[place]
-            results[action.micro] = made
+            results[action.micro] = outputs

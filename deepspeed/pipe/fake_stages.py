@@ -7,7 +7,6 @@ done only what this stage has heard of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,22 +15,19 @@ from deepspeed.comm.collectives.p2p import Header
 from deepspeed.comm.fake.fake_p2p import FakeMessage, SimulatedSender, UnheardError
 from deepspeed.foundation.fake_mode import late, stage_outputs
 from deepspeed.pipe.schedule import Action, PipelineSchedule
-from deepspeed.pipe.schedule_simulator import begins
+from deepspeed.pipe.schedule_simulator import simulate
 
 
 class AbsentStages:
-    """What one stage meets of the others, in one run of a schedule.
-
-    Args:
-        schedule: that all run.
-        stage: which one is here.
-        costs: of the parts; none: alike.
-    """
+    """The other stages as one meets them in a run of a schedule; without costs parts cost the same."""
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
         self._schedule, self._stage, self._late = schedule, stage, late()
-        self._begins = begins(schedule, costs)
-        self._places = [{(one.op, one.micro, one.chunk): at for at, one in enumerate(row)} for row in schedule.rows]
+        self._begins = simulate(schedule, costs).begins
+        self._places = [
+            {(action.op, action.micro, action.chunk): place for place, action in enumerate(row)}
+            for row in schedule.rows
+        ]
         self._known = [-1] * schedule.stages  # of each stage: its last action that this one has heard of
         self._now = 0.0
 
@@ -54,14 +50,10 @@ class AbsentStages:
             stage_outputs()[self._schedule.part(self._stage, action.chunk)] = FakeMessage.of(header, tensors)
 
     def message(self, action: Action, rank: int) -> FakeMessage:
-        """What is received.
-
-        Args:
-            action: receives it.
-            rank: would send it.
+        """The message that a receive gets.
 
         Raises:
-            UnheardError: its stage has not been run.
+            UnheardError: the stage of `rank`, which sends it, has not been run.
         """
         part = self._schedule.part(self._stage, action.chunk)
         if action.op == "<B":
@@ -71,11 +63,9 @@ class AbsentStages:
         return stage_outputs()[part - 1]
 
     def let_go(self, sender: SimulatedSender, action: Action) -> None:
-        """Before a message is sent: have its peer read, and let go of, what it is through with.
+        """Before a message is sent: have its peer read and free the messages that it is through with.
 
-        Args:
-            sender: sends it; its messages are called by window, micro-batch and chunk.
-            action: of it.
+        Messages of `sender` are named by window, micro-batch and chunk.
         """
         kind, (peer, _) = action.op[1], self._peer(action)
         for message in sender.unread():
@@ -91,8 +81,5 @@ class AbsentStages:
         if window is self:
             op = "W" if self._schedule.splits else "F" if self._schedule.name == "inference" else "B"
             used = self._places[peer][op, action.micro, self._peer(action)[1]]
-        return _first(at for at, one in enumerate(row) if at > used and one.op == "<" + kind)
-
-
-def _first(places: Iterable[int]) -> int | None:
-    return next(iter(places), None)
+        later = (place for place, other in enumerate(row) if place > used and other.op == "<" + kind)
+        return next(later, None)

@@ -147,32 +147,25 @@ class PipeSchedule:
         return self.stage_id == self.stages - 1
 
 
-@functools.lru_cache(maxsize=4)
-def _schedule(name: str, stages: int, micro_batches: int) -> PipelineSchedule:
-    """Of all stages, each of which asks for the same."""
-    return make_schedule(name, stages, micro_batches)
-
-
-@functools.lru_cache(maxsize=4)
-def _peaks(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches that each stage holds, at most."""
-    return tuple(simulate(_schedule(name, stages, micro_batches)).peaks)
-
-
 class _OfRows(PipeSchedule):
     """Reads the row of its stage."""
 
     schedule_name: str
 
+    @staticmethod
+    @functools.lru_cache(maxsize=4)  # every stage asks for the same
+    def _of_all_stages(name: str, stages: int, micro_batches: int) -> PipelineSchedule:
+        return make_schedule(name, stages, micro_batches)
+
     def data(self) -> PipelineSchedule:
         """The schedule of all stages, as an engine runs it."""
-        return _schedule(self.schedule_name, self.stages, self.micro_batches)
+        return self._of_all_stages(self.schedule_name, self.stages, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one for each forward or backward pass."""
         row, buffers = self.data().rows[self.stage_id], self.num_pipe_buffers()
 
-        def made(kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
+        def instruction(kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
             return kind(action.micro % buffers, micro_batch=action.micro)
 
         step, computed = list[PipeInstruction](), False
@@ -181,8 +174,8 @@ class _OfRows(PipeSchedule):
                 yield step
                 step, computed = [], False
             if action.op == "F" and (self.is_first_stage or self.is_last_stage):
-                step.append(made(LoadMicroBatch, action))
-            step.append(made(_KINDS[action.op], action))
+                step.append(instruction(LoadMicroBatch, action))
+            step.append(instruction(_KINDS[action.op], action))
             computed |= action.op in "FB"
         yield [*step, *(kind() for kind in self._ends())]
 
@@ -195,9 +188,14 @@ class TrainSchedule(_OfRows):
 
     schedule_name = "1f1b"
 
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def _peaks(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+        return simulate(_OfRows._of_all_stages(name, stages, micro_batches)).peaks
+
     def num_pipe_buffers(self) -> int:
         """Micro-batches whose activations the stage holds at a time, at most."""
-        return _peaks(self.schedule_name, self.stages, self.micro_batches)[self.stage_id]
+        return self._peaks(self.schedule_name, self.stages, self.micro_batches)[self.stage_id]
 
     def _ends(self) -> tuple[type[PipeInstruction], ...]:
         return _UPDATE

@@ -40,8 +40,8 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
-        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
+        arguments = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *arguments])})"
 
     def build(self, log: bool = False) -> nn.Module:
         """Make the layer."""
@@ -122,12 +122,12 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         self._specs = list(layers.children()) if isinstance(layers, nn.Sequential) else list(layers)
-        self._stages, self._topology = _stages_of(num_stages, topology)
+        self._stages, self._topology = self._checked_topology(num_stages, topology)
         self._chunks, self._example, self._memory = num_chunks, example_input, stage_memory
         self.loss_fn = loss_fn
         self.seed_layers, self.base_seed, self._seed = seed_layers, base_seed, seed_fn or torch.manual_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
-        self._checkpoint = activation_checkpoint_func or _checkpoint
+        self._checkpoint = activation_checkpoint_func or partial(checkpoint, use_reentrant=False)
         self._checkpointable = checkpointable_layers
         rank = get_rank() if is_initialized() else 0
         self.stage = rank // (ranks_started() // self._stages)
@@ -141,6 +141,24 @@ class PipelineModule(nn.Module):
 
     # -- making ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _checked_topology(num_stages: int | None, topology: ProcessTopology | None) -> tuple[int, ProcessTopology]:
+        """Stages and ranks by axis."""
+        if num_stages is None and topology is None:
+            raise ArgumentError("a PipelineModule needs num_stages or topology")
+        world = ranks_started()
+        stages = topology.get_dim("pipe") if topology is not None else int(num_stages or 1)
+        if stages < 1 or world % stages or (num_stages is not None and num_stages != stages):
+            raise MeshError(f"{world} rank(s) do not divide into {stages} stages (num_stages is {num_stages})")
+        if topology is None:
+            topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
+        if topology.world_size() != world or topology.get_axis_names()[0] != "pipe":
+            raise MeshError(
+                f"the topology has axes {topology.get_axis_names()} of {topology.world_size()} ranks: 'pipe' has to be "
+                f"the first, and {world} were started"
+            )
+        return stages, topology
+
     def _partition(self, method: str | Sequence[int]) -> list[int]:
         count, parts = len(self._specs), self._stages * self._chunks
         if not isinstance(method, str):
@@ -148,7 +166,7 @@ class PipelineModule(nn.Module):
         elif method == "uniform":
             bounds = partition_uniform(count, parts)
         elif method in ("parameters", "best"):
-            bounds = partition_balanced([_weight(spec) for spec in self._specs], parts)
+            bounds = partition_balanced([self._trained_elements(spec) for spec in self._specs], parts)
         elif method.startswith("type:"):
             named = re.compile(method[5:], re.IGNORECASE)
             bounds = partition_balanced([float(bool(named.search(_name(spec)))) for spec in self._specs], parts)
@@ -183,13 +201,31 @@ class PipelineModule(nn.Module):
             raise ArgumentError(
                 'partition_method "profile" runs the layers: pass example_input, what the first layer takes'
             )
-        with torch.random.fork_rng(devices=[]), suspended():
-            return measure(self._alone(), self._example)
-
-    def _alone(self) -> Iterator[Layer]:
-        """Layers as they are called, of which no more than one and the tied ones live at a time."""
         tied: dict[str, nn.Module] = {}
-        return (_made_alone(spec, tied) for spec in self._specs)  # which itself keeps none
+        layers = (self._build_alone(spec, tied) for spec in self._specs)  # one at a time: the generator keeps none
+        with torch.random.fork_rng(devices=[]), suspended():
+            return measure(layers, self._example)
+
+    @staticmethod
+    def _build_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
+        """A layer that is built to be measured: a function to call, and its module."""
+        if isinstance(spec, TiedLayerSpec):
+            module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
+            return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
+        if isinstance(spec, LayerSpec):
+            module = spec.build()
+            return module, module
+        module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else None
+        return module or spec, module
+
+    @staticmethod
+    def _trained_elements(layer: Any) -> float:
+        """Elements of a layer's trained parameters; one that is described is built without values."""
+        if isinstance(layer, LayerSpec):
+            with torch.device("meta"):
+                layer = layer.build()
+        params = layer.parameters() if isinstance(layer, nn.Module) else ()
+        return float(sum(param.numel() for param in params if param.requires_grad))
 
     def _build(self) -> None:
         """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
@@ -197,31 +233,33 @@ class PipelineModule(nn.Module):
             self._build_own()
 
     def _build_own(self) -> None:
-        mine = {at for part in self._own_parts() for at in range(self._bounds[part], self._bounds[part + 1])}
-        needed = {spec.key for at, spec in enumerate(self._specs) if at in mine and isinstance(spec, TiedLayerSpec)}
-        met: set[str] = set()
-        for at, spec in enumerate(self._specs):
+        own = {index for part in self._own_parts() for index in range(self._bounds[part], self._bounds[part + 1])}
+        needed = {
+            spec.key for index, spec in enumerate(self._specs) if index in own and isinstance(spec, TiedLayerSpec)
+        }
+        built: set[str] = set()  # keys of tied layers
+        for index, spec in enumerate(self._specs):
             if self.seed_layers:
-                self._seed(self.base_seed + at)
+                self._seed(self.base_seed + index)
             if isinstance(spec, TiedLayerSpec):
-                if spec.key not in met:
-                    made = spec.build()
+                if spec.key not in built:
+                    layer = spec.build()
                     if spec.key in needed:
-                        self.tied_modules[spec.key] = made
-                met.add(spec.key)
+                        self.tied_modules[spec.key] = layer
+                built.add(spec.key)
                 continue
             if isinstance(spec, LayerSpec):
-                made = spec.build() if at in mine or not self.seed_layers else None
+                layer = spec.build() if index in own or not self.seed_layers else None
             else:
-                made = spec
-            if at not in mine:
+                layer = spec
+            if index not in own:
                 continue
-            if isinstance(made, nn.Module):
-                self.add_module(str(at), made)
-            elif callable(made):
-                self._functions[at] = made
+            if isinstance(layer, nn.Module):
+                self.add_module(str(index), layer)
+            elif callable(layer):
+                self._functions[index] = layer
             else:
-                raise ArgumentError(f"layer {at} is a {type(spec).__name__}: no Module, LayerSpec or function")
+                raise ArgumentError(f"layer {index} is a {type(spec).__name__}: no Module, LayerSpec or function")
 
     def _tie(self) -> None:
         for key, module in self.tied_modules.items():
@@ -232,12 +270,16 @@ class PipelineModule(nn.Module):
 
     def _count_layer_params(self) -> list[int]:
         """Elements of the parameters that train, by layer; those of other stages are counted too."""
-        return [int(_weight(spec)) for spec in self._specs]
+        return [int(self._trained_elements(spec)) for spec in self._specs]
 
     def stages_of(self, key: str) -> list[int]:
         """Stages with a layer of a tied key."""
         return sorted(
-            {self.stage_owner(at) for at, s in enumerate(self._specs) if isinstance(s, TiedLayerSpec) and s.key == key}
+            {
+                self.stage_owner(layer)
+                for layer, s in enumerate(self._specs)
+                if isinstance(s, TiedLayerSpec) and s.key == key
+            }
         )
 
     def _own_parts(self) -> range:
@@ -268,29 +310,29 @@ class PipelineModule(nn.Module):
         for low in range(layers.start, layers.stop, every):
             some = range(low, min(low + every, layers.stop))
             if self._is_checkpointable(some):
-                inputs = self._checkpoint(lambda given, some=some: self._run(some, given), inputs)
+                inputs = self._checkpoint(lambda hidden, some=some: self._run(some, hidden), inputs)
             else:
                 inputs = self._run(some, inputs)
         return inputs
 
     def _run(self, layers: range, inputs: Any) -> Any:
-        for at in layers:
+        for layer in layers:
             if self.seed_layers:
-                self._seed(self.base_seed * self._runs + at)
-            inputs = self._layer(at)(inputs)
+                self._seed(self.base_seed * self._runs + layer)
+            inputs = self._layer(layer)(inputs)
         return inputs
 
-    def _layer(self, at: int) -> Callable[..., Any]:
-        spec = self._specs[at]
+    def _layer(self, layer: int) -> Callable[..., Any]:
+        spec = self._specs[layer]
         if isinstance(spec, TiedLayerSpec):
             module, forward = self.tied_modules[spec.key], spec.forward_fn
             return module if forward is None else lambda inputs: forward(module, inputs)
-        return self._functions.get(at) or self._modules[str(at)]  # type: ignore[return-value]
+        return self._functions.get(layer) or self._modules[str(layer)]  # type: ignore[return-value]
 
     def _is_checkpointable(self, layers: range) -> bool:
         if self._checkpointable is not None:
-            return all(_name(self._specs[at]) in self._checkpointable for at in layers)
-        return any(isinstance(m := self._modules.get(str(at)), nn.Module) and _size(m) > 0 for at in layers)
+            return all(_name(self._specs[layer]) in self._checkpointable for layer in layers)
+        return any(self._trained_elements(self._modules.get(str(layer))) for layer in layers)
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
 
@@ -314,16 +356,27 @@ class PipelineModule(nn.Module):
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of layers that were handed over as modules, which every rank has, by layer and name."""
-        layers = [(at, spec) for at, spec in enumerate(self._specs) if isinstance(spec, nn.Module)]
-        return {f"{at}.{name}": param for at, layer in layers for name, param in layer.named_parameters()}
+        layers = [(index, spec) for index, spec in enumerate(self._specs) if isinstance(spec, nn.Module)]
+        return {f"{index}.{name}": param for index, layer in layers for name, param in layer.named_parameters()}
 
     def description(self) -> list[str]:
         """A line for each layer, with its part: what all ranks have to agree on."""
         parts = [part for part, (low, high) in enumerate(itertools.pairwise(self._bounds)) for _ in range(low, high)]
         return [
-            f"layer {at} {_words(spec)}, part {part}"
-            for at, (spec, part) in enumerate(zip(self._specs, parts, strict=True))
+            f"layer {index} {self._describe(spec)}, part {part}"
+            for index, (spec, part) in enumerate(zip(self._specs, parts, strict=True))
         ]
+
+    @staticmethod
+    def _describe(spec: Any) -> str:
+        """A layer's class, its key where it is tied, and those arguments that mean the same on every rank."""
+        if not isinstance(spec, LayerSpec):
+            return _name(spec)
+        plain = (int, float, str, bool, type(None))
+        arguments = [str(value) for value in spec.module_args if isinstance(value, plain)]
+        arguments += [f"{name}={value!r}" for name, value in spec.module_kwargs.items() if isinstance(value, plain)]
+        tied = f" tied as {spec.key!r}" if isinstance(spec, TiedLayerSpec) else ""
+        return f"{_name(spec)}({', '.join(arguments)}){tied}"
 
     def partitions(self) -> list[int]:
         """Bounds of the parts, in layers."""
@@ -347,13 +400,7 @@ class PipelineModule(nn.Module):
 
 
 class LayerRun:
-    """A part of a `PipelineModule`, as the executor runs it.
-
-    Args:
-        module: of the part.
-        part: which.
-        layers: indices of its layers.
-    """
+    """A part of a `PipelineModule`, as the executor runs it."""
 
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers
@@ -364,88 +411,29 @@ class LayerRun:
 
     def run(self, received: Any, batch: Any) -> Any:
         """Outputs of the part's layers; the first part takes the batch's inputs."""
-        return self._module(_inputs(batch) if self.first else received, layers=self._layers)
+        if self.first:
+            received = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return self._module(received, layers=self._layers)
 
     def cast(self, dtype: torch.dtype) -> None:
         """Nothing stands for other stages' layers."""
 
-    def loss(self, made: Any, batch: Any) -> torch.Tensor:
-        """What `loss_fn` makes of outputs and labels; of a dict of a batch it gets all.
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """The loss of outputs and labels, or of outputs and a batch that is a dict.
 
-        It may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
+        `loss_fn` may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
         """
-        found, numbers = made, {}
+        loss, numbers = outputs, {}
         if self._module.loss_fn is not None:
-            found = self._module.loss_fn(made, batch[1] if isinstance(batch, (tuple, list)) else batch)
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-            found, numbers = found
+            loss = self._module.loss_fn(outputs, batch[1] if isinstance(batch, (tuple, list)) else batch)
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
+            loss, numbers = loss
         numbers = {**numbers, **(self._module.get_additional_losses() or {})}
-        self.metrics = {n: one.detach() if isinstance(one, torch.Tensor) else one for n, one in numbers.items()}
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            raise PipelineError(f"the loss is one number, and loss_fn gave a {type(found).__name__}")
-        return found
-
-
-def _inputs(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
-def _stages_of(num_stages: int | None, topology: ProcessTopology | None) -> tuple[int, ProcessTopology]:
-    if num_stages is None and topology is None:
-        raise ArgumentError("a PipelineModule needs num_stages or topology")
-    world = ranks_started()
-    stages = topology.get_dim("pipe") if topology is not None else int(num_stages or 1)
-    if stages < 1 or world % stages or (num_stages is not None and num_stages != stages):
-        raise MeshError(f"{world} rank(s) do not divide into {stages} stages (num_stages is {num_stages})")
-    if topology is None:
-        topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
-    if topology.world_size() != world or topology.get_axis_names()[0] != "pipe":
-        raise MeshError(
-            f"the topology has axes {topology.get_axis_names()} of {topology.world_size()} ranks: 'pipe' has to be the "
-            f"first, and {world} were started"
-        )
-    return stages, topology
+        self.metrics = {n: value.detach() if isinstance(value, torch.Tensor) else value for n, value in numbers.items()}
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise PipelineError(f"the loss is one number, and loss_fn gave a {type(loss).__name__}")
+        return loss
 
 
 def _name(spec: Any) -> str:
     return spec.typename.__name__ if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__)
-
-
-def _words(spec: Any) -> str:
-    """A layer in words: its class, its key where it is tied, and those arguments that mean the same on every rank."""
-    key = f" tied as {spec.key!r}" if isinstance(spec, TiedLayerSpec) else ""
-    if not isinstance(spec, LayerSpec):
-        return _name(spec)
-    given = [*spec.module_args, *(f"{name}={value!r}" for name, value in spec.module_kwargs.items() if _plain(value))]
-    return f"{_name(spec)}({', '.join(str(one) for one in given if _plain(one))}){key}"
-
-
-def _made_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
-    """A layer that is built to be measured."""
-    if isinstance(spec, TiedLayerSpec):
-        module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
-        return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
-    if isinstance(spec, LayerSpec):
-        module = spec.build()
-        return module, module
-    module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else None
-    return module or spec, module
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str, bool, type(None)))
-
-
-def _weight(spec: Any) -> float:
-    if isinstance(spec, LayerSpec):
-        with torch.device("meta"):
-            spec = spec.build()
-    return float(_size(spec)) if isinstance(spec, nn.Module) else 0.0
-
-
-def _size(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters() if param.requires_grad)
-
-
-def _checkpoint(function: Callable[..., Any], inputs: Any) -> Any:
-    return checkpoint(function, inputs, use_reentrant=False)

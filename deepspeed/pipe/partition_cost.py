@@ -36,21 +36,17 @@ _NEAR = 4  # an item goes over to parts this far away at most, so that the searc
 
 
 class _Crossings:
-    """A forward of the model with a reading at each border: before the first block, between blocks, after the last.
-
-    Args:
-        read: gives what has passed so far, in any unit.
-    """
+    """A forward of the model with a reading at each border: before the first block, between blocks, after the last."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
     ):
         self._read, self.crossed = read, list[torch.Tensor | None]()
         handles = [block.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for block in blocks]
-        handles.append(blocks[-1].register_forward_hook(lambda _m, _a, made: self._enter(_m, (made,), {})))
+        handles.append(blocks[-1].register_forward_hook(lambda _m, _a, output: self._enter(_m, (output,), {})))
         self._marks = [read()]
         try:
-            self.made = model(**inputs)
+            self.outputs = model(**inputs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -68,15 +64,15 @@ class _Crossings:
         """The same of the backward that follows, which leaves no gradients behind."""
         marks: list[float | None] = [None] * len(self.crossed)
 
-        def note(at: int) -> Callable[[torch.Tensor], None]:
-            return lambda _gradient: marks.__setitem__(at, self._read())
+        def note(index: int) -> Callable[[torch.Tensor], None]:
+            return lambda _gradient: marks.__setitem__(index, self._read())
 
-        for at, tensor in enumerate(self.crossed):
+        for index, tensor in enumerate(self.crossed):
             if tensor is not None:
-                tensor.register_hook(note(at))
-        loss = getattr(self.made, "loss", None)
+                tensor.register_hook(note(index))
+        loss = getattr(self.outputs, "loss", None)
         if loss is None:
-            loss = torch.stack([t.float().sum() for t in tensors_in(self.made) if t.requires_grad]).sum()
+            loss = torch.stack([t.float().sum() for t in tensors_in(self.outputs) if t.requires_grad]).sum()
         begun = self._read()
         torch.autograd.grad(loss, params, allow_unused=True)
         end = self._read()
@@ -100,40 +96,21 @@ class _Counter(DispatchMode):
 
 
 def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any]) -> list[float]:
-    """Floating-point operations of one forward.
-
-    Args:
-        model: whole.
-        blocks: in the order in which they run.
-        inputs: arguments of the model's forward.
-
-    Returns:
-        Of what runs before the blocks, of each block, of what runs after them.
-    """
+    """Floating-point operations of one forward: before the blocks, of each block in turn, and after them."""
     with _Counter() as counter, evaluating(model, use_cache=False):
         return _Crossings(model, blocks, inputs, lambda: counter.total).forward()
 
 
 def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], repeats: int = 3) -> list[float]:
-    """Time of a forward and its backward: the least of some, after one that is not counted.
-
-    Args:
-        model: whole.
-        blocks: in the order in which they run.
-        inputs: arguments of the model's forward; where it takes labels, some are made up.
-        repeats: runs that are timed.
-
-    Returns:
-        As `operations`.
-    """
-    given = dict(inputs)
-    if "labels" in inspect.signature(model.forward).parameters and "input_ids" in given:
-        given["labels"] = given["input_ids"]
+    """Seconds of forward and backward, split as by `operations`: the least of `repeats` runs; labels are made up."""
+    arguments = dict(inputs)
+    if "labels" in inspect.signature(model.forward).parameters and "input_ids" in arguments:
+        arguments["labels"] = arguments["input_ids"]
     params = [param for param in model.parameters() if param.requires_grad]
     rows: list[list[float]] = []
     with evaluating(model, use_cache=False), torch.set_grad_enabled(bool(params)):
         for _ in range(repeats + 1):
-            run = _Crossings(model, blocks, given, _now)
+            run = _Crossings(model, blocks, arguments, _now)
             forward = run.forward()
             rows.append([sum(both) for both in zip(forward, run.backward(params), strict=True)] if params else forward)
     return [min(column) for column in zip(*rows[1:], strict=True)]
@@ -155,15 +132,9 @@ def _now() -> float:
 
 
 def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
-    """Deal blocks to parts so that the slowest stage is as fast as can be; part p belongs to stage p % stages.
+    """Bounds of parts, as of `partition_balanced`, with which the slowest stage is as fast as can be.
 
-    Args:
-        costs: as `operations` gives them.
-        stages: how many.
-        chunks: parts of each stage.
-
-    Returns:
-        Bounds, as `partition_balanced` gives them; every part has a block.
+    Part p belongs to stage p % stages, and has a block at least; costs are those of `operations`.
     """
     parts, weights = stages * chunks, _of_blocks(costs)
     sums = [0.0, *itertools.accumulate(weights)]
@@ -171,40 +142,33 @@ def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
     def price(bounds: Sequence[int]) -> tuple[float, float]:
         own = [sums[high] - sums[low] for low, high in itertools.pairwise(bounds)]
         slowest = max(sum(own[stage::stages]) for stage in range(stages))
-        return round(slowest / sums[-1], 9), round(sum((one / sums[-1]) ** 2 for one in own), 9)
+        return round(slowest / sums[-1], 9), round(sum((cost / sums[-1]) ** 2 for cost in own), 9)
 
     return improve(partition_balanced(weights, parts), price)
 
 
 def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]) -> list[int]:
-    """Move single items between parts as long as that lowers a price.
-
-    Args:
-        best: bounds to begin with.
-        price: of bounds; lower is better.
-    """
+    """Move single items between parts, from the bounds `best` on, as long as that lowers the price of the bounds."""
     parts = len(best) - 1
     moves = [(a, b) for a in range(parts) for b in range(max(0, a - _NEAR), min(parts, a + _NEAR + 1)) if a != b]
     better = True
     while better:
         better = False
         for source, target in moves:
-            tried = _moved(best, source, target)
-            if tried is not None and price(tried) < price(best):
-                best, better = tried, True
+            if best[source + 1] - best[source] < 2:
+                continue  # a part keeps one
+            step, low, high = (-1, source, target) if source < target else (1, target, source)
+            moved = [bound + step if low < index <= high else bound for index, bound in enumerate(best)]
+            if price(moved) < price(best):
+                best, better = moved, True
     return best
 
 
 def costs_of_parts(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """What each part costs, as multiples of their mean; all alike where nothing is known.
-
-    Args:
-        costs: as `operations` gives them.
-        bounds: as `deal` gives them.
-    """
+    """Costs of the parts, as multiples of their mean; all alike where nothing is known."""
     weights = _of_blocks(costs)
     own = [sum(weights[low:high]) for low, high in itertools.pairwise(bounds)]
-    return [one * len(own) / sum(own) for one in own] if sum(own) else [1.0] * len(own)
+    return [cost * len(own) / sum(own) for cost in own] if sum(own) else [1.0] * len(own)
 
 
 def _of_blocks(costs: Sequence[float]) -> list[float]:
@@ -213,14 +177,6 @@ def _of_blocks(costs: Sequence[float]) -> list[float]:
     weights[0] += costs[0]
     weights[-1] += costs[-1]
     return weights
-
-
-def _moved(bounds: list[int], source: int, target: int) -> list[int] | None:
-    """One block less for a part and one more for another, all between them shifted; None: it has no more than one."""
-    if bounds[source + 1] - bounds[source] < 2:
-        return None
-    step, low, high = (-1, source, target) if source < target else (1, target, source)
-    return [bound + step if low < at <= high else bound for at, bound in enumerate(bounds)]
 
 
 _STATE = 4  # a trained element, its gradient and two moments of an optimizer
@@ -247,108 +203,90 @@ class LayerCost:
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
     """Run layers one after the other, forward and backward; they leave no gradients behind.
 
-    Args:
-        layers: what to call, and the module whose parameters it uses.
-        inputs: what the first one takes.
-        repeats: runs that are timed, after one that is not; the least counts.
+    The first layer takes the inputs; of each the least time of `repeats` runs counts, after a warm-up.
 
     Raises:
         ArgumentError: a layer cannot run; says which.
     """
-    device, found = torch.device(get_accelerator().current_device_name()), list[LayerCost]()
-    given = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
+    device, costs = torch.device(get_accelerator().current_device_name()), list[LayerCost]()
+    activations = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
     for call, module in layers:
-        at = len(found)
+        index = len(costs)
         if module is not None:
             module.to(device)
         params = [] if module is None else list(module.parameters())
-        times, kept = list[float](), 0
+        times, saved = list[float](), 0
         try:
             with clock() as now:
                 for _ in range(repeats + 1):
                     begun = now()
-                    made, kept = _run(call, given, [param for param in params if param.requires_grad])
+                    outputs, saved = _run(call, activations, [param for param in params if param.requires_grad])
                     times.append(now() - begun)
         except Exception as error:
             raise ArgumentError(
-                f'partition_method "profile": layer {at} cannot take what the one before gives of example_input: '
+                f'partition_method "profile": layer {index} cannot take what the one before gives of example_input: '
                 f"{type(error).__name__}: {error}"
             ) from error
         state = sum(p.numel() * p.element_size() * (_STATE if p.requires_grad else 1) for p in params)
-        found.append(LayerCost(min(times[1:]), state, kept))
-        given = map_tensors(torch.Tensor.detach, made)
-        del call, module, params, made  # before the next one is built; `enumerate` would keep it too
-    return found
+        costs.append(LayerCost(min(times[1:]), state, saved))
+        activations = map_tensors(torch.Tensor.detach, outputs)
+        del call, module, params, outputs  # before the next one is built; `enumerate` would keep it too
+    return costs
 
 
-def _run(call: Callable[[Any], Any], given: Any, params: list[nn.Parameter]) -> tuple[Any, int]:
+def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter]) -> tuple[Any, int]:
     """One forward and backward; what it gave, and bytes that it kept in between."""
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    entered = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), given)
+    entered = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), activations)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        made = call(entered)
-    sums = [tensor.float().sum() for tensor in tensors_in(made) if tensor.requires_grad]
+        outputs = call(entered)
+    sums = [tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad]
     wanted = [*params, *(tensor for tensor in tensors_in(entered) if tensor.requires_grad)]
     if sums and wanted:
         torch.autograd.grad(torch.stack(sums).sum(), wanted, allow_unused=True)
-    return made, sum(kept.values())
+    return outputs, sum(saved.values())
 
 
 def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:
-    """What all ranks take for true: the middle of the times, the most of the bytes. All ranks call together.
+    """Costs of the layers that all ranks agree on (median time, most bytes), and the least of their limits in bytes.
 
-    Args:
-        measured: measures on this rank.
-        limit: bytes that this rank may hold; None: any.
-
-    Returns:
-        Costs of the layers, and the least of the limits.
+    All ranks call together.
 
     Raises:
-        ArgumentError: another rank could not measure; that one raises what it met.
+        ArgumentError: another rank could not measure; that one raises its own error.
     """
-    mine, error = list[LayerCost](), None
+    own_costs, error = list[LayerCost](), None
     try:
-        mine = measured()
-    except Exception as met:  # layers' own code; the others wait for this rank's answer
-        error = met
-    everyone: list[Any] = [(mine, limit, describe_error(error) if error is not None else None)]
+        own_costs = measured()
+    except Exception as raised:  # layers' own code; the others wait for this rank's answer
+        error = raised
+    message = own_costs, limit, describe_error(error) if error is not None else None
+    everyone: list[Any] = [message]
     if ranks_started() > 1:
-        told, everyone = everyone[0], [None] * ranks_started()
-        all_gather_object(everyone, told)
+        everyone = [None] * ranks_started()
+        all_gather_object(everyone, message)
     if error is not None:
         raise error
     failed = [f"rank {rank}: {words}" for rank, (_, _, words) in enumerate(everyone) if words is not None]
     if failed:
         raise ArgumentError(f"layers could not be measured on {len(failed)} other rank(s); {failed[0]}")
-    costs = [
-        LayerCost(statistics.median(c.seconds for c in column), *_most(column))
-        for column in zip(*(one for one, _, _ in everyone), strict=True)
-    ]
-    return costs, min((one for _, one, _ in everyone if one is not None), default=None)
-
-
-def _most(column: Sequence[LayerCost]) -> tuple[int, int]:
-    return max(cost.state for cost in column), max(cost.activation for cost in column)
+    costs = []
+    for column in zip(*(own for own, _, _ in everyone), strict=True):
+        state, activation = max(c.state for c in column), max(c.activation for c in column)
+        costs.append(LayerCost(statistics.median(c.seconds for c in column), state, activation))
+    return costs, min((own for _, own, _ in everyone if own is not None), default=None)
 
 
 def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: float | None = None) -> list[int]:
-    """Deal layers so that the slowest stage is as fast as can be; of cuts that take equally long, that of least memory.
+    """Bounds of parts, as of `deal`, from measured costs; of cuts that take equally long, those of least memory.
 
-    Args:
-        costs: of the layers.
-        stages: how many.
-        chunks: parts of each stage; part p belongs to stage p % stages.
-        limit: bytes that a stage may hold; None: any.
-
-    Returns:
-        Bounds, as `partition_balanced` gives them.
+    A stage may hold `limit` bytes; None: any.
 
     Raises:
         ArgumentError: no cut was found that keeps all stages under the limit.
@@ -359,24 +297,24 @@ def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: flo
 
     def bytes_of(bounds: Sequence[int]) -> list[float]:
         own = [costs[low:high] for low, high in itertools.pairwise(bounds)]
-        found = []
+        sizes = []
         for stage in range(stages):
-            mine = [cost for part in own[stage::stages] for cost in part]
-            found.append(sum(c.state for c in mine) + held[stage] / chunks * sum(c.activation for c in mine))
-        return found
+            layers = [cost for part in own[stage::stages] for cost in part]
+            sizes.append(sum(c.state for c in layers) + held[stage] / chunks * sum(c.activation for c in layers))
+        return sizes
 
     def price(bounds: Sequence[int]) -> tuple[float, ...]:
         own = [sum(c.seconds for c in costs[low:high]) / total for low, high in itertools.pairwise(bounds)]
         slowest, memory = max(sum(own[stage::stages]) for stage in range(stages)), bytes_of(bounds)
-        over = 0.0 if limit is None else sum(max(0.0, one - limit) for one in memory)
-        return over, round(slowest * stages / _ALIKE), max(memory), round(sum(one**2 for one in own), 9)
+        over = 0.0 if limit is None else sum(max(0.0, size - limit) for size in memory)
+        return over, round(slowest * stages / _ALIKE), max(memory), round(sum(size**2 for size in own), 9)
 
-    found = improve(partition_balanced([cost.seconds for cost in costs], parts), price)
-    if limit is not None and max(bytes_of(found)) > limit:
-        most = max(bytes_of(found))
+    best = improve(partition_balanced([cost.seconds for cost in costs], parts), price)
+    if limit is not None and max(bytes_of(best)) > limit:
+        most = max(bytes_of(best))
         raise ArgumentError(
             f"no cut of {len(costs)} layers into {stages} stages was found in which each holds at most {limit:,.0f} "
-            f"bytes: the best one needs {most:,.0f} on stage {bytes_of(found).index(most)}; take more stages, or "
+            f"bytes: the best one needs {most:,.0f} on stage {bytes_of(best).index(most)}; take more stages, or "
             f"recompute activations"
         )
-    return found
+    return best

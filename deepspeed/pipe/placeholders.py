@@ -8,8 +8,6 @@ that ought to have travelled and did not is seen in the result, and never is a s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +46,7 @@ class _StandIn(nn.Module):
 class Elsewhere(_StandIn):
     """A module with parameters that another stage runs: NaN in the shape that it would give.
 
-    Args:
-        module: it, without values (on the meta device).
-        name: in the model, for errors.
+    It is made of the module without values, on the meta device; the name is for errors.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -66,24 +62,19 @@ class Elsewhere(_StandIn):
             devices.append(tensor.device)
             return tensor.detach().to("meta")
 
-        given, named = map_tensors(away, (args, kwargs))
+        args, kwargs = map_tensors(away, (args, kwargs))
         try:
             with torch.no_grad():
-                made = self._stands_for(*given, **named)
+                outputs = self._stands_for(*args, **kwargs)
         except RuntimeError as error:
             raise PipelineError(
                 f"'{self.name}' lives on another stage, and its shape cannot be told: {error}"
             ) from error
-        device = devices[0] if devices else torch.device("cpu")
-        return map_tensors(lambda tensor: _poison(tensor, device, self.dtype_here), made)
+        return poisoned(outputs, devices[0] if devices else torch.device("cpu"), self.dtype_here)
 
 
 class Skipped(_StandIn):
-    """A block before this part: what came from the part before, as NaN but for the last one, which gives it.
-
-    Args:
-        module: the block.
-    """
+    """A block before this part: what came from the part before, as NaN but for the last one, which gives it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -98,23 +89,19 @@ class Final(_StandIn):
     """The last block of a part: what it returns goes to the next part, and the root's forward ends."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Never returns.
-
-        Raises:
-            Handover: with what the block has returned.
-        """
+        """Raise the block's output as a `Handover`."""
         raise Handover(self._stands_for(*args, **kwargs))
 
 
-def _poison(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    floating = tensor.is_floating_point()
-    value, dtype = (float("nan"), dtype or tensor.dtype) if floating else (0, tensor.dtype)
-    return torch.full(tensor.shape, value, dtype=dtype, device=device)
+def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The same nest with NaN in floating-point tensors and 0 in others; `dtype` is for the former."""
 
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        floating = tensor.is_floating_point()
+        number, kind = (float("nan"), dtype or tensor.dtype) if floating else (0, tensor.dtype)
+        return torch.full(tensor.shape, number, dtype=kind, device=device or tensor.device)
 
-def poisoned(value: Any) -> Any:
-    """The same nest with NaN for every floating-point tensor."""
-    return map_tensors(lambda tensor: _poison(tensor, tensor.device), value)
+    return map_tensors(fill, nest)
 
 
 def without_values(module: nn.Module) -> nn.Module:
@@ -127,16 +114,3 @@ def without_values(module: nn.Module) -> nn.Module:
             away = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(away, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else away
     return copy.deepcopy(module, memo)
-
-
-@contextmanager
-def replaced(slots: Mapping[Slot, nn.Module]) -> Iterator[None]:
-    """Inside, other modules stand in these slots."""
-    before = {slot: slot[0]._modules[slot[1]] for slot in slots}
-    try:
-        for (parent, key), module in slots.items():
-            parent._modules[key] = module
-        yield
-    finally:
-        for (parent, key), module in before.items():
-            parent._modules[key] = module

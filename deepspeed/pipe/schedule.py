@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepspeed.errors import ArgumentError, PipelineError
@@ -38,6 +38,14 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.op}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
+
+    @classmethod
+    def parse(cls, word: str) -> Action:
+        """An action from the word that `str` makes of it."""
+        match = _WORD.fullmatch(word)
+        if match is None:
+            raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
+        return cls(match[1], int(match[2]), int(match[3] or 0))
 
 
 Row = tuple[Action, ...]
@@ -82,35 +90,30 @@ class PipelineSchedule:
         head = f"{self.name}: {self.stages} stages, {self.micros} micro-batches, {self.chunks} chunks"
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
-    def around(self, stage: int, at: int, beside: int = 3) -> str:
+    def around(self, stage: int, position: int, beside: int = 3) -> str:
         """A stage's place in its schedule: "F1 >F1 [<B0] B0 F2"."""
-        row, low = self.rows[stage], max(0, at - beside)
-        near = row[low : at + beside + 1]  # a stage says its place before each action: its whole row would be quadratic
-        words = [f"[{action}]" if place == at else str(action) for place, action in enumerate(near, low)]
+        row, low = self.rows[stage], max(0, position - beside)
+        near = row[
+            low : position + beside + 1
+        ]  # a stage says its place before each action: its whole row would be quadratic
+        words = [f"[{action}]" if place == position else str(action) for place, action in enumerate(near, low)]
         return " ".join([*(["…"] if low else []), *words, *(["…"] if low + len(near) < len(row) else [])])
 
 
 def parse(text: str) -> PipelineSchedule:
-    """A schedule from what `str` makes of one.
+    """A schedule from the text that `str` makes of it.
 
     Raises:
-        PipelineError: it is none; says which word.
+        PipelineError: the text is no schedule; says which word is wrong.
     """
     head, *lines = text.strip().splitlines()
-    found = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
-    if found is None:
+    match = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
+    if match is None:
         raise PipelineError(f"a schedule begins with 'NAME: S stages, M micro-batches, C chunks', not {head!r}")
-    rows = tuple(tuple(_action(word) for word in line.split()) for line in lines)
-    if len(rows) != int(found[2]):
-        raise PipelineError(f"a schedule of {found[2]} stages has a line for each, and here are {len(rows)}")
-    return PipelineSchedule(found[1], int(found[3]), int(found[4]), rows)
-
-
-def _action(word: str) -> Action:
-    found = _WORD.fullmatch(word)
-    if found is None:
-        raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
-    return Action(found[1], int(found[2]), int(found[3] or 0))
+    rows = tuple(tuple(Action.parse(word) for word in line.split()) for line in lines)
+    if len(rows) != int(match[2]):
+        raise PipelineError(f"a schedule of {match[2]} stages has a line for each, and here are {len(rows)}")
+    return PipelineSchedule(match[1], int(match[3]), int(match[4]), rows)
 
 
 def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> PipelineSchedule:
@@ -143,7 +146,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Pipel
     rows = (_computing(name, stage, stages, micros, chunks) for stage in range(stages))
     last = stages * chunks - 1
     return PipelineSchedule(
-        name, micros, chunks, tuple(tuple(_with_messages(row, at, stages, last)) for at, row in enumerate(rows))
+        name, micros, chunks, tuple(tuple(_with_messages(row, stage, stages, last)) for stage, row in enumerate(rows))
     )
 
 
@@ -156,11 +159,25 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
     else:
         order = [(micro, chunk) for chunk in range(chunks) for micro in range(micros)]
         back = [(micro, chunk) for chunk in reversed(range(chunks)) for micro in range(micros)]
-    forward, backward = [Action("F", *one) for one in order], [Action("B", *one) for one in back]
+    forward, backward = [Action("F", *place) for place in order], [Action("B", *place) for place in back]
     if name == "inference":
         return forward
-    row = _alternating(forward, backward, warmup(name, stage, stages, micros, chunks))
-    return _later(row, stage) if name == "zero_bubble" else row
+    first = warmup(name, stage, stages, micros, chunks)
+    row = forward[:first]
+    for pair in zip(forward[first:], backward, strict=False):
+        row += pair
+    row += backward[len(forward) - first :]
+    if name != "zero_bubble":
+        return row
+    # Weights so many micro-batches behind their backward that every stage holds as many as the first one does.
+    delayed, waiting = list[Action](), list[Action]()
+    for action in row:
+        delayed.append(action)
+        if action.op == "B":
+            waiting.append(Action("W", action.micro, action.chunk))
+            if len(waiting) > stage:
+                delayed.append(waiting.pop(0))
+    return delayed + waiting
 
 
 def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
@@ -171,25 +188,6 @@ def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
     if name in _ONE_CHUNK:
         return min(total, stages - stage - 1)
     return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
-
-
-def _alternating(forward: Sequence[Action], backward: Sequence[Action], first: int) -> list[Action]:
-    row = list(forward[:first])
-    for one, other in zip(forward[first:], backward, strict=False):
-        row += [one, other]
-    return row + list(backward[len(forward) - first :])
-
-
-def _later(row: Sequence[Action], behind: int) -> list[Action]:
-    """Weights so many micro-batches behind their backward, so that every stage holds as many as the first one does."""
-    found, waiting = list[Action](), list[Action]()
-    for action in row:
-        found.append(action)
-        if action.op == "B":
-            waiting.append(Action("W", action.micro, action.chunk))
-            if len(waiting) > behind:
-                found.append(waiting.pop(0))
-    return found + waiting
 
 
 def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) -> Iterable[Action]:

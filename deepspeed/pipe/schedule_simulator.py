@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.schedule import Action, PipelineSchedule, warmup
+from deepspeed.pipe.schedule import Action, PipelineSchedule
 
 FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
 WEIGHTS = 1.0  # of the latter, where it is in two
@@ -24,19 +24,21 @@ class ScheduleCost:
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
         put_off: of those peaks, how many are through backward, and only what their weights need is held.
+        begins: when each stage comes to each of its actions.
     """
 
     time: float
     peaks: tuple[int, ...]
     idle: float
     put_off: tuple[int, ...]
+    begins: tuple[tuple[float, ...], ...]
 
 
 class _Stage:
     """One stage on its way through its row."""
 
     def __init__(self) -> None:
-        self.at, self.clock, self.busy = 0, 0.0, 0.0
+        self.position, self.clock, self.busy = 0, 0.0, 0.0
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
         self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
@@ -50,81 +52,81 @@ class _Simulation:
         self.way = way
         self.schedule, later = schedule, WEIGHTS if schedule.splits else 0.0
         unit = (FORWARD, BACKWARD - later, later)
-        each = [one if isinstance(one, tuple) else [one * part for part in unit] for one in costs]
-        self.costs = [dict(zip("FBW", one, strict=False)) for one in each]
+        each = [cost if isinstance(cost, tuple) else [cost * part for part in unit] for cost in costs]
+        self.costs = [dict(zip("FBW", cost, strict=False)) for cost in each]
         self.stages = [_Stage() for _ in schedule.rows]
-        self.wires: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
+        self.in_flight: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
     def run(self) -> None:
         """Let every stage go on until none can."""
         moved = True
         while moved:
             moved = False
-            for at, stage in enumerate(self.stages):
-                while stage.at < len(self.schedule.rows[at]):
+            for index, stage in enumerate(self.stages):
+                while stage.position < len(self.schedule.rows[index]):
                     clock = stage.clock
-                    if not self._act(at, self.schedule.rows[at][stage.at]):
+                    if not self._act(index, self.schedule.rows[index][stage.position]):
                         break
                     stage.begins.append(clock)
-                    stage.at, moved = stage.at + 1, True
-        waiting = [at for at, stage in enumerate(self.stages) if stage.at < len(self.schedule.rows[at])]
+                    stage.position, moved = stage.position + 1, True
+        waiting = [index for index, stage in enumerate(self.stages) if stage.position < len(self.schedule.rows[index])]
         if waiting:
             raise PipelineError(f"the schedule never ends: {'; '.join(map(self._waits, waiting))}")
 
-    def _peer(self, at: int, action: Action) -> tuple[int, int]:
+    def _peer(self, index: int, action: Action) -> tuple[int, int]:
         """(stage, chunk) that a message comes from or goes to."""
         onward = 1 if action.op in (">F", "<B") else -1
-        part = self.schedule.part(at, action.chunk) + onward
+        part = self.schedule.part(index, action.chunk) + onward
         if not 0 <= part < self.schedule.parts:
             what = "takes" if action.op[0] == "<" else "sends"
-            raise PipelineError(f"stage {at}: {action} {what} what no other part of the model has to do with")
+            raise PipelineError(f"stage {index}: {action} {what} what no other part of the model has to do with")
         chunk, stage = divmod(part, self.schedule.stages)
         return stage, chunk
 
-    def _act(self, at: int, action: Action) -> bool:
+    def _act(self, index: int, action: Action) -> bool:
         """Do it; False where what it needs has not been sent."""
-        stage, kind = self.stages[at], action.op[-1]
+        stage, kind = self.stages[index], action.op[-1]
         if action.op[0] == ">":
             if not stage.done[kind, action.micro, action.chunk]:
-                raise PipelineError(f"stage {at}: {action} sends what has not been computed (order swapped)")
-            peer, chunk = self._peer(at, action)
-            self.wires[at, peer, kind].append((Action(kind, action.micro, chunk), stage.clock + self.way))
+                raise PipelineError(f"stage {index}: {action} sends what has not been computed (order swapped)")
+            peer, chunk = self._peer(index, action)
+            self.in_flight[index, peer, kind].append((Action(kind, action.micro, chunk), stage.clock + self.way))
         elif action.op[0] == "<":
-            peer, _ = self._peer(at, action)
-            wire = self.wires[peer, at, kind]
-            if not wire:
+            peer, _ = self._peer(index, action)
+            queue = self.in_flight[peer, index, kind]
+            if not queue:
                 return False
-            sent, when = wire.popleft()
+            sent, when = queue.popleft()
             if (sent.micro, sent.chunk) != (action.micro, action.chunk):
-                raise PipelineError(f"stage {at}: {action} would take {sent}, which stage {peer} has sent before it")
+                raise PipelineError(f"stage {index}: {action} would take {sent}, which stage {peer} has sent before it")
             stage.clock = max(stage.clock, when)
             stage.taken.add((kind, action.micro, action.chunk))
         else:
-            self._compute(at, stage, action)
+            self._compute(index, stage, action)
         return True
 
-    def _compute(self, at: int, stage: _Stage, action: Action) -> None:
-        part = self.schedule.part(at, action.chunk)
+    def _compute(self, index: int, stage: _Stage, action: Action) -> None:
+        part = self.schedule.part(index, action.chunk)
         if not (0 <= action.micro < self.schedule.micros and 0 <= action.chunk < self.schedule.chunks):
-            raise PipelineError(f"stage {at}: {action} is none of the schedule's micro-batches and chunks")
+            raise PipelineError(f"stage {index}: {action} is none of the schedule's micro-batches and chunks")
         key = (action.op, action.micro, action.chunk)
         stage.done[key] += 1
         if stage.done[key] > 1:
-            raise PipelineError(f"stage {at}: {action} is computed twice")
+            raise PipelineError(f"stage {index}: {action} is computed twice")
         end = 0 if action.op == "F" else self.schedule.parts - 1
         if action.op != "W" and part != end and key not in stage.taken:
-            raise PipelineError(f"stage {at}: {action} without <{action}: what it needs was not taken")
-        self._hold(at, stage, action)
+            raise PipelineError(f"stage {index}: {action} without <{action}: what it needs was not taken")
+        self._hold(index, stage, action)
         cost = self.costs[part].get(action.op, 0.0)
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
-    def _hold(self, at: int, stage: _Stage, action: Action) -> None:
+    def _hold(self, index: int, stage: _Stage, action: Action) -> None:
         """What is held after it."""
         place = (action.micro, action.chunk)
         if action.op == "B" and place not in stage.held:
-            raise PipelineError(f"stage {at}: {action} before its forward (order swapped)")
+            raise PipelineError(f"stage {index}: {action} before its forward (order swapped)")
         if action.op == "W" and place not in stage.put_off:
-            raise PipelineError(f"stage {at}: {action} before its backward (order swapped)")
+            raise PipelineError(f"stage {index}: {action} before its backward (order swapped)")
         if action.op == "F":
             stage.held.add(place)
         elif action.op == "B":
@@ -135,13 +137,13 @@ class _Simulation:
             stage.put_off.remove(place)
         stage.peak = max(stage.peak, (len(stage.held) + len(stage.put_off), len(stage.held)))
 
-    def _waits(self, at: int) -> str:
-        action = self.schedule.rows[at][self.stages[at].at]
-        peer, chunk = self._peer(at, action)
+    def _waits(self, index: int) -> str:
+        action = self.schedule.rows[index][self.stages[index].position]
+        peer, chunk = self._peer(index, action)
         sent = Action(">" + action.op[-1], action.micro, chunk)
-        rest = self.schedule.rows[peer][self.stages[peer].at :]
+        rest = self.schedule.rows[peer][self.stages[peer].position :]
         never = "is to send it later" if sent in rest else f"never sends it ({sent})"
-        return f"stage {at} waits for {action} of stage {peer}, which {never}"
+        return f"stage {index} waits for {action} of stage {peer}, which {never}"
 
     def count(self) -> None:
         """Everything was computed, and nothing was sent in vain."""
@@ -152,22 +154,21 @@ class _Simulation:
             for micro in range(self.schedule.micros)
             for chunk in range(self.schedule.chunks)
         ]
-        for at, stage in enumerate(self.stages):
-            for one in wanted:
-                if not stage.done[one]:
-                    raise PipelineError(f"stage {at} never computes {Action(*one)}")
-        for (source, target, _), wire in self.wires.items():
-            if wire:
-                raise PipelineError(f"stage {target} never takes {wire[0][0]}, which stage {source} sends")
+        for index, stage in enumerate(self.stages):
+            for key in wanted:
+                if not stage.done[key]:
+                    raise PipelineError(f"stage {index} never computes {Action(*key)}")
+        for (source, target, _), queue in self.in_flight.items():
+            if queue:
+                raise PipelineError(f"stage {target} never takes {queue[0][0]}, which stage {source} sends")
 
 
 def simulate(
     schedule: PipelineSchedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
 ) -> ScheduleCost:
-    """Run a schedule, and say what it costs.
+    """Run a schedule, and give its cost.
 
     Args:
-        schedule: any.
         costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
             unit (weights cost nothing where there are two); none: they cost 1 each.
         beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
@@ -184,44 +185,5 @@ def simulate(
     busy = sum(stage.busy for stage in simulation.stages) + sum(beside)
     peaks = tuple(stage.peak[0] for stage in simulation.stages)
     put_off = tuple(together - held for together, held in (stage.peak for stage in simulation.stages))
-    return ScheduleCost(time, peaks, 1 - busy / (time * schedule.stages), put_off)
-
-
-def begins(schedule: PipelineSchedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
-    """When each stage comes to each of its actions; arguments as those of `simulate`."""
-    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
-    simulation.run()
-    return [stage.begins for stage in simulation.stages]
-
-
-# -- by formula -------------------------------------------------------------------------------------------------------
-
-
-def peak_by_formula(schedule: PipelineSchedule, stage: int) -> int:
-    """Micro-batches times chunks whose activations a stage holds at most."""
-    total = schedule.micros * schedule.chunks
-    if schedule.name == "inference":
-        return total  # nothing is kept for a backward that never comes; the executor keeps none
-    if schedule.name == "zero_bubble":
-        return min(total, schedule.stages)  # the first stage's of 1f1b
-    return min(total, warmup(schedule.name, stage, schedule.stages, schedule.micros, schedule.chunks) + 1)
-
-
-def put_off_by_formula(schedule: PipelineSchedule, stage: int) -> int:
-    """How many of those are through backward."""
-    whole = min(schedule.micros, schedule.stages - stage)
-    return peak_by_formula(schedule, stage) - whole if schedule.name == "zero_bubble" else 0
-
-
-def time_by_formula(schedule: PipelineSchedule) -> float:
-    """Time of a schedule: what one stage computes, and the way through the others.
-
-    Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps. Where
-    weights come later, they fill what would be waited for; with fewer micro-batches than stages there are too few.
-    """
-    cost = FORWARD if schedule.name == "inference" else FORWARD + BACKWARD
-    per_chunk = max(schedule.micros, schedule.stages)
-    if schedule.name == "zero_bubble":
-        rest = cost - WEIGHTS
-        return schedule.micros * rest + per_chunk * WEIGHTS + (schedule.stages - 1) * (rest - WEIGHTS)
-    return ((schedule.chunks - 1) * per_chunk + schedule.micros + schedule.stages - 1) * cost
+    begins = tuple(tuple(stage.begins) for stage in simulation.stages)
+    return ScheduleCost(time, peaks, 1 - busy / (time * schedule.stages), put_off, begins)

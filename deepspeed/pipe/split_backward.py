@@ -51,6 +51,13 @@ class _Product:
     gradient: torch.Tensor | None = None
     versions: tuple[int, int] = (0, 0)
 
+    @classmethod
+    def of(cls, node: Node, edge: GradientEdge) -> _Product:
+        """The product that a node of the graph multiplies."""
+        left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
+        rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
+        return cls(edge, left, strides[0] == 1 and strides[1] == rows)
+
     def multiplied(self) -> torch.Tensor:
         """The gradient of the right factor, as autograd forms it."""
         left, gradient = self.left, self.gradient
@@ -89,19 +96,20 @@ class _Group:
 
     def leaves(self) -> list[torch.Tensor]:
         """The parameters."""
-        return [leaf for leaf in map(_leaf, self.nodes) if leaf is not None]
+        return [node.variable for node in self.nodes if type(node).__name__ == _ACCUMULATES]  # type: ignore[attr-defined]
 
     def send(self) -> None:
         """Multiply, and go down."""
         if self.came:
-            torch.autograd.backward([one.edge for one in self.came], [one.multiplied() for one in self.came])
+            torch.autograd.backward(
+                [product.edge for product in self.came], [product.multiplied() for product in self.came]
+            )
 
 
 class SplitBackward:
     """The backward of a micro-batch through a part of the model, in two.
 
-    Args:
-        anchor: the leaf that what the part received hangs on; None: nobody waits for a gradient, nothing is put off.
+    `anchor` is the leaf that received tensors hang on; None: nobody waits for a gradient, nothing is put off.
     """
 
     def __init__(self, anchor: torch.Tensor | None) -> None:
@@ -114,15 +122,11 @@ class SplitBackward:
     @property
     def kept(self) -> int:
         """Bytes that are kept for weights."""
-        pairs = [(one.left, one.gradient) for group in self._groups for one in group.came]
+        pairs = [(product.left, product.gradient) for group in self._groups for product in group.came]
         return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
     def read(self, roots: Roots) -> None:
-        """See what can be put off.
-
-        Args:
-            roots: where backward will begin.
-        """
+        """Find what a backward from the roots can put off."""
         if self._anchor is None:
             return
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
@@ -137,12 +141,7 @@ class SplitBackward:
         return self._hides or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
-        """Backward without what is put off, after `read`.
-
-        Args:
-            roots: where it begins.
-            gradients: what it begins with; None: a loss.
-        """
+        """Backward without what is put off, after `read`; without gradients the root is a loss."""
         now, self._now = list(self._now.values()), {}
         torch.autograd.backward(roots, gradients, inputs=now if self._groups else None)
 
@@ -154,12 +153,7 @@ class SplitBackward:
 
 
 class _Graph:
-    """The graph of a micro-batch, as it is read from its roots.
-
-    Args:
-        roots: nodes.
-        anchor: the leaf that is not to be put off.
-    """
+    """The graph of a micro-batch, as it is read from its roots; what leads to `anchor` is not put off."""
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
         self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers
@@ -171,8 +165,8 @@ class _Graph:
         self.refuses = False
         for root in roots:
             self._read(root, anchor)
-        for node, found in self._found.items():
-            if not found & _ANCHOR:
+        for node, below in self._found.items():
+            if not below & _ANCHOR:
                 for child, _ in self._nexts[node]:
                     self._above.setdefault(child, []).append(node)
         self.now: set[Node] = set()
@@ -181,10 +175,10 @@ class _Graph:
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
         """All that is below a node, from below: every micro-batch waits for it."""
-        nexts, found, open_ = self._nexts, self._found, [root]
+        nexts, known, open_ = self._nexts, self._found, [root]
         while open_:
             node = open_[-1]
-            if node in found:
+            if node in known:
                 open_.pop()
                 continue
             below = nexts.get(node)
@@ -192,7 +186,7 @@ class _Graph:
                 below = nexts[node] = node.next_functions
                 waits = False
                 for child, _ in below:
-                    if child is not None and child not in found:
+                    if child is not None and child not in known:
                         open_.append(child)
                         waits = True
                 if waits:
@@ -201,8 +195,8 @@ class _Graph:
             here = 0
             for child, _ in below:
                 if child is not None:
-                    here |= found[child]
-            found[node] = here
+                    here |= known[child]
+            known[node] = here
             kind = type(node).__name__
             if kind in _KINDS:
                 self._judge(node, kind, anchor)
@@ -211,10 +205,10 @@ class _Graph:
         """A leaf, or a product all of whose factors are known."""
         if kind == _ACCUMULATES:
             self._leaves.append(node)
-            self._found[node] = _ANCHOR | _LEAF if _leaf(node) is anchor else _LEAF
+            self._found[node] = _ANCHOR | _LEAF if node.variable is anchor else _LEAF  # type: ignore[attr-defined]
         elif kind == _REENTRANT:
             self.refuses = True
-        elif (edge := _right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
+        elif (edge := self._right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
             others = [child for child, _ in self._nexts[node] if child is not None]
             others.remove(edge.node)
             # It must be no other factor too, and autograd would not come here at all for nothing else.
@@ -224,7 +218,7 @@ class _Graph:
 
     def _keep(self, nodes: list[Node]) -> None:
         """These and what is below them are for this backward, and so is what it comes to by another way too."""
-        now, nexts, found, edges = self.now, self._nexts, self._found, self._edges
+        now, nexts, known, edges = self.now, self._nexts, self._found, self._edges
         open_ = list(nodes)
         while open_:
             node = open_.pop()
@@ -236,7 +230,7 @@ class _Graph:
                 apart = None
                 del edges[node]
             open_ += [child for child, _ in nexts[node] if child is not None and child is not apart]
-            if not found[node] & _ANCHOR:
+            if not known[node] & _ANCHOR:
                 open_ += self._meet(node)
 
     def _meet(self, node: Node) -> list[Node]:
@@ -261,70 +255,66 @@ class _Graph:
         if self.refuses:
             return []
         while True:
-            made = self._together()
-            many = [node for one in made if len(one[0]) > _MOST or self._reorders(*one) for node in one[0]]
+            together = self._together()
+            many = [
+                node
+                for nodes, below in together
+                if len(nodes) > _MOST or self._reorders(nodes, below)
+                for node in nodes
+            ]
             if not many:
                 break
             self._keep([self._edges.pop(node).node for node in many])  # and there may be products in what they need
-        groups = [_Group(below, {node: _product(node, self._edges[node]) for node in nodes}) for nodes, below in made]
+        groups = [
+            _Group(below, {node: _Product.of(node, self._edges[node]) for node in nodes}) for nodes, below in together
+        ]
         for group in groups:
             group.listen()
         return groups
 
     def _together(self) -> list[tuple[list[Node], set[Node]]]:
         """Products that may be put off and whose gradients meet, and what is below their edges."""
-        owner, made = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
+        owner, joined = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
         for node, edge in self._edges.items():
             if node not in self.now:
                 continue
-            here, open_ = len(made), [edge.node]
-            made.append(([node], set()))
+            here, open_ = len(joined), [edge.node]
+            joined.append(([node], set()))
             while open_:
-                one = open_.pop()
-                other = owner.get(one)
+                node_below = open_.pop()
+                other = owner.get(node_below)
                 if other is None:
-                    owner[one] = here
-                    made[here][1].add(one)
-                    open_ += [child for child, _ in self._nexts[one] if child is not None]
+                    owner[node_below] = here
+                    joined[here][1].add(node_below)
+                    open_ += [child for child, _ in self._nexts[node_below] if child is not None]
                 elif other != here:
-                    here = self._joined(made, owner, here, other)
-        return [one for one in made if one[0]]
+                    here = self._joined(joined, owner, here, other)
+        return [group for group in joined if group[0]]
 
     def _reorders(self, nodes: list[Node], below: set[Node]) -> bool:
         """Whether sums would be formed in another order: all products give at once, and what is between them later."""
         direct = Counter(self._edges[node].node for node in nodes)
-        between = {node: sum(one in below for one in self._above.get(node, ())) for node in direct}
+        between = {node: sum(above in below for above in self._above.get(node, ())) for node in direct}
         return any(between[node] and count + between[node] > 2 for node, count in direct.items())
 
     @staticmethod
-    def _joined(made: list[tuple[list[Node], set[Node]]], owner: dict[Node, int], one: int, other: int) -> int:
+    def _joined(joined: list[tuple[list[Node], set[Node]]], owner: dict[Node, int], first: int, second: int) -> int:
         """The place of the larger of two, which takes the smaller one in: a node changes places a few times at most."""
-        less, more = sorted((one, other), key=lambda at: len(made[at][1]))
-        made[more][0].extend(made[less][0])
-        made[more][1].update(made[less][1])
-        owner.update(dict.fromkeys(made[less][1], more))
-        made[less] = ([], set())
+        less, more = sorted((first, second), key=lambda index: len(joined[index][1]))
+        joined[more][0].extend(joined[less][0])
+        joined[more][1].update(joined[less][1])
+        owner.update(dict.fromkeys(joined[less][1], more))
+        joined[less] = ([], set())
         return more
 
-
-def _leaf(node: Node) -> torch.Tensor | None:
-    """The leaf whose gradient a node accumulates."""
-    return node.variable if type(node).__name__ == _ACCUMULATES else None  # type: ignore[attr-defined]
-
-
-def _right_factor(node: Node) -> GradientEdge | None:
-    """The edge to the right factor of a product of two matrices whose left one can be kept."""
-    place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
-    if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
-        return None  # a sparse matrix has no strides
-    child, number = node.next_functions[place]
-    if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
-        return None  # a hook may be there for one reading, as that of a block which is computed again
-    kept = getattr(node, f"_saved_{left}")
-    return GradientEdge(child, number) if kept.layout is torch.strided and kept.is_floating_point() else None
-
-
-def _product(node: Node, edge: GradientEdge) -> _Product:
-    left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
-    rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
-    return _Product(edge, left, strides[0] == 1 and strides[1] == rows)
+    @staticmethod
+    def _right_factor(node: Node) -> GradientEdge | None:
+        """The edge to the right factor of a product of two matrices whose left one can be kept."""
+        place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
+        if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
+            return None  # a sparse matrix has no strides
+        child, number = node.next_functions[place]
+        if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
+            return None  # a hook may be there for one reading, as that of a block which is computed again
+        factor = getattr(node, f"_saved_{left}")
+        return GradientEdge(child, number) if factor.layout is torch.strided and factor.is_floating_point() else None

@@ -1,7 +1,8 @@
-"""Finds where an unedited model can be split into stages.
+"""Finds where an unedited model can be split into stages, and reduces it to one of them.
 
 One forward of the whole model on a small input says in which order things run. Then the parts are run one after the
 other, each with stand-ins for all that it does not hold, and have to give the outputs of the whole model, bit by bit.
+A stage keeps the modules that its parts run; parameters that several stages keep are placed as parts of a sum.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.transformers_model import outermost
 from deepspeed.pipe.partition_cost import costs_of_parts, deal, operations
-from deepspeed.pipe.placeholders import Elsewhere, Final, Handover, Skipped, Slot, poisoned, replaced, without_values
+from deepspeed.pipe.placeholders import Elsewhere, Final, Handover, Skipped, Slot, poisoned, without_values
+from deepspeed.zero.layout.placement import Relation, place, placement_of
 
 
 @dataclass
@@ -51,31 +53,136 @@ class ModelSplit:
         """How many there are."""
         return len(self.bounds) - 1
 
+    @property
+    def around(self) -> list[str]:
+        """Names of the modules with parameters around the blocks."""
+        return list(dict.fromkeys([*self.before, *self.after]))
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the blocks, and of the modules around them."""
+        return [*(f"{self.container}.{block}" for block in range(self.bounds[-1])), *self.around]
+
     def blocks(self, part: int) -> range:
         """Positions of a part's blocks."""
         return range(self.bounds[part], self.bounds[part + 1])
 
     def runs(self, part: int) -> set[str]:
-        """Names of the modules that a part runs, beside those without parameters."""
-        found = {f"{self.container}.{at}" for at in self.blocks(part)} | set(self.needed)
-        found |= set(self.before) if part == 0 else set()
-        return found | (set(self.after) if part == self.parts - 1 else set())
+        """Names of the modules with parameters that a part runs."""
+        names = {f"{self.container}.{block}" for block in self.blocks(part)} | set(self.needed)
+        names |= set(self.before) if part == 0 else set()
+        return names | (set(self.after) if part == self.parts - 1 else set())
 
     def words(self, part: int) -> str:
         """A part in words: "transformer.h 2-3"."""
         blocks = self.blocks(part)
         return f"{self.container} {blocks[0]}" + (f"-{blocks[-1]}" if len(blocks) > 1 else "")
 
+    # -- checked by running the model -----------------------------------------------------------------------------
+
+    def trace(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Run the whole model, and note which modules run before and after its blocks; gives the model's outputs."""
+        container = model.get_submodule(self.container)
+        around, count = dict(_around(model, self.container)), len(list(container.children()))
+        calls: list[tuple[str, bool]] = []
+        numbered = {str(index): block for index, block in enumerate(container.children())}
+        with evaluating(model, use_cache=False), _watched({**around, **numbered}, calls):
+            outputs = model(**inputs)
+        events = [name for name, _ in calls]
+        if [name for name in events if name.isdigit()] != [str(index) for index in range(count)]:
+            raise PipelineError(
+                f"the {count} blocks of '{self.container}' do not each run once, in order: nothing else can be cut"
+            )
+        trained = any(param.requires_grad for param in container.parameters())
+        if trained and not all(recorded for name, recorded in calls if name.isdigit()):
+            raise PipelineError(
+                f"the blocks of '{self.container}' run where autograd records nothing (inside an autograd.Function of "
+                f"the model's own, or torch.no_grad): no gradient could go from stage to stage"
+            )
+        begin, end = events.index("0"), events.index(str(count - 1))
+        between = sorted({name for name in events[begin:end] if name in around})
+        if between:
+            raise PipelineError(f"'{between[0]}' runs between blocks of '{self.container}', on every stage")
+        self.before = list(dict.fromkeys(name for name in events[:begin] if name in around))
+        self.after = list(dict.fromkeys(name for name in events[end:] if name in around))
+        self.after += [name for name in around if name not in self.before and name not in self.after]
+        homes = {id(p) for name in self.runs(0) | set(self.after) for p in model.get_submodule(name).parameters()}
+        homes |= {id(p) for p in container.parameters()}
+        self.strays = [name for name, param in model.named_parameters() if id(param) not in homes]
+        return outputs
+
+    def verify(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
+        """Run the parts one after another; they have to give the outputs of the whole model."""
+        if not self._difference(model, inputs, outputs):
+            return
+        required = []  # a value that is made before the blocks may be read in each of them
+        for name in self.before:
+            self.needed = [other for other in self.before if other != name]
+            if self._difference(model, inputs, outputs):
+                required.append(name)
+        self.needed = required
+        difference = self._difference(model, inputs, outputs)
+        if difference:
+            raise PipelineError(
+                f"{type(model).__name__} cut at the blocks of '{self.container}' does not compute what it computes "
+                f"whole: {difference}"
+            )
+
+    def _difference(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> str:
+        """How the parts, run one after another, differ from the whole model; empty: not at all."""
+        stand_ins = stand_ins_of(model, self.around)
+        value: Any = None
+        with evaluating(model, use_cache=False):
+            for part in range(self.parts):
+                try:
+                    value = View(model, self, part, stand_ins).run(value, inputs)
+                except Exception as error:  # the model's own code, which meets what stands for other parts
+                    return f"the part of {self.words(part)} raised {type(error).__name__}: {error}"
+        staged, whole = list(tensors_in(value)), list(tensors_in(outputs))
+        if len(staged) == len(whole) and all(torch.equal(a, b) for a, b in zip(staged, whole, strict=True)):
+            return ""
+        return "something else than what blocks return goes from one to the next"
+
+    # -- over stages ----------------------------------------------------------------------------------------------
+
+    def modules_by_stage(self, model: nn.Module, stages: int) -> list[set[str]]:
+        """Names of the modules each stage keeps: those it runs, and those under which a parameter of them is named.
+
+        Part p belongs to stage p % stages.
+        """
+        units = self.units
+        home: dict[int, str] = {}
+        for name, param in model.named_parameters():
+            home[id(param)] = next((unit for unit in units if name.startswith(unit + ".")), "")
+        modules = [set[str]() for _ in range(stages)]
+        for part in range(self.parts):
+            modules[part % stages] |= self.runs(part)
+        for names in modules:
+            pending = list(names)
+            while pending:
+                for param in model.get_submodule(pending.pop()).parameters():
+                    if home[id(param)] and home[id(param)] not in names:
+                        names.add(home[id(param)])
+                        pending.append(home[id(param)])
+        return modules
+
+    def place_shared(self, model: nn.Module, modules: list[set[str]]) -> None:
+        """Place parameters that several stages hold: each of those stages has a part of the gradient."""
+        stages_of: dict[int, set[int]] = {}
+        params = dict(model.named_parameters())
+        for stage, names in enumerate(modules):
+            shared = [param for name in names for param in model.get_submodule(name).parameters()]
+            for param in [*shared, *(params[name] for name in self.strays)]:
+                stages_of.setdefault(id(param), set()).add(stage)
+        for param in model.parameters():
+            if len(stages_of.get(id(param), ())) > 1:
+                row = placement_of(param)
+                relations = {**row.relations, "pp": Relation.PARTIAL}
+                place(param, replace(row, relations=relations, stages=frozenset(stages_of[id(param)])))
+
 
 class View:
-    """One part of an unedited model: what stands in its slots while it runs.
-
-    Args:
-        model: the root.
-        layout: how it is cut.
-        part: which.
-        stand_ins: for modules that are not run, by name.
-    """
+    """One part of an unedited model: the root with stand-ins, by name, for modules that the part does not run."""
 
     def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
@@ -84,75 +191,74 @@ class View:
         self.metrics: Mapping[str, torch.Tensor | float] = {}
         self._stand_ins = stand_ins
         runs, slots = layout.runs(part), dict[Slot, nn.Module]()
-        for name in all_units(layout, stand_ins):
-            if name not in runs:
+        for name in layout.around:
+            if name in stand_ins and name not in runs:
                 slots[slot_of(model, name)] = stand_ins[name]
         container = model.get_submodule(layout.container)
-        for at in map(str, range(layout.bounds[part])):
-            self._skipped.append(Skipped(container.get_submodule(at)))
-            slots[container, at] = self._skipped[-1]
+        for block in map(str, range(layout.bounds[part])):
+            self._skipped.append(Skipped(container.get_submodule(block)))
+            slots[container, block] = self._skipped[-1]
         if not self.last:
             end = str(layout.bounds[part + 1] - 1)
             slots[container, end] = Final(container.get_submodule(end))
         self._slots = slots
 
     def run(self, received: Any, batch: Any) -> Any:
-        """What the part's last block returns, or the root at the end of the model.
+        """Output of the part's last block, or of the root at the end of the model, from that of the part before.
 
-        Args:
-            received: what the part before has returned.
-            batch: arguments of the root's forward: by name, in a row, or one.
+        The batch has the arguments of the root's forward: by name, in a row, or one.
         """
         kwargs = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
         poison = poisoned(received) if len(self._skipped) > 1 else None
-        for one in self._skipped:
-            one.value = poison
+        for skipped in self._skipped:
+            skipped.value = poison
         if self._skipped:
             self._skipped[-1].value = received
+        modules = {(parent, key): parent._modules[key] for parent, key in self._slots}
         try:
-            with replaced(self._slots):
-                found = self._model(*args, **kwargs)
-        except Handover as over:
-            return over.value
+            for (parent, key), stand_in in self._slots.items():
+                parent._modules[key] = stand_in
+            outputs = self._model(*args, **kwargs)
+        except Handover as handover:
+            return handover.value
         finally:
-            for one in self._skipped:
-                one.value = None
+            for (parent, key), module in modules.items():
+                parent._modules[key] = module
+            for skipped in self._skipped:
+                skipped.value = None
         if not self.last:
             raise PipelineError("the model's forward ended before the last block of this stage ran")
-        return found
+        return outputs
 
     def cast(self, dtype: torch.dtype) -> None:
         """What stands for other stages' modules gives this dtype too."""
-        for one in self._stand_ins.values():
-            if isinstance(one, Elsewhere) and dtype != torch.float32:
-                one.dtype_here = dtype
+        for stand_in in self._stand_ins.values():
+            if isinstance(stand_in, Elsewhere) and dtype != torch.float32:
+                stand_in.dtype_here = dtype
 
-    def loss(self, made: Any, batch: Any) -> torch.Tensor:
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
         """The loss that the model returns: alone, first in a tuple, or by name; other single numbers become `metrics`.
 
         Raises:
             PipelineError: it returns none.
         """
-        found = made.get("loss") if isinstance(made, Mapping) else getattr(made, "loss", made)
-        found = found[0] if isinstance(found, tuple) else found
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise PipelineError(
-                f"{type(self._model).__name__} returned no loss but a {type(made).__name__}: put labels into the "
+                f"{type(self._model).__name__} returned no loss but a {type(outputs).__name__}: put labels into the "
                 f"batch, or describe the model as a PipelineModule with loss_fn"
             )
-        named = made if isinstance(made, Mapping) else vars(made) if hasattr(made, "__dict__") else {}
-        self.metrics = {name: value.detach() for name, value in named.items() if name != "loss" and _is_number(value)}
-        return found
+        named = outputs if isinstance(outputs, Mapping) else vars(outputs) if hasattr(outputs, "__dict__") else {}
+        self.metrics = {
+            name: value.detach() for name, value in named.items() if name != "loss" and self._is_number(value)
+        }
+        return loss
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-
-
-def all_units(layout: ModelSplit, stand_ins: dict[str, nn.Module]) -> list[str]:
-    """Names of the modules around the blocks that have a stand-in."""
-    return [name for name in dict.fromkeys([*layout.before, *layout.after]) if name in stand_ins]
+    @staticmethod
+    def _is_number(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def slot_of(model: nn.Module, name: str) -> Slot:
@@ -166,7 +272,20 @@ def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]
     return {name: Elsewhere(without_values(model.get_submodule(name)), name) for name in names}
 
 
-# -- finding out ------------------------------------------------------------------------------------------------------
+def keep_stage(model: nn.Module, layout: ModelSplit, stages: int, stage: int) -> list[View]:
+    """Reduce a whole model to one stage, in place, and give the stage's parts by chunk.
+
+    What stays keeps its name in the whole model; parameters stay the same objects.
+    """
+    modules = layout.modules_by_stage(model, stages)
+    layout.place_shared(model, modules)
+    stand_ins = stand_ins_of(model, layout.units)
+    for name, stand_in in stand_ins.items():
+        if name not in modules[stage]:
+            parent, key = slot_of(model, name)
+            parent._modules[key] = stand_in
+    around = {name: stand_ins[name] for name in stand_ins if not name.startswith(layout.container + ".")}
+    return [View(model, layout, part, around) for part in range(stage, layout.parts, stages)]
 
 
 Meter = Callable[[nn.Module, Sequence[nn.Module]], list[float]]
@@ -180,17 +299,16 @@ def find_layout(
     chunks: int = 1,
     meter: Meter | None = None,
 ) -> ModelSplit:
-    """Cut a model, and see that its parts compute what it computes.
+    """Cut a whole model, and check that its parts compute what it computes.
 
     Args:
         model: whole.
         stages: how many there are.
         inputs: arguments of its forward.
-        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where a
-            block has none that are known), "profile" by what `meter` says, "parameters" by the blocks' parameters,
-            "uniform" by their number.
+        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where the
+            operations of a block are not known), "parameters" by the blocks' parameters, "uniform" by their number.
         chunks: parts of each stage.
-        meter: measures as `deepspeed.pipe.partition_cost.seconds`; all ranks have to get the same.
+        meter: takes the place of operations, as `deepspeed.pipe.partition_cost.seconds`; the same on all ranks.
 
     Raises:
         PipelineError: it cannot be cut so; says why.
@@ -203,7 +321,7 @@ def find_layout(
     container = _block_list(model, parts)
     blocks = list(model.get_submodule(container).children())
     layout = ModelSplit(container, [0, len(blocks)])
-    wanted = _order(model, layout, inputs)
+    outputs = layout.trace(model, inputs)
     costs = operations(model, blocks, inputs) if meter is None else meter(model, blocks)
     weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
     if method == "uniform":
@@ -215,7 +333,7 @@ def find_layout(
     if bounds[0] != 0 or bounds[-1] != len(blocks) or any(low >= high for low, high in itertools.pairwise(bounds)):
         raise PipelineError(f"bounds {bounds} do not deal the {len(blocks)} blocks of '{container}' to {parts} parts")
     layout.bounds, layout.costs = bounds, costs_of_parts(costs, bounds)
-    _compare(model, layout, inputs, wanted)
+    layout.verify(model, inputs, outputs)
     return layout
 
 
@@ -229,9 +347,9 @@ def _block_list(model: nn.Module, parts: int) -> str:
     outer = outermost(lists)
     long = {name: module for name, module in outer.items() if len(module) >= parts}
     if not long:
-        found = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
+        names = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
         raise PipelineError(
-            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {found}. Take "
+            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {names}. Take "
             f"fewer stages, or describe it as a PipelineModule"
         )
     return max(long, key=lambda name: sum(p.numel() for p in long[name].parameters()))
@@ -273,76 +391,3 @@ def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _order(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any]) -> Any:
-    """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
-    container = model.get_submodule(layout.container)
-    units, count = dict(_around(model, layout.container)), len(list(container.children()))
-    noted: list[tuple[str, bool]] = []
-    with (
-        evaluating(model, use_cache=False),
-        _watched({**units, **{str(at): one for at, one in enumerate(container.children())}}, noted),
-    ):
-        wanted = model(**inputs)
-    events = [name for name, _ in noted]
-    if [name for name in events if name.isdigit()] != [str(at) for at in range(count)]:
-        raise PipelineError(
-            f"the {count} blocks of '{layout.container}' do not each run once, in order: nothing else can be cut"
-        )
-    trained = any(param.requires_grad for param in container.parameters())
-    if trained and not all(recorded for name, recorded in noted if name.isdigit()):
-        raise PipelineError(
-            f"the blocks of '{layout.container}' run where autograd records nothing (inside an autograd.Function of "
-            f"the model's own, or torch.no_grad): no gradient could go from stage to stage"
-        )
-    begin, end = events.index("0"), events.index(str(count - 1))
-    between = sorted({name for name in events[begin:end] if name in units})
-    if between:
-        raise PipelineError(f"'{between[0]}' runs between blocks of '{layout.container}', on every stage")
-    layout.before = list(dict.fromkeys(name for name in events[:begin] if name in units))
-    layout.after = list(dict.fromkeys(name for name in events[end:] if name in units))
-    layout.after += [name for name in units if name not in layout.before and name not in layout.after]
-    homes = {id(p) for name in layout.runs(0) | set(layout.after) for p in model.get_submodule(name).parameters()}
-    homes |= {id(p) for p in container.parameters()}
-    layout.strays = [name for name, param in model.named_parameters() if id(param) not in homes]
-    return wanted
-
-
-def _compare(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any) -> None:
-    """Run the parts one after another; they have to give what the whole model gave."""
-    if not _wrong(model, layout, inputs, wanted):
-        return
-    layout.needed = layout.before  # a value that is made before the blocks may be read in each of them
-    layout.needed = [name for name in layout.before if _matters(model, layout, inputs, wanted, name)]
-    wrong = _wrong(model, layout, inputs, wanted)
-    if wrong:
-        raise PipelineError(
-            f"{type(model).__name__} cut at the blocks of '{layout.container}' does not compute what it computes "
-            f"whole: {wrong}"
-        )
-
-
-def _matters(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any, name: str) -> bool:
-    """Whether later parts need a module that runs before the blocks."""
-    before, layout.needed = layout.needed, [other for other in layout.before if other != name]
-    try:
-        return bool(_wrong(model, layout, inputs, wanted))
-    finally:
-        layout.needed = before
-
-
-def _wrong(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any) -> str:
-    """What is other than whole when the parts run one after another; empty: nothing."""
-    stand_ins = stand_ins_of(model, list(dict.fromkeys([*layout.before, *layout.after])))
-    value: Any = None
-    with evaluating(model, use_cache=False):
-        for part in range(layout.parts):
-            try:
-                value = View(model, layout, part, stand_ins).run(value, inputs)
-            except Exception as error:  # the model's own code, which meets what stands for other parts
-                return f"the part of {layout.words(part)} raised {type(error).__name__}: {error}"
-    found, whole = list(tensors_in(value)), list(tensors_in(wanted))
-    if len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)):
-        return ""
-    return "something else than what blocks return goes from one to the next"

@@ -26,19 +26,19 @@ class ProcessTopology:
         self.axes, self.dims = list(axes), [int(dim) for dim in dims]
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)
         grid = itertools.product(*map(range, self.dims))
-        self.mapping = {self.ProcessCoord(*at): rank for rank, at in enumerate(grid)}
+        self.mapping = {self.ProcessCoord(*coord): rank for rank, coord in enumerate(grid)}
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """The rank at a coordinate, of which every axis is given."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ArgumentError(f"get_rank() needs {', '.join(self.axes)}; for some of them there is filter_match()")
-        at = self.ProcessCoord(**coord_kwargs)
-        if at not in self.mapping:
+        coord = self.ProcessCoord(**coord_kwargs)
+        if coord not in self.mapping:
             raise ArgumentError(
-                f"there is no rank at {at}: the sizes are {dict(zip(self.axes, self.dims, strict=True))}"
+                f"there is no rank at {coord}: the sizes are {dict(zip(self.axes, self.dims, strict=True))}"
             )
-        return self.mapping[at]
+        return self.mapping[coord]
 
     def get_coord(self, rank: int) -> Any:
         """The coordinate of a rank, with the axes as attributes."""
@@ -60,14 +60,16 @@ class ProcessTopology:
             return []
         rows: dict[tuple[int, ...], list[int]] = {}
         place = self.axes.index(axis)
-        for rank, at in enumerate(self._coords):
-            rows.setdefault(at[:place] + at[place + 1 :], []).append(rank)
+        for rank, coord in enumerate(self._coords):
+            rows.setdefault(coord[:place] + coord[place + 1 :], []).append(rank)
         return list(rows.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """Ranks whose coordinate has these values."""
         return [
-            rank for rank, at in enumerate(self._coords) if all(getattr(at, k) == v for k, v in filter_kwargs.items())
+            rank
+            for rank, coord in enumerate(self._coords)
+            if all(getattr(coord, k) == v for k, v in filter_kwargs.items())
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
@@ -78,9 +80,9 @@ class ProcessTopology:
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """A rank in words, such as "model_00"."""
-        at = self.get_coord(rank)
+        coord = self.get_coord(rank)
         return outer_sep.join(
-            f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in self.axes if axis not in omit_axes
+            f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omit_axes
         )
 
     def world_size(self) -> int:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import ArgumentError, DeepSpeedError
-from deepspeed.planner.cli import how_known, say_trial
-from deepspeed.planner.confirm_plans import MOST, Answer, confirm
+from deepspeed.planner.cli import say_trial
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.script_probe import INFO, JOB, PLANS, is_allowed
-from deepspeed.planner.search import STAGES, Judged, TrainingPlan, legal_plans, table
-from deepspeed.planner.training_script import Script, flags_of, inside
+from deepspeed.planner.search import MOST, STAGES, Answer, Judged, TrainingPlan, confirm, legal_plans, table
+from deepspeed.planner.train_program import OUTSIDE
+from deepspeed.planner.training_script import Script
 from deepspeed.planner.trials import METRICS, TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
@@ -51,7 +51,10 @@ class Autotuner:
         self._is_module = bool(getattr(args, "module", False))
         self._nodes = len(active_resources)
         self._base, self._block = self._script.base()
-        self._flags = flags_of(self._block)
+        # What trials run: without what acts on the outside, so a trial writes no events and no pictures.
+        self._inside = {key: value for key, value in self._base.items() if key not in OUTSIDE}
+        mappings = (self._block.arg_mappings or {}).items()  # by key of the JSON, the script's flag
+        self._flags = {key.strip(): str(flag).strip() for key, flag in mappings if flag}
         self._results, self._experiments = Path(self._block.results_dir), Path(self._block.exps_dir)
         self._batch, self._micro = self._script.train_batch(self._base, self._flags)
         self.answer: Answer | None = None
@@ -80,14 +83,15 @@ class Autotuner:
         return min(MOST, self._block.tuner_num_trials)
 
     def _measured(self) -> Machine:
-        kept = self._results / "machine.json"
-        if kept.exists() and not self._block.overwrite:
-            return Machine.load(kept)
-        folder = _nvme(self._base)
-        machine = calibrate(self._script.ranks, folder)
+        path = self._results / "machine.json"
+        if path.exists() and not self._block.overwrite:
+            return Machine.load(path)
+        zero = self._base.get("zero_optimization") or {}
+        disks = [(zero.get(name) or {}).get("nvme_path") for name in ("offload_optimizer", "offload_param")]
+        machine = calibrate(self._script.ranks, next((str(folder) for folder in disks if folder), ""))
         for note in machine.notes:
             print(f"note: {note}")
-        machine.save(kept)
+        machine.save(path)
         return machine
 
     def _judged(self, machine: Machine) -> list[Judged]:
@@ -107,13 +111,14 @@ class Autotuner:
         sizes = {plan.micro for plan in plans}
         near = min(sizes, key=lambda size: abs(size - (self._micro or max(sizes))))
         first = [plan for plan in plans if plan.micro == near and plan.tier == "none"]
-        return [Judged(plan, fits=True, reason="not predicted") for plan in sorted(first, key=_most_even)]
+        likely = sorted(first, key=lambda plan: (plan.recompute, plan.stage))  # those that hold least last
+        return [Judged(plan, fits=True, reason="not predicted") for plan in likely]
 
     def _probe(self, folder: Path) -> str:
         """Run the script to its first forward, in a process of its own; gives what went wrong."""
         share = self._batch // self._script.ranks
         micro = next(size for size in [*range(2, share + 1), 1] if share % size == 0)
-        config = TrainingPlan(0, "none", micro, share // micro, False).config(inside(self._base), "")
+        config = TrainingPlan(0, "none", micro, share // micro, False).config(self._inside, "")
         path = folder / "ds_config.json"
         path.write_text(json.dumps(config, indent=2) + "\n")
         job = {
@@ -161,11 +166,11 @@ class Autotuner:
             return TrialOutcome(metrics["latency"] / 1e6, "", metrics)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        config = trial_config(plan.config(inside(self._base), self._machine.folder), folder.absolute(),
+        config = trial_config(plan.config(self._inside, self._machine.folder), folder.absolute(),
                               self._block.start_profile_step, self._block.end_profile_step)  # fmt: skip
         ranks = self._script.ranks
-        told = {"name": plan.name, "ds_config": config, "num_gpus": ranks // self._nodes, "num_nodes": self._nodes}
-        text = json.dumps(told, indent=2) + "\n"
+        trial = {"name": plan.name, "ds_config": config, "num_gpus": ranks // self._nodes, "num_nodes": self._nodes}
+        text = json.dumps(trial, indent=2) + "\n"
         (self._experiments / f"{plan.name}.json").write_text(text)
         (folder / "exp.json").write_text(text)
         outcome = run_trial(self._script.command(config, self._flags), config, folder, limits)
@@ -201,7 +206,7 @@ class Autotuner:
         if best is None:
             print(f"no plan fits this machine; reasons are above and in {self._results}")
         else:
-            print(f"best: {best.plan.name}, {how_known(self.answer)} for an update; {self._results / OPTIMAL}")
+            print(f"best: {best.plan.name}, {self.answer.best_time()} for an update; {self._results / OPTIMAL}")
 
     def write_optimal_config(self) -> None:
         """The best plan's JSON, and the command that runs it."""
@@ -223,18 +228,6 @@ class Autotuner:
         return subprocess.call(self._script.command(config, self._flags).line(str(path.absolute())))
 
 
-def _nvme(base: dict[str, Any]) -> str:
-    """The folder on a disk that the user's JSON names for offload."""
-    zero = base.get("zero_optimization") or {}
-    paths = [(zero.get(name) or {}).get("nvme_path") for name in ("offload_optimizer", "offload_param")]
-    return next((str(path) for path in paths if path), "")
-
-
-def _most_even(plan: TrainingPlan) -> tuple[bool, int]:
-    """Of plans that nobody has predicted, those that hold least last."""
-    return plan.recompute, plan.stage
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """What `deepspeed --autotuning` hands over to.
 
@@ -246,11 +239,11 @@ def main(args: Sequence[str] | None = None) -> int:
         0, or with `run` the exit code of the script; 1 when no plan fits, 2 when there was nothing to plan.
     """
     mode, hosts, options, module, script, *rest = list(sys.argv[1:] if args is None else args)
-    told = argparse.Namespace(
+    launched = argparse.Namespace(
         user_script=script, user_args=rest, launcher_options=json.loads(options), module=module == "1"
     )
     try:
-        tuner = Autotuner(told, json.loads(hosts))
+        tuner = Autotuner(launched, json.loads(hosts))
         answer = tuner.tune()
     except DeepSpeedError as error:
         print(f"deepspeed --autotuning: {error}", file=sys.stderr)

@@ -11,10 +11,9 @@ from typing import Any
 
 from deepspeed.config.load import load_raw
 from deepspeed.errors import DeepSpeedError
-from deepspeed.planner.confirm_plans import MOST, Answer, confirm
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.mesh_options import unjudged
-from deepspeed.planner.search import Judged, Task, TrainingPlan, search, table
+from deepspeed.planner.search import MOST, Answer, Judged, Task, TrainingPlan, confirm, search, table
 from deepspeed.planner.training_script import model_named
 from deepspeed.planner.trials import Command, TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
@@ -24,8 +23,8 @@ _DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    made = argparse.ArgumentParser(prog="ds_plan", description=__doc__)
-    add = made.add_argument
+    command = argparse.ArgumentParser(prog="ds_plan", description=__doc__)
+    add = command.add_argument
     add("model", help="file.py:factory, which returns (module, batch); a folder with config.json; or a class' name")
     add("--batch", type=int, required=True, help="samples of an update over all ranks")
     add("--machine", default="here", help="`here`, which is measured, or a file")
@@ -47,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--trial_seconds", type=float, default=120.0, help="longest time of one")
     add("--trial_folder", default="ds_plan_trials", help="takes their JSON, output and figures")
     add("--output", default="ds_plan.json", help="file for the best plan's JSON")
-    return made
+    return command
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -63,16 +62,23 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}
         make, batch = model_named(options.model, options.length)
-        machine = _machine(options)
+        if options.machine == "here":
+            machine = calibrate(options.ranks, options.nvme, int(options.memory * 2**30))
+            for note in machine.notes:
+                print(f"note: {note}")
+            if options.save_machine:
+                machine.save(options.save_machine)
+        else:
+            machine = Machine.load(options.machine)
         judged = search(Task(make, batch, options.batch, config), machine, options.seconds, axes=True)
     except DeepSpeedError as error:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 2
-    found = _confirmed(options, judged, config, machine)
-    print(table(found.judged, machine=machine))
+    answer = _confirmed(options, judged, config, machine)
+    print(table(answer.judged, machine=machine))
     for line in unjudged(machine):
         print(line)
-    return _answer(found, {**config, "train_batch_size": options.batch}, machine, options.output)
+    return _print_answer(answer, {**config, "train_batch_size": options.batch}, machine, options.output)
 
 
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
@@ -100,48 +106,26 @@ def say_trial(tried: Judged) -> None:
         print(f"tried {tried.plan.name}: predicted {tried.seconds * 1e3:,.1f} ms, {measured}", flush=True)
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    if options.machine != "here":
-        return Machine.load(options.machine)
-    machine = calibrate(options.ranks, options.nvme, int(options.memory * 2**30))
-    for note in machine.notes:
-        print(f"note: {note}")
-    if options.save_machine:
-        machine.save(options.save_machine)
-    return machine
-
-
-def _answer(found: Answer, config: dict[str, Any], machine: Machine, output: str) -> int:
-    best = found.best
+def _print_answer(answer: Answer, config: dict[str, Any], machine: Machine, output: str) -> int:
+    best = answer.best
     if best is None:
-        known = [each for each in found.judged if each.memory is not None]
+        known = [each for each in answer.judged if each.memory is not None]
         print(f"no plan {'is sure to fit' if any(each.perhaps for each in known) else 'fits'} this machine.")
         if known:
             least = min(known, key=lambda each: max(each.memory.peak, each.memory.birth) if each.memory else 0)
             print(f"nearest: {least.plan.name}: {least.reason}")
         return 1
-    made = best.plan.config(config, machine.folder) | {"train_batch_size": config["train_batch_size"]}
-    Path(output).write_text(json.dumps(made, indent=2) + "\n")
-    print(f"\nbest: {best.plan.name}, {how_known(found)} for an update; its JSON: {output}")
+    planned = best.plan.config(config, machine.folder) | {"train_batch_size": config["train_batch_size"]}
+    Path(output).write_text(json.dumps(planned, indent=2) + "\n")
+    print(f"\nbest: {best.plan.name}, {answer.best_time()} for an update; its JSON: {output}")
     if best.plan.shape.stages > 1:
         whole = next(
-            (each.plan.name for each in found.judged if each.fits and each.plan.shape.stages == 1), "none fits"
+            (each.plan.name for each in answer.judged if each.fits and each.plan.shape.stages == 1), "none fits"
         )
         print(f"engine.train_batch() runs stages of a pipeline; for a loop of forward, backward and step: {whole}")
     if best.memory is not None:
         print(best.memory.table())
     return 0
-
-
-def how_known(found: Answer) -> str:
-    """The time of the best plan, and where it is from."""
-    best = found.best
-    if best is None:
-        return "nothing"
-    if best.trial is not None and best.trial.seconds is not None:
-        return f"{best.trial.seconds * 1e3:,.1f} ms measured ({best.seconds * 1e3:,.1f} predicted)"
-    failed = any(each.trial is not None for each in found.judged)
-    return f"{best.seconds * 1e3:,.1f} ms predicted{', not confirmed: no trial came to an end' if failed else ''}"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,41 +40,58 @@ def measured_together(ranks: int) -> Figures:
     """The figures of the slowest of so many ranks, measured at once, each in a process; empty where that failed."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         command = [sys.executable, "-m", "deepspeed.planner.machine_benchmark", folder]
-        told = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": told}
+        environment = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
         started = [subprocess.Popen([*command, str(rank), str(ranks)], **quiet) for rank in range(ranks)]
         try:
             end = time.monotonic() + _LONGEST_S
             if any([process.wait(max(0.1, end - time.monotonic())) for process in started]):
                 return {}
-            found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+            figures = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         except (OSError, ValueError, subprocess.SubprocessError):
             return {}
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-    return {name: min(each[name] for each in found) for name in found[0]}
+    return {name: min(each[name] for each in figures) for name in figures[0]}
 
 
 def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Figures:
-    """The figures of this process: `matrix DTYPE SIDE` in operations, `bandwidth` and `fresh SIZE` in bytes, `launches`
-    and `random` in operators and elements, each per second.
+    """The figures of this process: `matrix DTYPE SIDE` in operations, `bandwidth` in bytes, `fresh SIZE` in bytes that
+    the first writing of a new block costs besides, `launches` and `random` in operators and elements, each per second.
 
     Args:
         ranks: that share the machine.
         meet: called before each, with its name.
     """
-    calls: dict[str, Callable[[], float]] = {
-        f"matrix {name} {side}": _matrix(dtype, side) for name, dtype in DTYPES.items() for side in _SIDES
-    }
-    calls |= {"bandwidth": lambda: _bandwidth(ranks), "launches": _launches, "random": _random}
-    calls |= {f"fresh {size}": _fresh(size) for size in _BLOCKS}
-    found: Figures = {}
-    for name, call in calls.items():
-        meet(name)
-        found[name] = call()
-    return found
+    figures: Figures = {}
+    for kind, dtype in DTYPES.items():
+        for side in _SIDES:
+            meet(name := f"matrix {kind} {side}")
+            # fp16 is emulated on many CPUs: a larger matrix takes seconds
+            each = min(side, 256) if dtype == torch.float16 else side
+            a, b = torch.randn(each, each).to(dtype), torch.randn(each, each).to(dtype)
+            product = torch.empty_like(a)  # what new memory costs is counted apart
+            figures[name] = 2 * each**3 / _seconds(partial(torch.mm, a, b, out=product))
+    meet("bandwidth")
+    x, y = torch.zeros(_LARGE // ranks), torch.ones(_LARGE // ranks)
+    figures["bandwidth"] = 3 * x.nbytes / _seconds(partial(x.add_, y))
+    del x, y
+    meet("launches")
+    figures["launches"] = 60 / _seconds(partial(_launch_operators, torch.ones(8, requires_grad=True)))
+    meet("random")
+    x = torch.zeros(_RANDOM)
+    figures["random"] = x.numel() / _seconds(partial(x.bernoulli_, 0.9))
+    for nbytes in _BLOCKS:
+        meet(name := f"fresh {nbytes}")
+        block = torch.zeros(nbytes, dtype=torch.uint8)
+        again = _seconds(block.zero_)
+        new = _seconds(lambda nbytes=nbytes: torch.empty(nbytes, dtype=torch.uint8).zero_())
+        # endless where the difference is hardly to be seen
+        figures[name] = nbytes / (new - again) if new > 1.5 * again else sys.float_info.max
+        del block
+    return figures
 
 
 def _threads(ranks: int) -> int:
@@ -93,48 +111,11 @@ def _seconds(call: Callable[[], Any]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _matrix(dtype: torch.dtype, side: int) -> Callable[[], float]:
-    def rate() -> float:
-        each = min(side, 256) if dtype == torch.float16 else side  # emulated on many CPUs: a larger one takes seconds
-        a, b = torch.randn(each, each).to(dtype), torch.randn(each, each).to(dtype)
-        out = torch.empty_like(a)  # what new memory costs is counted apart
-        return 2 * each**3 / _seconds(lambda: torch.mm(a, b, out=out))
-
-    return rate
-
-
-def _bandwidth(ranks: int) -> float:
-    x, y = torch.zeros(_LARGE // ranks), torch.ones(_LARGE // ranks)
-    return 3 * x.nbytes / _seconds(lambda: x.add_(y))
-
-
-def _random() -> float:
-    x = torch.zeros(_RANDOM)
-    return x.numel() / _seconds(lambda: x.bernoulli_(0.9))
-
-
-def _launches() -> float:
-    x = torch.ones(8, requires_grad=True)
-
-    def some() -> None:
-        y = x
-        for _ in range(20):
-            y = y * 2
-        y.sum().backward()
-
-    return 60 / _seconds(some)
-
-
-def _fresh(nbytes: int) -> Callable[[], float]:
-    """Bytes per second that the first writing of a new block costs besides; endless where it is hardly to be seen."""
-
-    def rate() -> float:
-        kept = torch.zeros(nbytes, dtype=torch.uint8)
-        again = _seconds(kept.zero_)
-        new = _seconds(lambda: torch.empty(nbytes, dtype=torch.uint8).zero_())
-        return nbytes / (new - again) if new > 1.5 * again else sys.float_info.max
-
-    return rate
+def _launch_operators(y: torch.Tensor) -> None:
+    """60 operators of almost no work."""
+    for _ in range(20):
+        y = y * 2
+    y.sum().backward()
 
 
 def main() -> int:
@@ -160,10 +141,10 @@ _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
 
 
 def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
-    """Measure this machine.
+    """Measure this machine for ranks that will share it.
 
     Args:
-        ranks: that will share it.
+        ranks: how many.
         folder: on a disk that may be used for offload; "": none.
         memory: bytes of one rank's tensors; 0: its share of what is free.
     """
@@ -178,7 +159,15 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     if not collective:
         collective = bandwidth / 4
         notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
-    disk = _disk(folder, notes) / ranks if folder else 0.0
+    disk = 0.0
+    if folder:
+        try:
+            device = Disk(folder, settings=Aio())
+        except StorageError as error:
+            notes.append(f"no plan on a disk: {error}")
+        else:
+            with contextlib.closing(device):
+                disk = device.preflight(0) * 1e6 / ranks
     free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - INTERPRETER
     where = folder if disk else ""
     return Machine(ranks, max(free, 1), matrix, bandwidth, 1 / rates["launches"], collective, disk, where, notes,
@@ -187,35 +176,25 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
 
 def _pairs(rates: Figures, kind: str) -> list[list[float]]:
     """Those figures of a kind, by size; 0 where a rate is endless."""
-    found = [(float(name.removeprefix(kind)), rate) for name, rate in rates.items() if name.startswith(kind)]
-    return [[size, rate if rate < _ENDLESS else 0.0] for size, rate in sorted(found)]
+    pairs = [(float(name.removeprefix(kind)), rate) for name, rate in rates.items() if name.startswith(kind)]
+    return [[size, rate if rate < _ENDLESS else 0.0] for size, rate in sorted(pairs)]
 
 
 def _collectives(ranks: int) -> tuple[float, float]:
     """Bytes per second of gathers and reductions among ranks started for it, and seconds of one of a few bytes; zeros
     where that failed."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
-        found = Path(folder, "curve.json")
+        path = Path(folder, "curve.json")
         options = ["--all-reduce", "--all-gather", "--scan", "--maxsize", "24", "--trials", "10", "--no-plot"]
         command = [sys.executable, "-m", "deepspeed.comm.bench", "--ranks", str(ranks), *options]
         try:
             quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            subprocess.run([*command, "--output", str(found)], timeout=_COLLECTIVES_S, check=True, **quiet)
-            curves = list(json.loads(found.read_text())["curve"].values())
+            subprocess.run([*command, "--output", str(path)], timeout=_COLLECTIVES_S, check=True, **quiet)
+            curves = list(json.loads(path.read_text())["curve"].values())
             slowest = min(float(rows[-1]["busbw"]) for rows in curves) * 1e9
             return slowest, max(float(rows[0]["seconds"]) for rows in curves)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError):
             return 0.0, 0.0
-
-
-def _disk(folder: str, notes: list[str]) -> float:
-    try:
-        disk = Disk(folder, settings=Aio())
-    except StorageError as error:
-        notes.append(f"no plan on a disk: {error}")
-        return 0.0
-    with contextlib.closing(disk):
-        return disk.preflight(0) * 1e6
 
 
 if __name__ == "__main__":

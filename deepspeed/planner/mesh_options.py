@@ -45,7 +45,7 @@ class MeshShape:
         """Ranks that see the same samples."""
         return self.tensor * self.sequence * self.stages
 
-    def holders(self, ranks: int) -> range:
+    def shard_ranks(self, ranks: int) -> range:
         """Rank 0 and those that hold the same slice of the model; ZeRO cuts over them, or over `shard` of them."""
         return range(0, ranks // self.stages, self.tensor)
 
@@ -65,37 +65,27 @@ class MeshShape:
             config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
 
     def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
-        """Bytes of state that a rank receives in an update.
-
-        Args:
-            whole: bytes of this rank's slice of the model on the wire.
-            ranks: of the machine.
-            reductions: of the whole, in an update.
-            gathers: likewise.
-        """
-        holders = len(self.holders(ranks))
-        shard = self.shard or holders
-        copies = holders // shard
+        """Bytes that a rank receives in an update of so many reduce-scatters and all-gathers of its slice of the model,
+        which has `whole` bytes as it is sent."""
+        group = len(self.shard_ranks(ranks))
+        shard = self.shard or group
+        copies = group // shard
         received = whole * (shard - 1) / shard * (reductions + gathers)
         return received + 2 * whole / shard * (copies - 1) / copies * reductions  # slices are summed over the copies
 
 
-def sizes_of(ranks: int) -> list[int]:
-    """Sizes of an axis that divide the ranks, the smallest first; not all of many."""
-    return [size for size in range(2, ranks + 1) if ranks % size == 0][:_SIZES]
-
-
 def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
     """One axis at a time, each with the stages at which it is looked at."""
-    for size in sizes_of(machine.ranks):
+    sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0][:_SIZES]  # the smallest
+    for size in sizes:
         shape = MeshShape(tensor=size)
-        yield shape, _STAGES if len(shape.holders(machine.ranks)) > 1 else (0,)
-    for size in sizes_of(machine.ranks):
+        yield shape, _STAGES if len(shape.shard_ranks(machine.ranks)) > 1 else (0,)
+    for size in sizes:
         yield MeshShape(sequence=size), _STAGES
-    for size in sizes_of(machine.ranks):
+    for size in sizes:
         if size < machine.ranks:
             yield MeshShape(shard=size), (3,)
-    for size in sizes_of(machine.ranks):
+    for size in sizes:
         if size <= _MOST_STAGES:
             yield MeshShape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
 

@@ -8,6 +8,7 @@ script.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -27,7 +28,7 @@ from deepspeed.config.load import load_raw
 from deepspeed.engine import initialize as room
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.pytree import map_tensors, tensors_in
-from deepspeed.planner.search import Judged, Task, TrainingPlan, search
+from deepspeed.planner.search import Task, TrainingPlan, search
 from deepspeed.simulator.machine import Machine
 
 JOB, PLANS, INFO = "probe.json", "plans.pickle", "model_info.json"
@@ -56,11 +57,7 @@ class _EndScript(BaseException):
 
 
 def listen(run: Callable[[], object], ranks: int) -> Heard:
-    """Run a script up to its first forward.
-
-    Args:
-        run: runs it.
-        ranks: of the world that it is to see.
+    """Call `run`, which runs a script, up to the script's first forward in a fake world of so many ranks.
 
     Raises:
         ArgumentError: it ends before.
@@ -73,16 +70,19 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
         raise _EndScript
 
     def hearing(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(("args", "model", "optimizer"), args, strict=False)) | kwargs
+        arguments = dict(zip(("args", "model", "optimizer"), args, strict=False)) | kwargs
         if not heard:
-            config = given.get("config") or given.get("config_params") or getattr(
-                given.get("args"), "deepspeed_config", None
+            config = arguments.get("config") or arguments.get("config_params") or getattr(
+                arguments.get("args"), "deepspeed_config", None
             )  # fmt: skip
-            model = copy.deepcopy(given.get("model"))
-            heard.append(Heard(cast(nn.Module, model), dict(load_raw(config)), _maker(given.get("optimizer"))))
-        made = usual(*args, **kwargs)
-        made[0].register_forward_pre_hook(over, with_kwargs=True)
-        return made
+            model, optimizer = copy.deepcopy(arguments.get("model")), arguments.get("optimizer")
+            if isinstance(optimizer, torch.optim.Optimizer):  # another one like the client's can be made
+                optimizer = functools.partial(cast(Any, type(optimizer)), **optimizer.defaults)
+            make = optimizer if callable(optimizer) else None
+            heard.append(Heard(cast(nn.Module, model), dict(load_raw(config)), make))
+        engine_and_others = usual(*args, **kwargs)
+        engine_and_others[0].register_forward_pre_hook(over, with_kwargs=True)
+        return engine_and_others
 
     anywhere: Any = deepspeed
     anywhere.initialize = room.initialize = hearing
@@ -98,26 +98,13 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
     raise ArgumentError("the script ended before its engine's first forward")
 
 
-def _maker(optimizer: Any) -> Callable[..., Any] | None:
-    """Makes another optimizer like a client's."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        kind, settings = cast(Any, type(optimizer)), dict(optimizer.defaults)
-        return lambda parameters: kind(parameters, **settings)
-    return optimizer if callable(optimizer) else None
-
-
 def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
-    """Makes micro-batches of other sizes of the one that was heard: its samples again and again.
-
-    Args:
-        heard: of the script.
-        rows: samples of it.
+    """Makes micro-batches of other sizes from the script's one of `rows` samples, which are repeated.
 
     Raises:
         ArgumentError: no tensor has so many.
     """
-    given = {**(heard.kwargs or {})}
-    whole: Any = given if not heard.args else list(heard.args)
+    whole: Any = list(heard.args) if heard.args else {**(heard.kwargs or {})}
     if not any(tensor.dim() and len(tensor) == rows for tensor in tensors_in(whole)):
         raise ArgumentError(
             f"the script's first micro-batch has no tensor with {rows} samples, as its JSON says: does it take another "
@@ -153,29 +140,21 @@ def main() -> int:
     judged = search(task, machine, job["seconds"], allowed=lambda plan: is_allowed(plan, limits), axes=True)
     (folder / PLANS).write_bytes(pickle.dumps(judged))
     facts = {"num_params": count, "trainable_num_params": trained, "rank": 0}
-    facts["activation_mem_per_gpu"] = _activations(judged)
+    known = [each for each in judged if each.memory is not None and not each.plan.recompute]
+    smallest = min(known, key=lambda each: each.plan.micro, default=None)
+    memory = None if smallest is None else smallest.memory
+    facts["activation_mem_per_gpu"] = 0 if memory is None else memory.at_peak.get("activations", 0)
     (folder / INFO).write_text(json.dumps(facts, indent=2) + "\n")
     return 0
 
 
 def is_allowed(plan: TrainingPlan, limits: dict[str, Any]) -> bool:
-    """Whether a plan is among those that the user wants, and that the script can run: it calls forward, backward and
-    step itself, which stages of a pipeline do not have.
-
-    Args:
-        plan: of them all.
-        limits: `stages`, `least`, `most` of the micro-batch, `micros` (None: any).
+    """Whether a plan is within the user's limits (`stages`, `least`, `most` of the micro-batch, `micros` or None), and
+    one that the script can run: it calls forward, backward and step itself, which stages of a pipeline do not have.
     """
     micros = limits["micros"]
     sized = limits["least"] <= plan.micro <= limits["most"] and (micros is None or plan.micro in micros)
     return sized and plan.stage in limits["stages"] and plan.shape.stages == 1
-
-
-def _activations(judged: list[Judged]) -> int:
-    """Bytes of the smallest micro-batch without recompute."""
-    known = [each for each in judged if each.memory is not None and not each.plan.recompute]
-    least = min(known, key=lambda each: each.plan.micro, default=None)
-    return least.memory.at_peak.get("activations", 0) if least is not None and least.memory is not None else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Searches the legal plans of a run for the best one."""
+"""Searches the legal plans of a run for the best one, and confirms the best predicted ones by trials."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,17 @@ from deepspeed.engine.memory.categories import TRANSIT
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.mesh_options import MeshShape, asks_for_axes, shapes
-from deepspeed.planner.pipeline_time import enough, schedule_of, seconds_of_phases, way_of, window_time
-from deepspeed.planner.step_time import StepTime, UpdateTraffic, moves, recorded, step_time
+from deepspeed.planner.step_time import (
+    StepTime,
+    UpdateTraffic,
+    enough,
+    moves,
+    recorded,
+    schedule_of,
+    seconds_of_phases,
+    step_time,
+    window_time,
+)
 from deepspeed.planner.train_program import Loss, Program
 from deepspeed.planner.trials import TrialOutcome
 from deepspeed.simulator.machine import Machine
@@ -78,6 +87,10 @@ class TrainingPlan:
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
 
+    def holds_less_than(self, other: TrainingPlan) -> bool:
+        """Whether a plan differs from another by a smaller micro-batch alone."""
+        return self.micro < other.micro and replace(self, micro=other.micro, steps=other.steps) == other
+
     @property
     def samples(self) -> float:
         """Of an update, a rank's share: ranks may take the same ones together."""
@@ -90,11 +103,11 @@ class TrainingPlan:
             base: the user's.
             folder: on the disk.
         """
-        made = copy.deepcopy(load_raw(base))
-        made.pop("train_batch_size", None)
-        made.pop("autotuning", None)
-        made |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
-        zero = made["zero_optimization"] = {**made.get("zero_optimization", {}), "stage": self.stage}
+        config = copy.deepcopy(load_raw(base))
+        config.pop("train_batch_size", None)
+        config.pop("autotuning", None)
+        config |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
+        zero = config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": self.stage}
         zero.pop("offload_optimizer", None)
         zero.pop("offload_param", None)
         if self.bucket:
@@ -106,11 +119,11 @@ class TrainingPlan:
         if self.tier in _WITH_PARAMETERS:
             zero["offload_param"] = dict(rests)
         if self.recompute:
-            made["activation_checkpointing"] = {**made.get("activation_checkpointing", {}), "enabled": True}
-        elif "activation_checkpointing" in made:
-            made["activation_checkpointing"]["enabled"] = False
-        self.shape.ask(made)
-        return made
+            config["activation_checkpointing"] = {**config.get("activation_checkpointing", {}), "enabled": True}
+        elif "activation_checkpointing" in config:
+            config["activation_checkpointing"]["enabled"] = False
+        self.shape.ask(config)
+        return config
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,28 @@ class Judged:
     def seconds(self) -> float:
         """Of an update; infinite where that is not known."""
         return float("inf") if self.time is None else self.time.total
+
+    @property
+    def worth(self) -> tuple[bool, bool, float, int]:
+        """Its place among other plans before any trial."""
+        return not self.fits, not self.perhaps, self.seconds, self.plan.micro
+
+    def after_trials(self, too_large: list[TrainingPlan]) -> Judged:
+        """The same with the memory that trials found; `too_large` are plans that ran out of it."""
+        if self.trial is not None:
+            return replace(self, fits=not self.trial.out_of_memory and (self.fits or self.trial.seconds is not None))
+        if self.fits and any(plan.holds_less_than(self.plan) for plan in too_large):
+            return replace(self, fits=False, reason="a plan that holds less ran out of memory")
+        return self
+
+    @property
+    def worth_after_trials(self) -> tuple[int, float]:
+        """Its place among other plans after trials; plans of one place stay as they were."""
+        if not self.fits:
+            return 3, 0.0
+        if self.trial is None:
+            return 1, 0.0
+        return (0, self.trial.seconds) if self.trial.seconds is not None else (2, 0.0)
 
 
 @dataclass(frozen=True)
@@ -243,18 +278,18 @@ def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
         steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
     program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-    said, runs = dict[int, Any](), list[SimulatedRun]()
+    messages, runs = dict[int, Any](), list[SimulatedRun]()
     for rank in plan.shape.firsts(machine.ranks):
         recording = Recording("plan", rank, machine.ranks)
         memory = least = simulate(
-            program, rank, machine.ranks, partial(recorded, recording), late=True, device=on_device, said=said
+            program, rank, machine.ranks, partial(recorded, recording), late=True, device=on_device, said=messages
         )
         if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
-            least = simulate(program, rank, machine.ranks, device=on_device, said=said)
+            least = simulate(program, rank, machine.ranks, device=on_device, said=messages)
         runs.append(SimulatedRun(memory, least, recording, steps, config))
-    if said and stages == 1:
+    if messages and stages == 1:
         raise NotAvailableError("a model, or a JSON, that brings stages of its own is not judged: leave them out")
-    crossing = max((message.header.nbytes for message in said.values()), default=0)
+    crossing = max((message.header.nbytes for message in messages.values()), default=0)
     return replace(runs[0], others=tuple(runs[1:]), crossing=crossing)
 
 
@@ -277,7 +312,7 @@ def verdict(plan: TrainingPlan, run: SimulatedRun, machine: Machine) -> Judged:
     flops = max(sum(entry.flops for entry in each.recording.entries) for each in run.stages) * share
     rests = [_step_time(plan, each.memory, machine, each.recording, share, run.config) for each in run.stages]
     took = _of_stages(plan, run, machine, rests) if run.others else rests[0]
-    full, why = next(((e, told) for e in (worst, *run.stages) if (told := _too_large(e.memory, machine))), (worst, ""))
+    full, why = next(((e, lack) for e in (worst, *run.stages) if (lack := _too_large(e.memory, machine))), (worst, ""))
     perhaps = not any(_too_large(each.least, machine) for each in run.stages)
     least = max(device_bytes(each.least, machine) for each in run.stages)
     if why and run.others:
@@ -294,7 +329,9 @@ def _of_stages(plan: TrainingPlan, run: SimulatedRun, machine: Machine, rests: l
     phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
     copies = sum(each.memory.held for each in run.stages) - run.memory.parameters  # elements that more stages hold
     tied = sum(machine.message("all_reduce", _itemsize(run.config) * copies, (0, ranks[-1]))) if copies > 0 else 0.0
-    return window_time(schedule, phases, rests, way_of(run.crossing, machine, ranks), tied)
+    on_link, besides = machine.message("send", float(run.crossing), (ranks[0], ranks[1]))
+    way = besides if machine.shared else on_link + besides  # ranks that share memory read a message where it lies
+    return window_time(schedule, phases, rests, way, tied)
 
 
 def _itemsize(config: dict[str, Any]) -> int:
@@ -332,7 +369,7 @@ def _step_time(
     config: dict[str, Any],
 ) -> StepTime:
     rest, policy = memory.at_rest, policy_for(plan.stage)
-    itemsize, ranks = _itemsize(config), plan.shape.holders(machine.ranks)
+    itemsize, ranks = _itemsize(config), plan.shape.shard_ranks(machine.ranks)
     sliced = plan.shape.tensor > 1 or plan.shape.stages > 1
     parameters = memory.held if sliced else memory.parameters
     messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
@@ -355,74 +392,57 @@ def search(
     task: Task,
     machine: Machine,
     seconds: float = 300.0,
-    told: Callable[[Judged], None] = lambda _judged: None,
+    report: Callable[[Judged], None] = lambda _judged: None,
     allowed: Callable[[TrainingPlan], bool] = lambda _plan: True,
     axes: bool = False,
 ) -> list[Judged]:
-    """Judge the legal plans, the likeliest first, until all are known or the time is over.
+    """Judge the legal plans that are allowed, the likeliest first, until all are known or the time is over.
 
-    Args:
-        task: what is to be run.
-        machine: where.
-        seconds: to search for; at least one plan is judged.
-        told: called with each, as soon as it is known.
-        allowed: whether a legal plan is wanted.
-        axes: plans with an axis beside data parallelism too, unless the JSON asks for one itself.
-
-    Returns:
-        All plans, the best first; behind those that fit those that may, then those that do not, and those that were not
-        looked at.
+    At least one plan is judged; each is reported as soon as it is. With `axes` there are plans with an axis beside data
+    parallelism too, unless the JSON asks for one itself. The plans come back with the best first; behind those that fit
+    those that may, then those that do not, and those that were not looked at.
     """
     end = time.monotonic() + seconds
     plans = legal_plans(task.train_batch, machine)
     plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
     plans = [plan for plan in plans if allowed(plan)]
-    found: dict[TrainingPlan, Judged] = {}
-    for plan in _in_turn(plans):
-        if found and time.monotonic() > end:
-            found[plan] = Judged(plan, reason="not looked at: the time was over")
+    # One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
+    # axis beside data parallelism the large ones, since the first that fits is the last that is looked at.
+    kinds: dict[tuple[Any, ...], list[TrainingPlan]] = {}
+    for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
+        kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
+    known: dict[TrainingPlan, Judged] = {}
+    for plan in (plan for row in itertools.zip_longest(*kinds.values()) for plan in row if plan is not None):
+        if known and time.monotonic() > end:
+            known[plan] = Judged(plan, reason="not looked at: the time was over")
             continue
         tries = [plan]
         for each in tries:
-            smaller = _does_not_fit_either(each, found)
-            why = _cannot_be_cut(each, found) or _is_slower(each, found)
+            smaller = [judged for other, judged in known.items() if other.holds_less_than(each)]
+            too_large = next((judged for judged in smaller if judged.memory is not None and not judged.perhaps), None)
+            others = [judged for other, judged in known.items() if other.shape == each.shape != DATA_PARALLEL]
+            uncut = next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
+            why = uncut or _is_slower(each, known)
             if why:
-                found[each] = Judged(each, reason=why)
-            elif smaller is None:
-                found[each] = judge(task, each, machine)
-                told(found[each])
+                known[each] = Judged(each, reason=why)
+            elif too_large is None:
+                known[each] = judge(task, each, machine)
+                report(known[each])
             else:
-                found[each] = Judged(each, reason="a plan that holds less does not fit either")
+                known[each] = Judged(each, reason="a plan that holds less does not fit either")
             narrow = replace(plan, bucket=NARROW)
-            if each is plan and _narrows(task, narrow, smaller or found[plan], machine) and allowed(narrow):
+            if each is plan and _narrows(task, narrow, too_large or known[plan], machine) and allowed(narrow):
                 tries.append(narrow)
-    return sorted(found.values(), key=by_worth)
+    return sorted(known.values(), key=lambda judged: judged.worth)
 
 
-def by_worth(judged: Judged) -> tuple[bool, bool, float, int]:
-    """Where a plan stands among others before any trial."""
-    return not judged.fits, not judged.perhaps, judged.seconds, judged.plan.micro
-
-
-def _does_not_fit_either(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> Judged | None:
-    """What was found of a smaller micro-batch that does not fit, where there is one."""
-    smaller = (judged for other, judged in found.items() if holds_less(other, plan))
-    return next((judged for judged in smaller if judged.memory is not None and not judged.perhaps), None)
-
-
-def _cannot_be_cut(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> str:
-    """Why the engine could not lay the model out so in another plan; "" where it could, or nobody has tried."""
-    others = (judged for other, judged in found.items() if other.shape == plan.shape != DATA_PARALLEL)
-    return next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
-
-
-def _is_slower(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> str:
+def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
     """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits. In a
     pipeline of several larger ones: more of smaller ones leave stages waiting for less."""
     if plan.shape == DATA_PARALLEL:
         return ""
     larger = []
-    for other, judged in found.items():
+    for other, judged in known.items():
         alike = replace(other, micro=plan.micro, steps=plan.steps, recompute=plan.recompute) == plan
         if judged.fits and alike and other.micro >= plan.micro and other.recompute <= plan.recompute:
             larger.append(other)
@@ -444,26 +464,69 @@ def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) 
     return max(usual.memory.birth - far, resting) <= machine.memory
 
 
-def _in_turn(plans: list[TrainingPlan]) -> Iterator[TrainingPlan]:
-    """One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
-    axis beside data parallelism the large ones, since the first that fits is the last that is looked at."""
-    kinds: dict[tuple[Any, ...], list[TrainingPlan]] = {}
-    for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
-        kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
-    for row in itertools.zip_longest(*kinds.values()):
-        yield from (plan for plan in row if plan is not None)
+MOST = 5
+"""Trials at most."""
+DARING = 2
+"""How many of them may be of plans that fit only as long as ranks keep step."""
 
 
-def holds_less(one: TrainingPlan, other: TrainingPlan) -> bool:
-    """Whether a plan differs from another by a smaller micro-batch alone."""
-    return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
+@dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Args:
+        best: the measured plan that is fastest. Where none was measured: the best predicted one that was not tried, or
+            else whose trial failed for another reason than memory; None where no plan fits.
+        judged: all plans: the measured ones by their time, then those that were not tried, those whose trial failed,
+            those that do not fit.
+    """
+
+    best: Judged | None
+    judged: list[Judged]
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the best was measured."""
+        return self.best is not None and self.best.trial is not None and not self.best.trial.reason
+
+    def best_time(self) -> str:
+        """The time of the best plan, and whether it was measured or predicted, in words."""
+        best = self.best
+        if best is None:
+            return "nothing"
+        if best.trial is not None and best.trial.seconds is not None:
+            return f"{best.trial.seconds * 1e3:,.1f} ms measured ({best.seconds * 1e3:,.1f} predicted)"
+        failed = any(each.trial is not None for each in self.judged)
+        return f"{best.seconds * 1e3:,.1f} ms predicted{', not confirmed: no trial came to an end' if failed else ''}"
 
 
-def _sizes(memory: MemoryCount, machine: Machine | None) -> str:
-    """What a rank takes, and with a device what of its host."""
-    if machine is None or not machine.link:
-        return f"{max(memory.peak, memory.birth) / 2**30:.2f} GiB"
-    return f"{device_bytes(memory, machine) / 2**30:.2f}+{memory.on_host / 2**30:.2f} GiB"
+def confirm(
+    judged: list[Judged],
+    run: Callable[[TrainingPlan], TrialOutcome],
+    most: int = MOST,
+    report: Callable[[Judged], None] = lambda _judged: None,
+) -> Answer:
+    """Try the best plans of `search`: those that fit, and a few of those that may, where they are predicted as fast.
+
+    `run` tries a plan, at most `most` times and at most `MOST`; `report` gets each plan that was tried.
+    """
+    tried: dict[TrainingPlan, Judged] = {}
+    too_large: list[TrainingPlan] = []
+    daring = 0
+    for each in sorted((each for each in judged if each.fits or each.perhaps), key=lambda each: each.seconds):
+        if len(tried) >= min(most, MOST):
+            break
+        if (not each.fits and daring >= DARING) or any(plan.holds_less_than(each.plan) for plan in too_large):
+            continue  # it holds more than one that ran out of memory
+        daring += not each.fits
+        outcome = run(each.plan)
+        tried[each.plan] = replace(each, trial=outcome, reason=outcome.reason)
+        if outcome.out_of_memory:
+            too_large.append(each.plan)
+        report(tried[each.plan])
+    after = [tried.get(each.plan, each).after_trials(too_large) for each in judged]
+    after.sort(key=lambda each: each.worth_after_trials)
+    return Answer(after[0] if after and after[0].fits else None, after)
 
 
 def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) -> str:
@@ -480,7 +543,11 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
     measured = f" {'measured':>10s}" if tried else ""
     lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
     for each in judged[:most]:
-        size = "–" if each.memory is None else _sizes(each.memory, machine)
+        size, memory = "–", each.memory
+        if memory is not None and machine is not None and machine.link:
+            size = f"{device_bytes(memory, machine) / 2**30:.2f}+{memory.on_host / 2**30:.2f} GiB"
+        elif memory is not None:
+            size = f"{max(memory.peak, memory.birth) / 2**30:.2f} GiB"
         took = None if each.trial is None else each.trial.seconds
         measured = f" {_ms(took):>10s}" if tried else ""
         seconds = None if each.time is None else each.seconds

@@ -1,4 +1,4 @@
-"""Predicts the time of a step: replays its recorded trace on a machine.
+"""Predicts the time of a step, and of a pipeline's update: replays recorded traces on a machine.
 
 Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk, and a device's link to its
 host, work beside the update, and what is longest counts.
@@ -6,16 +6,20 @@ host, work beside the update, and what is longest counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.fake_mode import STEP, listening
+from deepspeed.pipe.schedule import PipelineSchedule, make_schedule
+from deepspeed.pipe.schedule_simulator import simulate
 from deepspeed.planner.train_program import MICRO_BATCH
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.replay import replay
-from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, HostEvent, Recording
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, WAIT, HostEvent, Recording
 from deepspeed.simulator.trace_recorder import StepRecorder
 from deepspeed.zero.layout.stages import Policy
 
@@ -132,10 +136,11 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
     """Seconds that blocks of memory cost because they are new, by the mark under which they came: the C library has the
     system provide the larger ones each time, page by page. What was there before, and what stays (states that the first
     update makes), costs nothing in the updates to come."""
-    sizes: dict[int, tuple[int, str]] = {}
+    entries, sizes = recording.entries, dict[int, tuple[int, str]]()
     seconds: dict[str, float] = defaultdict(float)
     for block in recording.blocks:
-        known, where = sizes.get(block.number, (0, _mark_of(recording, block.at)))
+        mark = entries[block.at].where if block.at < len(entries) else MICRO_BATCH
+        known, where = sizes.get(block.number, (0, mark))
         if block.nbytes == 0:
             sizes.pop(block.number, None)
             seconds[where] += machine.first_touch(known)
@@ -144,17 +149,64 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
     return seconds
 
 
-def _mark_of(recording: Recording, at: int) -> str:
-    return recording.entries[at].where if at < len(recording.entries) else MICRO_BATCH
-
-
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
-    """How often all parameters are reduced in an update, and how often gathered.
-
-    Args:
-        policy: what is split.
-        micro_batches: of a window.
-    """
+    """How often all parameters are reduced in an update, and how often gathered."""
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
     gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
     return reductions, gathers
+
+
+# -- of a pipeline ----------------------------------------------------------------------------------------------------
+
+
+_LONGEST = 2  # micro-batches for each stage: with more of them a stage holds no more, but for `gpipe`
+
+
+def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
+    """The schedule of a JSON, with so many stages and micro-batches.
+
+    Raises:
+        ArgumentError: the schedule cannot be had with so many.
+    """
+    block = DeepSpeedConfig.for_init(config).top.pipeline
+    name = "interleaved" if block.chunks > 1 and block.schedule == "1f1b" else block.schedule
+    return make_schedule(name, stages, micros, block.chunks)
+
+
+def enough(schedule: PipelineSchedule) -> int:
+    """Micro-batches in which a stage holds as much as in the whole window."""
+    return schedule.micros if schedule.name == "gpipe" else min(schedule.micros, _LONGEST * schedule.stages)
+
+
+def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float]:
+    """Seconds of one forward (`F0` of chunk 0), one backward (`B0`), … of a stage whose phases are marked in its
+    recording; messages do not count."""
+    totals = first_touches(recording, machine)
+    counts = Counter(entry.name for entry in recording.entries if entry.kind == MARK)
+    clock = 0.0
+    for piece in replay(recording, machine).pieces:
+        if piece.kind != MESSAGE:
+            totals[piece.where] = totals.get(piece.where, 0.0) + max(0.0, piece.end - max(clock, piece.begin))
+        clock = max(clock, piece.end)
+    return {where: seconds / counts[where] for where, seconds in totals.items() if counts[where]}
+
+
+def window_time(
+    schedule: PipelineSchedule, phases: Sequence[dict[str, float]], rests: Sequence[StepTime], way: float, shared: float
+) -> StepTime:
+    """Time of an update over all stages.
+
+    Args:
+        schedule: of the window.
+        phases: of each stage, as `seconds_of_phases` gives them.
+        rests: of each stage: what it does behind the window (its `compute` is not read).
+        way: seconds that a message between stages is under way.
+        shared: seconds in which stages sum gradients of what several of them hold.
+    """
+    each = [[phases[part % schedule.stages].get(f"{op}{part // schedule.stages}", 0.0) for op in "FBW"]
+            for part in range(schedule.parts)]  # fmt: skip
+    costs = [(forward, backward, weights) for forward, backward, weights in each]
+    busy = [schedule.micros * sum(map(sum, costs[stage :: schedule.stages])) for stage in range(schedule.stages)]
+    took = simulate(schedule, costs, way=way).time
+    last = max(rests, key=lambda rest: replace(rest, compute=0.0).total)
+    return replace(last, compute=max(busy), messages=last.messages + shared, waiting=took - max(busy))

@@ -53,10 +53,12 @@ class Program:
         Raises:
             ArgumentError: the callable made none.
         """
-        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
-        if not isinstance(made, nn.Module):
-            raise ArgumentError(f"model is, or its callable returned, a {type(made).__name__}; it takes a torch module")
-        return made
+        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(
+                f"model is, or its callable returned, a {type(model).__name__}; it takes a torch module"
+            )
+        return model
 
     def settings(self) -> dict[str, Any]:
         """The configuration, without what acts on the outside."""
@@ -66,12 +68,22 @@ class Program:
         """Forward of the micro-batch, and its loss."""
         batch = self.batch
         if isinstance(batch, Mapping):
-            made = engine(**batch)
+            outputs = engine(**batch)
         elif isinstance(batch, (list, tuple)):
-            made = engine(*batch)
+            outputs = engine(*batch)
         else:
-            made = engine(batch)
-        return (self.loss or _own_loss)(made, batch)
+            outputs = engine(batch)
+        if self.loss is not None:
+            return self.loss(outputs, batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is None:
+            tensors = (t for t in tensors_in(outputs) if t.requires_grad)
+            loss = outputs if isinstance(outputs, torch.Tensor) else next(tensors, None)
+        if loss is None:
+            raise ArgumentError(
+                "the model's output has no tensor with a graph: pass loss=…, a callable of (output, batch)"
+            )
+        return loss if loss.dim() == 0 else loss.float().mean()
 
     def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
         """The updates.
@@ -114,12 +126,3 @@ class Program:
             for _ in range(self.updates):
                 engine.train_batch(itertools.repeat(self.batch))
                 after()
-
-
-def _own_loss(made: Any, _batch: Any) -> torch.Tensor:
-    loss = getattr(made, "loss", None)
-    if loss is None:
-        loss = made if isinstance(made, torch.Tensor) else next((t for t in tensors_in(made) if t.requires_grad), None)
-    if loss is None:
-        raise ArgumentError("the model's output has no tensor with a graph: pass loss=…, a callable of (output, batch)")
-    return loss if loss.dim() == 0 else loss.float().mean()

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from deepspeed.config.sections.parallel import Autotuning
 from deepspeed.engine.initialize import add_config_arguments, initialize
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.foundation.pytree import map_tensors
-from deepspeed.planner.train_program import OUTSIDE, Program
+from deepspeed.planner.train_program import Program
 from deepspeed.planner.trials import Command
 
 _FLAGS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
@@ -52,12 +51,12 @@ class Script:
     @property
     def _place(self) -> int:
         """Where in the arguments the JSON is."""
-        for at, word in enumerate(self.arguments):
+        for position, word in enumerate(self.arguments):
             flag, _, joined = word.partition("=")
             if flag in _FLAGS and joined.endswith(".json"):
-                return at
-            if word in _FLAGS and at + 1 < len(self.arguments) and self.arguments[at + 1].endswith(".json"):
-                return at + 1
+                return position
+            if word in _FLAGS and position + 1 < len(self.arguments) and self.arguments[position + 1].endswith(".json"):
+                return position + 1
         raise ArgumentError(
             "--autotuning needs the JSON in the script's arguments: --deepspeed_config, or --deepspeed, and a FILE.json"
         )
@@ -78,25 +77,19 @@ class Script:
             ArgumentError: the block is not enabled.
             DeepSpeedConfigError: there is no such file, or the block is wrong.
         """
-        found = load_raw(str(self.json))
-        block = DeepSpeedConfig.for_init({"autotuning": found.get("autotuning") or {}}).top.autotuning
+        config = load_raw(str(self.json))
+        block = DeepSpeedConfig.for_init({"autotuning": config.get("autotuning") or {}}).top.autotuning
         if not block.enabled:
             raise ArgumentError(f'--autotuning needs "autotuning": {{"enabled": true}} in {self.json}')
-        return found, block
+        return config, block
 
     def with_json(self, path: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
-        """The arguments with another JSON.
-
-        Args:
-            path: of that.
-            config: what is in it.
-            flags: by key, the script's own, which get the same values.
-        """
-        words, at = list(self.arguments), self._place
-        before = words[at].rpartition("=")
-        words[at] = f"{before[0]}{before[1]}{path}"
+        """The arguments with the path of another JSON; the script's own flags, by key, get the values of its config."""
+        words, position = list(self.arguments), self._place
+        before = words[position].rpartition("=")
+        words[position] = f"{before[0]}{before[1]}{path}"
         for key, flag in flags.items():
-            value = str(_of(config, key))
+            value = str(self._value(config, key))
             places = [where for where, word in enumerate(words) if word.partition("=")[0] == flag]
             if places and "=" in words[places[-1]]:
                 words[places[-1]] = f"{flag}={value}"
@@ -128,6 +121,14 @@ class Script:
             micro = train // (steps * self.ranks)
         return train, micro
 
+    @staticmethod
+    def _value(config: Mapping[str, Any], key: str) -> Any:
+        """The value of a key such as "zero_optimization.stage"; None where there is none."""
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
     def _number(self, base: Mapping[str, Any], flags: Mapping[str, str], key: str) -> int:
         value = base.get(key)
         if isinstance(value, list) and value:
@@ -135,29 +136,12 @@ class Script:
         if isinstance(value, (int, float)):
             return int(value)
         flag, words = flags.get(key), list(self.arguments)
-        for at, word in enumerate(words):
+        for position, word in enumerate(words):
             name, _, joined = word.partition("=")
-            told = joined or (words[at + 1] if at + 1 < len(words) else "")
-            if flag and name == flag and _MAPPED.fullmatch(told):
-                return int(told)
+            text = joined or (words[position + 1] if position + 1 < len(words) else "")
+            if flag and name == flag and _MAPPED.fullmatch(text):
+                return int(text)
         return 0
-
-
-def flags_of(block: Autotuning) -> dict[str, str]:
-    """`arg_mappings`: by key of the JSON, the script's flag; what names no flag is left out."""
-    return {key.strip(): str(flag).strip() for key, flag in (block.arg_mappings or {}).items() if flag}
-
-
-def inside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what acts on the outside: a trial writes no events and no pictures."""
-    return {key: value for key, value in config.items() if key not in OUTSIDE}
-
-
-def _of(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 Source = tuple[Callable[[], nn.Module], Callable[[int], Any]]
@@ -179,42 +163,33 @@ def model_named(name: str, length: int) -> Source:
     return _from_script(name) if ":" in name else _from_transformers(name, length)
 
 
-def _first_of(factory: Any) -> Callable[[], nn.Module]:
-    return lambda: factory()[0]
-
-
 def _from_script(name: str) -> Source:
     where, _, attribute = name.rpartition(":")
-    found = getattr(_module(where), attribute, None)
-    if not callable(found):
+    path = Path(where)
+    if where.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise ArgumentError(f"{where}: no such file")
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ImportError as error:
+            raise ArgumentError(f"{where} cannot be imported: {error}") from error
+    if not callable(getattr(module, attribute, None)):
         raise ArgumentError(f"{where} has no callable {attribute!r}")
-    factory = cast("Callable[[], Any]", found)
-    made = factory()
-    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+    factory: Callable[[], Any] = getattr(module, attribute)
+    source = factory()
+    pair: Any = source if isinstance(source, tuple) and len(source) == 2 else (None, None)
     if isinstance(pair[0], nn.Module) and callable(pair[1]):
         return lambda: factory()[0], pair[1]
-    if isinstance(made, nn.Module):
+    if isinstance(source, nn.Module):
         raise ArgumentError(
             f"{name} returns a module alone: return (module, batch) with batch(n) that makes a micro-batch of n samples"
         )
-    raise ArgumentError(f"{name} returned a {type(made).__name__}; it is to return (module, batch)")
-
-
-def _module(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        try:
-            return importlib.import_module(where)
-        except ImportError as error:
-            raise ArgumentError(f"{where} cannot be imported: {error}") from error
-    path = Path(where)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ArgumentError(f"{where}: no such file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
-    return module
+    raise ArgumentError(f"{name} returned a {type(source).__name__}; it is to return (module, batch)")
 
 
 def _from_transformers(name: str, length: int) -> Source:
@@ -224,8 +199,8 @@ def _from_transformers(name: str, length: int) -> Source:
     if Path(name, "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(name)
         classes = getattr(config, "architectures", None) or []
-        found = getattr(transformers, classes[0], None) if classes else None
-        cls: Any = found or transformers.AutoModelForCausalLM
+        named = getattr(transformers, classes[0], None) if classes else None
+        cls: Any = named or transformers.AutoModelForCausalLM
     else:
         cls = getattr(transformers, name, None)
         if cls is None or not hasattr(cls, "config_class"):

@@ -11,15 +11,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-
-from deepspeed.profiling.resident_memory import proportional_bytes
 
 LOOK_S = 0.1  # between two looks at a trial's memory
 GRACE_S = 3.0  # between SIGTERM and SIGKILL, and between the figures and the end of the ranks
@@ -105,61 +103,46 @@ class Command:
     program: Sequence[str]
 
     def line(self, config: str) -> list[str]:
-        """The command line.
-
-        Args:
-            config: path of the JSON.
-        """
+        """The command line with the path of a JSON."""
         script = [word.replace("{config}", config) for word in self.program]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
 
     def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
-        """Start the launcher, in a session of its own: Ctrl-C reaches it through us alone, once.
-
-        Args:
-            config: path of the JSON.
-            out, err: files that take what it and its ranks say.
-        """
+        """Start the launcher with files for its output, in a session of its own: Ctrl-C reaches it through us, once."""
         line = self.line(config)
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
 
 
 def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
-    """The JSON of a plan with what makes a run a trial.
-
-    Args:
-        config: of the plan.
-        folder: of the trial.
-        first: measured update.
-        last: measured update.
-    """
+    """The JSON of a plan with the block of a trial in a folder, which measures the updates from `first` to `last`."""
     block = {"enabled": True, "metric_path": str(folder / METRICS)}
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 
 
 def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limits: TrialLimits) -> TrialOutcome:
-    """Run a trial, and wait for its end.
+    """Run a trial with a JSON of `trial_config`, and wait for its end.
 
-    Args:
-        command: starts it.
-        config: of `trial_config`.
-        folder: takes ds_config.json, cmd.txt, stdout.log, stderr.log, metrics.json.
-        limits: that end it.
+    The folder takes ds_config.json, cmd.txt, stdout.log, stderr.log and metrics.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    told = str((folder / CONFIG).absolute())
-    (folder / "cmd.txt").write_text(shlex.join(command.line(told)) + "\n")
+    path = str((folder / CONFIG).absolute())
+    (folder / "cmd.txt").write_text(shlex.join(command.line(path)) + "\n")
     begun = time.monotonic()
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
-        with _watched(command.start(told, out, err)) as watched:
+        with _Watched(command.start(path, out, err)) as watched:
             reason = watched.until(begun + limits.seconds, limits, folder / METRICS)
     took, held = time.monotonic() - begun, max(watched.held.values(), default=0)
-    metrics = _metrics(folder / METRICS)
-    if metrics:
-        return TrialOutcome(metrics["latency"] / 1e6, "", metrics, took, held)
-    code, words = watched.process.returncode, _last_words(folder / "stderr.log")
+    with suppress(OSError, ValueError):
+        metrics = json.loads((folder / METRICS).read_text())
+        if metrics["latency"] > 0:
+            return TrialOutcome(metrics["latency"] / 1e6, "", metrics, took, held)
+    lines = [line.strip() for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if "stopped by SIGTERM" not in line]  # that is what we have done
+    errors = [line for line in lines if "Error" in line.split(" ")[0] and line[0].isalpha()]
+    first = [line for line in lines if "failed first" in line]
+    code, words = watched.process.returncode, (errors or first or lines or [""])[-1]
     if not reason and code == 0:
         reason = "it ended by itself before the last measured update (end_profile_step), so nothing was measured"
     reason = reason or f"it ended with exit code {code}: {words}"
@@ -172,28 +155,8 @@ def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limit
 _OF_MEMORY = ("MemoryExhaustedError", "MemoryError", "out of memory", "can't allocate memory", "out-of-memory killer")
 
 
-def _metrics(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if found["latency"] > 0:
-            return found
-    return {}
-
-
-def _last_words(path: Path) -> str:
-    """The line of a log that says most of an end: the last error's, else the last."""
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if "stopped by SIGTERM" not in line]  # that is what we have done
-    errors = [line for line in lines if "Error" in line.split(" ")[0] and line[0].isalpha()]
-    failed = [line for line in lines if "failed first" in line]
-    return (errors or failed or lines or [""])[-1]
-
-
 class _Watched:
-    """The processes of a trial.
-
-    Args:
-        process: the first one.
+    """The processes of a trial, from its first one down; they are ended when the context is.
 
     Attributes:
         held: most bytes that each rank was seen with.
@@ -207,13 +170,16 @@ class _Watched:
         self._seen: dict[int, psutil.Process] = {}
         self._ranks: dict[int, int | None] = {}  # by session
 
-    def until(self, end: float, limits: TrialLimits, metrics: Path) -> str:
-        """Wait until the trial is over, or a limit is reached; gives which.
+    def __enter__(self) -> _Watched:
+        return self
 
-        Args:
-            end: on the monotonic clock.
-            limits: of the trial.
-            metrics: with it there, the ranks have a moment to end by themselves.
+    def __exit__(self, *_error: object) -> None:
+        self.end()
+
+    def until(self, end: float, limits: TrialLimits, metrics: Path) -> str:
+        """Wait until the trial is over, or a limit is reached; gives which. `end` is on the monotonic clock.
+
+        Once the file `metrics` is there, the ranks have a moment to end by themselves.
         """
         measured = False
         while self.process.poll() is None:
@@ -246,32 +212,44 @@ class _Watched:
                 if rank is not None:
                     held.setdefault(rank, []).append(pid)
         for rank, pids in held.items():
-            found = _held(pids, 0 if exact else max(allowed, self.held.get(rank, 0)))
-            self.held[rank] = max(found, self.held.get(rank, 0))
-            if allowed and found > allowed:
-                self._kill(pids)
-                return f"out of memory: rank {rank} held {found / 2**20:,.0f} MiB of {allowed / 2**20:,.0f} allowed"
+            size = self._bytes_held(pids, 0 if exact else max(allowed, self.held.get(rank, 0)))
+            self.held[rank] = max(size, self.held.get(rank, 0))
+            if allowed and size > allowed:
+                for pid in pids:
+                    with suppress(psutil.Error):
+                        self._seen[pid].kill()
+                return f"out of memory: rank {rank} held {size / 2**20:,.0f} MiB of {allowed / 2**20:,.0f} allowed"
         if left < _LEFT and held:
             return f"out of memory: the machine had {left / 2**20:,.0f} MiB left"
         return ""
 
+    @staticmethod
+    def _bytes_held(pids: list[int], enough: int) -> int:
+        """Bytes that processes hold. What they share is told apart only where the simple count is above `enough`."""
+        total = 0
+        for pid in pids:
+            with suppress(OSError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        if total <= enough:
+            return total
+        total = 0
+        for pid in pids:
+            with suppress(OSError, IndexError):
+                total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0]) << 10
+        return total
+
     def _rank(self, session: int) -> int | None:
         """The rank whose session that is: each has one of its own, and a variable, or a name, that says which."""
         if session not in self._ranks:
-            found = None
+            rank = None
             with suppress(OSError, ValueError):
                 words = Path(f"/proc/{session}/environ").read_bytes().split(b"\0")
                 words.append(Path(f"/proc/{session}/comm").read_bytes())
-                found = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
-            if found is None:
+                rank = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
+            if rank is None:
                 return None  # it may not be a rank yet
-            self._ranks[session] = found
+            self._ranks[session] = rank
         return self._ranks[session]
-
-    def _kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(psutil.Error):
-                self._seen[pid].kill()
 
     def end(self) -> None:
         """End what is left of the trial."""
@@ -289,28 +267,3 @@ class _Watched:
             self.process.kill()
         self.process.wait()
         psutil.wait_procs(left, GRACE_S)
-
-
-def _held(pids: list[int], enough: int) -> int:
-    """Bytes that processes hold. What they share is told apart only where the simple count is above `enough`."""
-    total = 0
-    for pid in pids:
-        with suppress(OSError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    if total <= enough:
-        return total
-    total = 0
-    for pid in pids:
-        with suppress(OSError, IndexError):
-            total += proportional_bytes(pid)
-    return total
-
-
-@contextmanager
-def _watched(process: TrialProcess) -> Iterator[_Watched]:
-    """A trial that is over when the context is."""
-    watched = _Watched(process)
-    try:
-        yield watched
-    finally:
-        watched.end()

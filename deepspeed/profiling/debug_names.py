@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ def debug_extract_module_and_param_names(model: nn.Module) -> None:
 
     Nothing is kept alive by it. A second model adds its names to those of the first.
     """
-    for found, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
-        for name, one in named:
-            found[one] = name
+    for names, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
+        for name, part in named:
+            names[part] = name
 
 
 def debug_clear_module_and_param_names() -> None:
@@ -93,24 +92,17 @@ def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
     return f"{debug_param2name_id_shape(param)} status={status}"
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Inside, no other process of this user's is: they wait at a lock on a file."""
+def printflock(*msgs: object) -> None:
+    """`print` and flush, while the other processes of this user that print so wait: lines do not mix."""
     import fcntl  # not on Windows, where the rest of the module is of use
 
     path = Path(tempfile.gettempdir(), f"deepspeed-print-{os.getuid()}.lock")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        print(*msgs, flush=True)
     finally:
         os.close(handle)  # which ends the lock
-
-
-def printflock(*msgs: object) -> None:
-    """`print` and flush, while the other processes of this machine that print so wait: lines do not mix."""
-    with _alone():
-        print(*msgs, flush=True)
 
 
 def log_rank_file(rank: int, *msgs: object) -> None:

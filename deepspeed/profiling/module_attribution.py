@@ -22,10 +22,6 @@ FORWARD, BACKWARD, AGAIN = 0, 1, 2
 OUTSIDE = "(outside)"  # what no module of the model did
 
 
-def _in_backward() -> bool:
-    return _core._current_graph_task_id() != -1
-
-
 class Attribution:
     """Knows whose operation runs, between `hook` and `unhook`.
 
@@ -59,7 +55,7 @@ class Attribution:
 
     def where(self) -> tuple[str | None, int]:
         """(name of the module whose operation runs, the phase): FORWARD, BACKWARD or AGAIN; None is nobody's."""
-        backward = _in_backward()
+        backward = self._in_backward()
         if self._running:
             whose = None if self._ignored else self._running[-1][0]
         else:
@@ -67,8 +63,12 @@ class Attribution:
         phase = FORWARD if not backward else AGAIN if self._running or torch.is_grad_enabled() else BACKWARD
         return whose, phase
 
+    @staticmethod
+    def _in_backward() -> bool:
+        return _core._current_graph_task_id() != -1
+
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        above = self._running[-1][0] if self._running else self._of_node() if _in_backward() else None
+        above = self._running[-1][0] if self._running else self._of_node() if self._in_backward() else None
         self._running.append((self._name(module, above), module, time.perf_counter()))
         self._ignored += isinstance(module, self._ignore)
         self._mark()
@@ -77,7 +77,7 @@ class Attribution:
         while self._running:
             name, left, began = self._running.pop()
             self._ignored -= isinstance(left, self._ignore)
-            if not _in_backward() and name not in (above for above, _, _ in self._running):
+            if not self._in_backward() and name not in (above for above, _, _ in self._running):
                 self.seconds[name] += time.perf_counter() - began
             if left is module:  # others were left by an exception
                 break

@@ -6,6 +6,7 @@ is filled with is no fault. Memory that was not written yet is not looked at.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +57,8 @@ def kinds_in(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
 def describe(tensor: torch.Tensor) -> str:
     """Shape, dtype, what is not finite, and the range of the rest."""
     values = tensor.detach()
-    finite = torch.isfinite(values)
-    kept = values[finite].float()
-    rest = f"{float(kept.min()):.4g} to {float(kept.max()):.4g}" if kept.numel() else "nothing else"
+    others = values[torch.isfinite(values)].float()
+    rest = f"{float(others.min()):.4g} to {float(others.max()):.4g}" if others.numel() else "nothing else"
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     dtype = str(values.dtype).removeprefix("torch.")
     return f"{dtype}{list(values.shape)}, {nan} NaN, {inf} infinite, the others {rest}"
@@ -108,22 +108,15 @@ class Checker(DispatchMode):
         else:
             module = str(whose)
         if module != OF_LOSS:
-            module = named(self._model, module)
+            with contextlib.suppress(AttributeError):  # the model itself has no name
+                module = f"{module} ({type(self._model.get_submodule(module)).__name__})".lstrip()
         self.found = Finding(_DIRECTIONS[phase], module, operation, describe(tensor), inputs)
-
-
-def named(model: nn.Module, name: str) -> str:
-    """The name and class of a module; the model itself has no name."""
-    try:
-        return f"{name} ({type(model.get_submodule(name)).__name__})".lstrip()
-    except AttributeError:
-        return name
 
 
 def first_input(inputs: Any) -> Finding | None:
     """The first input of the model with such a value, minus infinity apart."""
-    for at, tensor in enumerate(tensors_in(inputs)):
+    for index, tensor in enumerate(tensors_in(inputs)):
         nan, inf, _ = kinds_in(tensor)
         if nan or inf:
-            return Finding(INPUT, f"tensor {at} of the inputs", "", describe(tensor), [tensor.detach()])
+            return Finding(INPUT, f"tensor {index} of the inputs", "", describe(tensor), [tensor.detach()])
     return None

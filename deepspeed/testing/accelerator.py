@@ -103,9 +103,9 @@ def _devices(accelerator: Any) -> None:
             accelerator.set_device(index)
             expect(accelerator.current_device() == index, "current_device() follow set_device()")
             expect(accelerator.current_device_name() == accelerator.device_name(index), "names with the index")
-            made = torch.ones(1, device=_here(accelerator))
-            expect(made.device.type == kind and accelerator.on_accelerator(made), "tensors where its name says")
-            expect((made.device.index or 0) == index, "tensors on the current device")
+            tensor = torch.ones(1, device=_here(accelerator))
+            expect(tensor.device.type == kind and accelerator.on_accelerator(tensor), "tensors where its name says")
+            expect((tensor.device.index or 0) == index, "tensors on the current device")
     finally:
         accelerator.set_device(before)
     expect(accelerator.device().type == kind, "device() of its kind")
@@ -342,9 +342,9 @@ def _tensor_types(accelerator: Any) -> None:
         "LongTensor": torch.int64,
     }
     for name, dtype in types.items():
-        made = getattr(accelerator, name)([1, 2])
-        expect(made.dtype == dtype and accelerator.on_accelerator(made), f"{name}(), of {dtype} on the device")
-        expect(made.tolist() == [1, 2], f"{name}() with the values it is given")
+        tensor = getattr(accelerator, name)([1, 2])
+        expect(tensor.dtype == dtype and accelerator.on_accelerator(tensor), f"{name}(), of {dtype} on the device")
+        expect(tensor.tolist() == [1, 2], f"{name}() with the values it is given")
 
 
 @_shows(

@@ -13,7 +13,6 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm import get_rank
-from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.engine import engine as engine_module
 from deepspeed.engine import tensor_parallel
 from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
@@ -21,8 +20,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.zero.api import reshard
 from tests.parallel.dense import Dense, momentum
-from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
-from tests.parallel.tensor_runs import loss_of
+from tests.parallel.pipeline_runs import batches, beside_dense, config_of, deep, engine_of
 from tests.parallel.tiny import raises
 
 LAYERS = 4
@@ -65,25 +63,17 @@ def trained(how: str, family: str, mesh: Any, stage: int, settings: Any = None) 
     if mesh.get("tp", 1) > 1:
         config["tensor_parallel"] = {"autotp_size": mesh["tp"]}
     model = born(how, family, LAYERS, config)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
-    found = []
-    with engine:
+    with engine_of(model, config) as engine:
         names = set(dict(dense.model.named_parameters()))
         assert set(dict(engine.module.named_parameters())) < names, "names are those of the whole model"
-        for window in range(2):
-            theirs = dense.window(4 * window, loss_of)
-            dense.step()
-            ours = engine.train_batch(batches(engine.module, 4 * window, 4, replica(current_mesh())))
-            wanted = sum(theirs) / 4
-            found.append((abs(float(ours) - wanted) / wanted, apart(engine, dense)))
-    return found
+        return [(loss, params) for loss, _, params in beside_dense(engine, dense, 2)]
 
 
 def losses(how: str, precision: str) -> list[float]:
     """Of three windows in low precision."""
     config = config_of(3, 2, 4, **{precision: {"enabled": True}})
     model = born(how, "GPTNeo", LAYERS, config)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     with engine:
         return [float(engine.train_batch(batches(engine.module, 4 * at, 4, 0))) for at in range(3)]
 
@@ -113,7 +103,7 @@ def saved(folder: str, stage: int) -> dict[str, Any]:
     """Names and values of a born model's checkpoint, consolidated."""
     config = config_of(stage, 2, 2)
     model = born("init", "GPTNeo", LAYERS, config)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     with engine:
         engine.train_batch(batches(engine.module, 0, 2, 0))
         engine.save_checkpoint(folder, tag="born")
@@ -123,7 +113,7 @@ def saved(folder: str, stage: int) -> dict[str, Any]:
 def loaded(folder: str) -> dict[str, Any]:
     """The same into a whole model without a pipeline."""
     model = made("GPTNeo", seed=3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(1, 1, 2))
+    engine = engine_of(model, config_of(1, 1, 2))
     with engine:
         engine.load_checkpoint(folder, tag="born")
         return {n: full(p).clone() for n, p in engine.module.named_parameters()}
@@ -166,7 +156,7 @@ def refused() -> None:
     with deepspeed.zero.Init(config_dict_or_path=config):
         rows = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2, loss_fn=nn.functional.mse_loss)
     values = [param.detach().clone() for param in rows.whole_parameters().values()]  # born, so read together
-    engine, *_ = deepspeed.initialize(model=rows, optimizer=momentum(rows.parameters()), config=config)
+    engine = engine_of(rows, config)
     with engine:
         own = [full(param) for param in engine.module.parameters()]
         assert all(map(torch.equal, own, values[2 * get_rank() :])) and len(own) == 2
@@ -190,5 +180,5 @@ def alone(place: str) -> tuple[float, float]:
         if place != "rule" and last:
             patch.setattr(*((tensor_parallel, "shard_parameter") if place == "slices" else (reshard, "release")), fails)
         with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
-            deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+            engine_of(model, config)
     return begun[0], time.monotonic()

@@ -14,8 +14,7 @@ from deepspeed.errors import MeshError, NotAvailableError
 from deepspeed.pipe import PipelineModule
 from tests.parallel import pipeline_layers as layers
 from tests.parallel.dense import Dense, momentum
-from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
-from tests.parallel.tensor_runs import loss_of
+from tests.parallel.pipeline_runs import beside_dense, config_of, deep, engine_of
 from tests.parallel.tiny import raises
 
 STEPS = 4
@@ -27,19 +26,10 @@ def compared(
     """The largest relative distance of loss, norm and parameters in each window; notes runs of blocks in `runs`."""
     config = config_of(stage, 2, STEPS, **copy.deepcopy(settings or {}))
     dense = Dense(model, momentum, replicas, STEPS)
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(trainable), config=config)
-    found = []
-    with engine:
+    with engine_of(model, config) as engine:
         for block in [module for name, module in engine.module.named_modules() if name.endswith(".mlp")]:
             block.register_forward_pre_hook(lambda *_: runs.append(1) if runs is not None else None)
-        for window in range(windows):
-            theirs = dense.window(window * STEPS, loss_of)
-            dense.step()
-            given = batches(engine.module, window * STEPS, STEPS, replica(current_mesh()))
-            loss = abs(float(engine.train_batch(given)) - sum(theirs) / STEPS) / (sum(theirs) / STEPS)
-            norm = abs(float(engine.get_global_grad_norm()) - dense.norm) / dense.norm
-            found.append(max(loss, norm, apart(engine, dense)))
+        found = [max(row) for row in beside_dense(engine, dense, windows)]
         frozen = {name: param for name, param in dense.model.named_parameters() if not param.requires_grad}
         for name, param in engine.module.named_parameters():
             assert param.requires_grad == (name not in frozen), name

@@ -8,20 +8,18 @@ import torch
 
 from deepspeed.comm import get_rank
 from deepspeed.errors import DataError, PipelineError
-from deepspeed.pipe import stage as stages
-from deepspeed.zero.layout.placement import Relation
-from tests.parallel.dense import momentum
+from deepspeed.pipe.split_model import ModelSplit
+from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.pipeline_layers import batch_of as labelled
 from tests.parallel.pipeline_layers import start
-from tests.parallel.pipeline_runs import batches, config_of, deep
+from tests.parallel.pipeline_runs import batches, config_of, deep, engine_of
 from tests.parallel.tiny import raises
 
 
 def begun(stage: int = 1, family: str = "GPTNeo", **changes: Any) -> Any:
-    import deepspeed
 
     model = deep(family, 2, **changes)
-    return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(stage, 2, 2))[0]
+    return engine_of(model, config_of(stage, 2, 2))
 
 
 def other_batches() -> None:
@@ -70,25 +68,24 @@ def dropped() -> None:
 
 
 def deep_cut() -> None:
-    import deepspeed
 
     model = deep("GPTNeo", 4)
-    deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, 2))
+    engine_of(model, config_of(1, 2, 2))
 
 
 def untied(stage: int) -> None:
     """A head that no longer is the embedding: not placed as a copy, or a copy that goes its own way."""
-    before = stages._place
-    stages._place = lambda model, layout, kept: None
+    before = ModelSplit.place_shared
+    ModelSplit.place_shared = lambda layout, model, modules: None
     try:
         with raises(PipelineError, "transformer.wte.weight", "stages 0 and 1", "nothing ties it"):
             begun(stage)
     finally:
-        stages._place = before
+        ModelSplit.place_shared = before
     with begun(stage) as engine:
         if engine.is_last_stage():
             table = next(p for n, p in engine.module.named_parameters() if n == "transformer.wte.weight")
-            assert stages.placement_of(table).relations["pp"] is Relation.PARTIAL
+            assert placement_of(table).relations["pp"] is Relation.PARTIAL
             from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
             safe_set_full_fp32_param(table, safe_get_full_fp32_param(table) + 0.5)

@@ -17,7 +17,7 @@ from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, PipelineError
 from deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
 from tests.parallel.dense import Dense, momentum
-from tests.parallel.pipeline_runs import apart, config_of, replica
+from tests.parallel.pipeline_runs import apart, config_of, engine_of, replica
 from tests.parallel.tiny import raises
 
 WORDS, WIDTH = 12, 8
@@ -102,7 +102,7 @@ def start(
     torch.manual_seed(0)
     model = PipelineModule(rows(fault), num_stages=pp, loss_fn=loss_fn, num_chunks=chunks, **module)
     config = config_of(stage, pp, steps, **(settings or {}))
-    return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0]
+    return engine_of(model, config)
 
 
 def described(stage: int, pp: int, steps: int, chunks: int, **module: Any) -> list[tuple[float, float]]:
@@ -248,7 +248,7 @@ def _with_a_large_table(stage: int, precision: str, watched: bool) -> list[torch
     if first is not None and watched:
         first.weight.register_hook(lambda gradient: seen.append(gradient.layout))
     config = config_of(stage, 2, 3, **({} if precision == "fp32" else {precision: {"enabled": True}}))
-    with deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         for window in range(2):
             engine.train_batch(feed(3 * window, 3, 0))
         assert first is None or first.sparse is False

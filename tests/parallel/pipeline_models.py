@@ -63,8 +63,7 @@ def stage_toy(model: Any, stages: int) -> dict[str, Any]:
     from deepspeed.comm.process_groups.mesh import mesh_for
     from deepspeed.errors import DeepSpeedError
     from deepspeed.foundation.equivalence import example_inputs
-    from deepspeed.pipe.split_model import find_layout
-    from deepspeed.pipe.stage import keep_stage
+    from deepspeed.pipe.split_model import find_layout, keep_stage
 
     warnings.simplefilter("ignore")
     for module in model.modules():  # Phimoe's routers draw; a stage and the whole model draw at other times

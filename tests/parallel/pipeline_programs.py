@@ -17,8 +17,7 @@ from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.pipe.executor import Executor
 from deepspeed.pipe.schedule import make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
-from deepspeed.pipe.split_model import ModelSplit, find_layout
-from deepspeed.pipe.stage import keep_stage
+from deepspeed.pipe.split_model import ModelSplit, find_layout, keep_stage
 from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.pipeline_models import Plain
 

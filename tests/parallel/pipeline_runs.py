@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed.comm.process_groups.mesh import Mesh, current_mesh
 from tests.parallel.dense import Dense, adamw, momentum
 from tests.parallel.tensor_runs import batch_of, loss_of, model_of
 
+INTERLEAVED = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -61,42 +62,53 @@ def apart(engine: Any, dense: Dense) -> float:
     return worst / largest
 
 
+def engine_of(model: Any, config: dict[str, Any], make: Callable[[Any], torch.optim.Optimizer] = momentum) -> Any:
+    """An engine of a model, with an optimizer of its trained parameters."""
+    import deepspeed
+
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    return deepspeed.initialize(model=model, optimizer=make(trainable), config=config)[0]
+
+
+def beside_dense(engine: Any, dense: Dense, windows: int) -> list[tuple[float, float, float]]:
+    """Relative distances of loss, norm and parameters from the dense model, by window of training."""
+    found, steps = [], dense.accumulation
+    for window in range(windows):
+        theirs = dense.window(window * steps, loss_of)
+        dense.step()
+        ours = engine.train_batch(batches(engine.module, window * steps, steps, replica(current_mesh())))
+        wanted = sum(theirs) / steps
+        norm = abs(float(engine.get_global_grad_norm()) - dense.norm) / dense.norm
+        found.append((abs(float(ours) - wanted) / wanted, norm, apart(engine, dense)))
+    return found
+
+
+def within(found: Any, bar: float = 1e-6) -> None:
+    """Distances, or rows of them, are no larger than a bar."""
+    rows = [row if isinstance(row, (list, tuple)) else (row,) for row in found]
+    assert rows and all(gap <= bar for row in rows for gap in row), found
+
+
 def trained(
     family: str, layers: int, pp: int, dp: int, stage: int, accumulation: int, settings: Any = None, windows: int = 2,
     clip: float = 0.0,
 ) -> list[tuple[float, float, float]]:  # fmt: skip
     """Relative distances of loss, norm and parameters, by window."""
-    import deepspeed
-
     model = deep(family, layers)
     dense = Dense(model, momentum, dp, accumulation, clip)
-    config = config_of(stage, pp, accumulation, clip, **(settings or {}))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
-    found = []
-    with engine:
-        for window in range(windows):
-            theirs = dense.window(window * accumulation, loss_of)
-            dense.step()
-            rank = replica(current_mesh())
-            ours = engine.train_batch(batches(engine.module, window * accumulation, accumulation, rank))
-            wanted = sum(theirs) / len(theirs)
-            norm = abs(float(engine.get_global_grad_norm()) - dense.norm) / dense.norm
-            found.append((abs(float(ours) - wanted) / wanted, norm, apart(engine, dense)))
-    return found
+    with engine_of(model, config_of(stage, pp, accumulation, clip, **(settings or {}))) as engine:
+        return beside_dense(engine, dense, windows)
 
 
 def skipped(precision: str) -> list[Any]:
     """An overflow that is planted on the last stage skips the step on every stage, and what follows trains."""
-    import deepspeed
 
     scaled = {"initial_scale_power": 4, "loss_scale_window": 1000}
     block = {"fp16": {"enabled": True, **scaled}} if precision == "fp16" else {
         "bf16": {"enabled": True, "check_grad_overflow": True}
     }  # fmt: skip
     model = deep("GPTNeo", 2)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, 2, **block)
-    )
+    engine = engine_of(model, config_of(1, 2, 2, **block))
     with engine:
         losses = [float(engine.train_batch(batches(engine.module, 0, 2, 0)))]
         before = {n: safe_get_full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
@@ -127,11 +139,10 @@ def twice(precision: str, stage: int, schedule: dict[str, Any]) -> tuple[list[An
 
 
 def _followed(config: dict[str, Any], precision: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    import deepspeed
 
     model = deep("Llama", 4)
     home: Any = model.model.norm
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     with engine:
         found: list[Any] = []
         for window in range(4):
@@ -160,14 +171,13 @@ def _loop(engine: Any, given: Iterator[Any]) -> float:
 
 def uncounted() -> None:
     """Interleaved runs in rounds of as many micro-batches as there are stages: 5 are refused, 6 run."""
-    import deepspeed
     from deepspeed.errors import ArgumentError
     from tests.parallel.tiny import raises
 
     def start(steps: int) -> Any:
         model = deep("Llama", 4)
-        config = config_of(1, 2, steps, pipeline={"schedule": "interleaved", "chunks": 2})
-        return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0]
+        config = config_of(1, 2, steps, **INTERLEAVED)
+        return engine_of(model, config)
 
     with raises(ArgumentError, "rounds of 2", "5", "the next count is 6", "gradient_accumulation_steps"):
         start(5)
@@ -177,13 +187,12 @@ def uncounted() -> None:
 
 def reshaped(schedule: str, stage: int) -> list[Any]:
     """Lengths that change from micro-batch to micro-batch; messages, headers and losses of training and evaluation."""
-    import deepspeed
 
     model = deep("Llama", 4)
     dense = Dense(model, momentum, 1, 4)
     settings = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
     config = config_of(stage, 2, pipeline=settings)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     with engine:
         wanted = [float(dense.model(**one).loss) for one in batches(model, 0, 4, 0, True)]
         evaluated = float(engine.eval_batch(batches(model, 0, 4, 0, True)))
@@ -205,14 +214,13 @@ def saved(folder: str, mesh: dict[str, Any]) -> None:
 
 def started(mesh: dict[str, Any], seed: int = 0) -> Any:
     """An engine on a mesh: `pp`, `tp`, ZeRO `stage` and `tier` of the optimizer."""
-    import deepspeed
 
     model = deep("GPTNeo", 4, seed=seed)
     zero = {"offload_optimizer": {"device": "cpu"}} if mesh.get("tier") == "cpu" else {}
     config = config_of(mesh["stage"], mesh["pp"], 2, zero=zero)
     if mesh.get("tp", 1) > 1:
         config["tensor_parallel"] = {"autotp_size": mesh["tp"]}
-    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
+    return engine_of(model, config, adamw)
 
 
 def train(engine: Any, first: int) -> float:
@@ -240,12 +248,11 @@ def loaded(folder: str, mesh: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
 def counted(stage: int, settings: Any = None, accumulation: int = 3) -> list[float]:
     """Losses that are sums over items, of unequal micro-batches: distances of the mean, and of parameters."""
-    import deepspeed
 
     model = deep("GPTNeo", 4)
     dense = Dense(model, momentum, 1)
     config = config_of(stage, 2, accumulation, **(settings or {}))
-    engine, *_ = deepspeed.initialize(model=_Sums(model), optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(_Sums(model), config)
     with engine:
         found = []
         for window in range(2):
@@ -284,11 +291,10 @@ class _Sums(torch.nn.Module):
 
 def written(stage: int) -> list[Any]:
     """What a model writes on stages, greedily and by draws, beside the whole model."""
-    import deepspeed
 
     model = deep("Llama", 2)
     whole = copy.deepcopy(model).eval()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(stage, 2))
+    engine = engine_of(model, config_of(stage, 2))
     prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
     settings = {"max_new_tokens": 6, "use_cache": False, "pad_token_id": 0}
     with engine:
@@ -305,11 +311,10 @@ def written(stage: int) -> list[Any]:
 
 def measured(stage: int, schedule: str, micros: int, pp: int, gather: str = "auto") -> dict[str, Any]:
     """Bytes of state by kind and most bytes of activations that a stage held, beside the plan and the schedule."""
-    import deepspeed
 
     model = deep("Llama", 4)
     config = config_of(stage, pp, micros, pipeline={"schedule": schedule, "stage3_gather": gather})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(model, config, adamw)
     with engine:
         rank = replica(current_mesh())
         engine.train_batch(batches(engine.module, 0, micros, rank))
@@ -362,14 +367,13 @@ class Kept:
 
 def profiled() -> tuple[str, float]:
     """Stages by measured time, where each rank finds another block slow: what this rank got, how far it is apart."""
-    import deepspeed
 
     model = deep("GPTNeo", 4)
     dense = Dense(model, momentum, 1, 4, 0.0)
     blocks, rank = model.transformer.h, get_rank()
     slow = blocks[3 * rank].register_forward_pre_hook(lambda *_: time.sleep(0.3 + 0.6 * rank))
     config = config_of(1, 2, pipeline={"partition": "profile"})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     slow.remove()
     with engine:
         dense.window(0, loss_of)

@@ -19,7 +19,7 @@ from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.pipe import PipelineModule
 from tests.parallel import pipeline_layers as layers
 from tests.parallel.dense import Dense, momentum
-from tests.parallel.pipeline_runs import apart, config_of, deep, replica
+from tests.parallel.pipeline_runs import apart, config_of, deep, engine_of, replica
 from tests.parallel.tensor_runs import batch_of
 from tests.parallel.tiny import raises
 
@@ -49,7 +49,7 @@ def looped(stage: int, lengths: list[int], policy: str, settings: Any = None) ->
     model = deep("GPTNeo", 4)
     dense = Dense(model, momentum, 1)
     config = config_of(stage, 2, STEPS, **(settings or {}))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     found, wanted = [], []
     with engine:
         for window in real(lengths, policy):
@@ -74,9 +74,7 @@ def evaluated() -> list[float]:
     """The mean over samples of an evaluation loop, beside the dense model's."""
     model = deep("GPTNeo", 2)
     dense = Dense(model, momentum, 1)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, STEPS)
-    )
+    engine = engine_of(model, config_of(1, 2, STEPS))
     found = []
     with engine:
         rows = [row_of(model, step, 0) for step in range(6)]
@@ -127,7 +125,7 @@ def told(folder: str) -> tuple[dict[str, float], dict[str, float], list[float]]:
 
     model = Reporting(layers.rows(), num_stages=2, loss_fn=loss_fn)
     config = config_of(1, 2, STEPS, csv_monitor={"enabled": True, "output_path": folder, "job_name": "toy"})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    engine = engine_of(model, config)
     with engine:
         rank = replica(current_mesh())
         engine.train_batch(layers.feed(0, STEPS, rank))
@@ -162,7 +160,7 @@ def named() -> tuple[float, dict[str, float]]:
     model = Telling(deep("GPTNeo", 2))
     dense = Dense(model, momentum, 1)
     wanted = [float(dense.model(**batch_of(model, step, 0))["largest"]) for step in range(2)]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, 2))
+    engine = engine_of(model, config_of(1, 2, 2))
     with engine:
         engine.train_batch(iter([batch_of(model, step, 0) for step in range(2)]))
         return abs(engine.metrics["largest"] - sum(wanted) / 2), engine.metrics

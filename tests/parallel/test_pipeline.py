@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_runs import loaded, reshaped, saved, skipped, trained, twice, uncounted
+from tests.parallel.pipeline_runs import loaded, reshaped, saved, skipped, trained, twice, uncounted, within
 
 BAR = 1e-6
 SCHEDULES = {
@@ -27,17 +27,13 @@ ALL = [
 ]
 
 
-def expect(found: list[tuple[float, ...]]) -> None:
-    assert all(gap <= BAR for row in found for gap in row), found
-
-
 @pytest.mark.parametrize(("pp", "dp", "stage", "schedule", "accumulation"), FAST)
 def test_stages_equal_the_dense_model(
     workers: Any, pp: int, dp: int, stage: int, schedule: str, accumulation: int
 ) -> None:
     settings = {"pipeline": SCHEDULES[schedule]}
     for found in workers(pp * dp).run(trained, "GPTNeo", 4, pp, dp, stage, accumulation, settings, 2, 0.5):
-        expect(found)
+        within(found)
 
 
 @pytest.mark.slow
@@ -48,7 +44,7 @@ def test_the_whole_table_equals_the_dense_model(
     layers, settings = pp * (2 if schedule == "interleaved" else 1), {"pipeline": SCHEDULES[schedule]}
     for family in ("GPTNeo", "Llama"):
         for found in workers(pp * dp).run(trained, family, layers, pp, dp, stage, accumulation, settings, timeout=60):
-            expect(found)
+            within(found)
 
 
 SLICES = {"tensor_parallel": {"autotp_size": 2}}
@@ -68,7 +64,7 @@ SLICES = {"tensor_parallel": {"autotp_size": 2}}
 def test_stages_of_slices_equal_the_dense_model(workers: Any, stage: int, schedule: str) -> None:
     settings = {**SLICES, "pipeline": SCHEDULES[schedule]}
     for found in workers(4).run(trained, "GPTNeo", 4, 2, 1, stage, 4, settings, timeout=60):
-        expect(found)
+        within(found)
 
 
 @pytest.mark.slow
@@ -80,7 +76,7 @@ def test_eight_ranks_in_four_stages_equal_the_dense_model(
 ) -> None:
     given = {**settings, "pipeline": SCHEDULES[schedule]}
     for found in workers(8).run(trained, "GPTNeo", 8, 4, dp, stage, 4, given, timeout=120):
-        expect(found)
+        within(found)
 
 
 @pytest.mark.parametrize(

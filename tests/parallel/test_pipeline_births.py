@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.parallel.pipeline_births import alone, held, loaded, losses, refused, saved, trained
+from tests.parallel.pipeline_runs import INTERLEAVED, within
 
-BAR = 1e-6
 FAST = [("init", "GPTNeo", {"pp": 2}, 3), ("meta", "Llama", {"pp": 2}, 1)]
 SLOW = [
     *((how, "GPTNeo", {"pp": 2}, 0) for how in ("init", "ranks", "meta")),
@@ -30,7 +30,7 @@ def test_stages_of_a_model_that_is_born_so_equal_the_dense_model(
     workers: Any, how: str, family: str, mesh: Any, stage: int
 ) -> None:
     for found in workers(mesh["pp"] * mesh.get("dp", 1)).run(trained, how, family, mesh, stage, timeout=60):
-        assert all(gap <= BAR for row in found for gap in row), found
+        within(found)
 
 
 @pytest.mark.slow
@@ -38,15 +38,14 @@ def test_stages_of_a_model_that_is_born_so_equal_the_dense_model(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_of_slices_may_be_born_so_too(workers: Any, how: str, stage: int) -> None:
     for found in workers(4).run(trained, how, "GPTNeo", {"pp": 2, "tp": 2}, stage, timeout=60):
-        assert all(gap <= 2e-6 for row in found for gap in row), found
+        within(found, 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["init", "meta"])
 def test_parts_of_a_stage_may_be_born_so_too(workers: Any, how: str) -> None:
-    settings = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
-    for found in workers(2).run(trained, how, "GPTNeo", {"pp": 2}, 3, settings, timeout=60):
-        assert all(gap <= BAR for row in found for gap in row), found
+    for found in workers(2).run(trained, how, "GPTNeo", {"pp": 2}, 3, INTERLEAVED, timeout=60):
+        within(found)
 
 
 @pytest.mark.slow
@@ -62,7 +61,7 @@ def test_slices_may_rest_elsewhere_from_birth_on(workers: Any, tmp_path: Path, t
     where = {"device": tier, "nvme_path": str(tmp_path)}
     settings = {"zero": {"offload_param": where, "offload_optimizer": where}}
     for found in workers(4).run(trained, "init", "GPTNeo", {"pp": 2, "dp": 2}, 3, settings, timeout=60):
-        assert all(gap <= BAR for row in found for gap in row), found
+        within(found)
 
 
 @pytest.mark.parametrize(

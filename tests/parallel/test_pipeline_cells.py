@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from tests.parallel.pipeline_cells import adapted, alone, frozen, rebuilt, recomputed, refused, solid, tiered
+from tests.parallel.pipeline_runs import INTERLEAVED, within
 
-BAR = 1e-6
 HOST = {"device": "cpu"}
-
-
-def within(found: list[float], bar: float = BAR) -> None:
-    assert max(found) <= bar, found
 
 
 @pytest.mark.parametrize(
@@ -74,12 +70,11 @@ def test_layers_in_a_row_may_be_computed_again(workers: Any, interval: int) -> N
 @pytest.mark.slow
 def test_a_stage_may_be_the_embedding_alone(workers: Any) -> None:
     for found in workers(2).run(alone):
-        assert all(gap <= BAR for row in found for gap in row), found
+        within(found)
 
 
 TP = {"tensor_parallel": {"autotp_size": 2}}
 HYBRID = {"zero": {"mics_shard_size": 2}}
-INTERLEAVED = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
 SOLID = [
     *((stage, TP, {"pp": 2, "dp_shard": 2, "tp": 2}, 2) for stage in range(4)),
     (1, {**TP, **INTERLEAVED}, {"pp": 2, "dp_shard": 2, "tp": 2}, 2),

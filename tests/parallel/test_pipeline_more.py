@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_runs import counted, measured, profiled, written
+from tests.parallel.pipeline_runs import INTERLEAVED, counted, measured, profiled, within, written
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_that_are_sums_over_items_equal_the_dense_model(workers: Any, stage: int) -> None:
     for found in workers(2).run(counted, stage):
-        assert max(found) <= 1e-6, found
+        within(found)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_items_count_once_where_a_stage_has_several_parts(workers: Any, stage: int) -> None:
-    settings = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
-    for found in workers(2).run(counted, stage, settings, 4):
-        assert max(found) <= 1e-6, found
+    for found in workers(2).run(counted, stage, INTERLEAVED, 4):
+        within(found)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])

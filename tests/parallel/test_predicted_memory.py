@@ -15,8 +15,8 @@ import torch
 
 from deepspeed import comm
 from deepspeed.planner import measure_memory, predict_memory
-from deepspeed.profiling.resident_memory import ResidentPeak
 from tests.harness.pool import WorkerPool
+from tests.harness.resident_memory import ResidentPeak
 from tests.parallel.memory_models import MODELS
 
 Workers = Callable[[int], WorkerPool]

@@ -18,7 +18,7 @@ from deepspeed.errors import DeepSpeedError, NotAvailableError
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.pipe.split_backward import SplitBackward
 from tests.parallel.dense import adamw
-from tests.parallel.pipeline_runs import _items, _Sums, batches, config_of, deep, replica
+from tests.parallel.pipeline_runs import _items, _Sums, batches, config_of, deep, engine_of, replica
 from tests.parallel.tiny import raises
 
 WINDOWS = 3
@@ -63,8 +63,7 @@ def _followed(
     config = config_of(
         stage, pp, accumulation, 0.5, pipeline={"schedule": schedule}, **PRECISIONS[precision], **settings
     )
-    trained = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained), config=config)
+    engine = engine_of(model, config, adamw)
     found: dict[str, torch.Tensor] = {}
     with engine, _watched() as kept:
         told = _hooked(engine.module) if how == "hooks" else []
@@ -187,7 +186,7 @@ def held(schedule: str, pp: int, micros: int) -> tuple[list[int], list[tuple[str
     """Most that each stage holds by simulation and how many of it are put off; bytes seen here, and this stage."""
     model = deep("Llama", 4)
     config = config_of(1, pp, micros, pipeline={"schedule": schedule})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(model, config, adamw)
     with engine:
         engine.train_batch(batches(engine.module, 0, micros, 0))
         live = Live(engine._driver)
@@ -219,7 +218,7 @@ def overwritten(schedule: str) -> tuple[str, str]:
         return plain(_Static.apply(x, buffers[0]))
 
     config = config_of(1, 2, 3, pipeline={"schedule": schedule})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(model, config, adamw)
     layer.forward = forward
     try:
         engine.train_batch(batches(engine.module, 0, 3, 0))

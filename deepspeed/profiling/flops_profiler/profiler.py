@@ -1,10 +1,10 @@
-"""`FlopsProfiler` and `get_model_profile`."""
+"""Parameters, operations and time of a model by module; operations are counted where they are dispatched."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.profiling.flops_profiler.counter import OUTSIDE, Counter
-from deepspeed.profiling.flops_profiler.report import Report
-from deepspeed.profiling.flops_profiler.text import (
+from deepspeed.ops.dispatch import DispatchMode
+from deepspeed.ops.flop_formulas import computed_again, formulas
+from deepspeed.profiling.flops_profiler.report import (
+    Report,
     bytes_to_string,
     duration_to_string,
     flops_to_string,
@@ -23,6 +24,7 @@ from deepspeed.profiling.flops_profiler.text import (
     number_to_string,
     params_to_string,
 )
+from deepspeed.profiling.module_attribution import AGAIN, OUTSIDE, Attribution
 
 __all__ = [
     "FlopsProfiler",
@@ -35,6 +37,96 @@ __all__ = [
     "number_to_string",
     "params_to_string",
 ]
+
+
+class _Mode(DispatchMode):
+    """Sees every operator."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter, self._formulas = counter, formulas()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = func._overloadpacket
+        formula = self._formulas.get(operator)
+        if formula is None and func._can_decompose() and torch.is_inference_mode_enabled():
+            with self:  # autograd, which takes composites apart, is out of the way
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        began = time.perf_counter()
+        out = func(*args, **kwargs)
+        took = time.perf_counter() - began
+        if formula is None:
+            self._counter.uncounted[str(operator)] += took
+        else:
+            self._counter.add(formula(*args, **kwargs, out_val=out), computed_again(operator, args))
+        self._counter.seconds_in_operators += took
+        return out
+
+
+class Counter(Attribution):
+    """Operations and seconds by module, while it is attached.
+
+    Attributes:
+        own: operations of forward, of backward, and computed again, by the name of the module itself.
+        uncounted: seconds in operators without a formula, by operator; only while operations are counted.
+    """
+
+    def __init__(self, model: nn.Module, ignore: Iterable[type[nn.Module]] = ()) -> None:
+        super().__init__(model, ignore)
+        self.own: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self.uncounted: dict[str, float] = defaultdict(float)
+        self.seconds_in_operators = 0.0
+        self._mode: _Mode | None = None
+
+    def attach(self, counting: bool = True) -> None:
+        """Begin to count operations, which costs some microseconds each, and times; or times alone."""
+        self.hook()
+        if counting:
+            self._mode = _Mode(self)
+            self._mode.__enter__()
+
+    def detach(self) -> None:
+        """End; the numbers stay."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        self.unhook()
+
+    def add(self, flops: int, again: int) -> None:
+        """Add an operator's operations, of which `again` had been computed by forward already."""
+        whose, phase = self.where()
+        if whose is None:
+            return
+        self.own[whose][phase] += flops - again
+        self.own[whose][AGAIN] += again
+
+    def totals(self) -> dict[str, list[int]]:
+        """Operations of each module with all below it, containers too; "" is the model."""
+        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for name, counts in self.own.items():
+            if name != OUTSIDE:
+                parts = name.split(".") if name else []
+                for end in range(len(parts) + 1):  # from the model down to the module itself
+                    above = ".".join(parts[:end])
+                    sums[above] = [a + b for a, b in zip(sums[above], counts, strict=True)]
+        return sums
+
+    def time_of(self, name: str) -> float:
+        """Seconds of forward in a module; of a container, which is not called, in its children."""
+        if name in self.seconds:
+            return self.seconds[name]
+        below = f"{name}." if name else ""
+        inside = [n for n in self.seconds if n.startswith(below)]
+        top = [n for n in inside if not any(n != other and n.startswith(f"{other}.") for other in inside)]
+        return sum(self.seconds[n] for n in top)
+
+    def without_formula(self, least: float = 0.01) -> list[tuple[str, float]]:
+        """Operators without a formula, with their share of the time in all operators if `least` or more."""
+        shares = {name: took / self.seconds_in_operators for name, took in self.uncounted.items()}
+        return sorted(((n, s) for n, s in shares.items() if s >= least), key=lambda row: -row[1])
 
 
 @dataclass(frozen=True)
@@ -124,6 +216,23 @@ class FlopsProfiler:
         self.stop_profile()
         self._counted = self._timed = None
 
+    def _profile(self, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None) -> None:
+        """Count one call and time another, in eval mode; the mode of each module is put back."""
+        was_training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for _ in range(warm_up):
+                    call()
+                for start in (lambda: self.start_profile(ignore), self.start_timing):
+                    start()
+                    call()
+                    self.stop_profile()
+        finally:
+            self.stop_profile()
+            for module, training in was_training.items():
+                module.training = training
+
     # -- the numbers ------------------------------------------------------------------------------------------------
 
     @property
@@ -197,23 +306,17 @@ class FlopsProfiler:
             detailed: with the model.
             output_file: a file instead of standard output; it is appended to.
         """
-        report = Report(self, module_depth, top_modules)
-        with _output(output_file) as out:
-            print(report.whole(profile_step, detailed), file=out)
+        text = Report(self, module_depth, top_modules).whole(profile_step, detailed)
+        if output_file is None:
+            print(text)
+            return
+        Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
+        with open(output_file, "a") as file:
+            print(text, file=file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the largest classes of modules of each depth, by parameters, operations and time."""
         print(Report(self, module_depth, top_modules).aggregated())
-
-
-@contextlib.contextmanager
-def _output(path: str | None) -> Iterator[Any]:
-    if path is None:
-        yield sys.stdout
-        return
-    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        yield file
 
 
 def get_model_profile(
@@ -263,33 +366,10 @@ def get_model_profile(
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device), *args]
     method: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
-    _run(profiler, lambda: method(*args, **(kwargs or {})), warm_up, ignore_modules)
+    profiler._profile(lambda: method(*args, **(kwargs or {})), warm_up, ignore_modules)
     if print_profile:
         profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
-    found = (
-        profiler.get_total_flops(as_string),
-        profiler.get_total_macs(as_string),
-        profiler.get_total_params(as_string),
-    )
+    flops, macs = profiler.get_total_flops(as_string), profiler.get_total_macs(as_string)
+    params = profiler.get_total_params(as_string)
     profiler.end_profile()
-    return found
-
-
-def _run(
-    profiler: FlopsProfiler, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None
-) -> None:
-    """Count one call and time another, in eval mode; the mode of each module is put back."""
-    was_training = {module: module.training for module in profiler.model.modules()}
-    profiler.model.eval()
-    try:
-        with torch.no_grad():
-            for _ in range(warm_up):
-                call()
-            for start in (lambda: profiler.start_profile(ignore), profiler.start_timing):
-                start()
-                call()
-                profiler.stop_profile()
-    finally:
-        profiler.stop_profile()
-        for module, training in was_training.items():
-            module.training = training
+    return flops, macs, params

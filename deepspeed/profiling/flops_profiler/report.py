@@ -6,14 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed.profiling.flops_profiler.text import (
-    duration_to_string,
-    flops_to_string,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-)
-
 _NOTES = """Notations:
 params: distinct parameters, in true sizes where they are split over ranks.
 MACs, flops: multiply-adds and operations of matrix products, convolutions and attention; two operations are a MAC.
@@ -22,12 +14,50 @@ of fused attention), which is no part of bwd.
 latency: by the host's clock. FLOPS: operations per second."""
 
 
-def _per_second(flops: float, seconds: float) -> str:
-    return flops_to_string(flops / seconds if seconds > 0 else 0.0)
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.2f}%" if whole else "0.00%"
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """A number with a unit.
+
+    Args:
+        num: any.
+        units: T, G, M, K, "", m or u; None picks the largest of which there is one.
+        precision: digits behind the point.
+
+    Example:
+        >>> number_to_string(6.28e12)
+        '6.28 T'
+    """
+    if units is None:
+        units = next((unit for unit, size in _UNITS.items() if abs(num) >= size), "" if num == 0 else "u")
+    return f"{num / _UNITS[units]:.{precision}f} {units}"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Multiply-adds: '3.14 TMACs'."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Operations, or operations per second, which upstream writes alike: '6.28 TFLOPS'."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Bytes: '1.50 GB'."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Seconds: '76.39 ms'."""
+    return f"{number_to_string(duration, units, precision)}s"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Parameters: '336.23 M', and B for 1e9."""
+    units = units.replace("B", "G") if units else units
+    return number_to_string(params_num, units, precision).replace("G", "B").strip()
 
 
 class Report:
@@ -43,6 +73,14 @@ class Report:
         self._profiler, self._depth, self._top = profiler, depth, top
         self._rows, self._all = profiler.rows(), profiler.rows()[""]
 
+    @staticmethod
+    def _per_second(flops: float, seconds: float) -> str:
+        return flops_to_string(flops / seconds if seconds > 0 else 0.0)
+
+    @staticmethod
+    def _share(part: float, whole: float) -> str:
+        return f"{100 * part / whole:.2f}%" if whole else "0.00%"
+
     def whole(self, step: int, detailed: bool) -> str:
         """All parts."""
         line = "-" * 26
@@ -54,7 +92,7 @@ class Report:
         return "\n".join([*parts, "-" * 80])
 
     def _summary(self) -> Iterator[tuple[str, str]]:
-        found, engine = self._all, self._profiler.ds_engine
+        total, engine = self._all, self._profiler.ds_engine
         params, copies = self._profiler.get_total_params(), 1
         if engine is not None:
             copies = engine.mp_world_size
@@ -64,13 +102,13 @@ class Report:
             yield "batch size per GPU", str(engine.train_micro_batch_size_per_gpu())
         yield "params per GPU", params_to_string(params)
         yield "params of model = params per GPU * mp_size", params_to_string(params * copies)
-        yield "fwd MACs per GPU", macs_to_string(found.forward // 2)
-        yield "fwd flops per GPU", number_to_string(found.forward)
-        yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(found.forward * copies)
-        yield "bwd flops per GPU", number_to_string(found.backward)
-        yield "computed again per GPU", number_to_string(found.again)
-        yield "fwd latency", duration_to_string(found.seconds)
-        yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _per_second(found.forward, found.seconds)
+        yield "fwd MACs per GPU", macs_to_string(total.forward // 2)
+        yield "fwd flops per GPU", number_to_string(total.forward)
+        yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(total.forward * copies)
+        yield "bwd flops per GPU", number_to_string(total.backward)
+        yield "computed again per GPU", number_to_string(total.again)
+        yield "fwd latency", duration_to_string(total.seconds)
+        yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", self._per_second(total.forward, total.seconds)
         if engine is not None:
             yield from self._times(self._profiler.times)
         for name, share in self._profiler.without_formula():
@@ -78,19 +116,19 @@ class Report:
 
     def _times(self, seconds: dict[str, float]) -> Iterator[tuple[str, str]]:
         """Of the engine: what was measured of the micro-batch."""
-        found, engine = self._all, self._profiler.ds_engine
+        model_row, engine = self._all, self._profiler.ds_engine
         back, step = seconds.get("backward", 0.0), seconds.get("step", 0.0)
-        forward, model = found.seconds, found.forward + found.backward
+        forward, model = model_row.seconds, model_row.forward + model_row.backward
         yield "bwd latency", duration_to_string(back)
-        yield "bwd FLOPS per GPU = bwd flops per GPU / bwd latency", _per_second(found.backward, back)
-        yield "fwd+bwd FLOPS per GPU (model)", _per_second(model, forward + back)
+        yield "bwd FLOPS per GPU = bwd flops per GPU / bwd latency", self._per_second(model_row.backward, back)
+        yield "fwd+bwd FLOPS per GPU (model)", self._per_second(model, forward + back)
         yield (
             "fwd+bwd FLOPS per GPU (hardware, with what is computed again)",
-            _per_second(model + found.again, forward + back),
+            self._per_second(model + model_row.again, forward + back),
         )
         yield "step latency", duration_to_string(step)
         yield "iter latency", duration_to_string(forward + back + step)
-        yield "FLOPS per GPU = fwd+bwd flops per GPU / iter latency", _per_second(model, forward + back + step)
+        yield "FLOPS per GPU = fwd+bwd flops per GPU / iter latency", self._per_second(model, forward + back + step)
         samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
         yield "samples/second", f"{samples / max(forward + back + step, 1e-9):.2f}"
 
@@ -105,10 +143,10 @@ class Report:
                 sums[:] = [sums[0] + row.params, sums[1] + row.forward // 2, sums[2] + row.seconds]
         shown = [("params", params_to_string), ("MACs", macs_to_string), ("fwd latency", duration_to_string)]
         lines = []
-        for depth, found in sorted(by_depth.items()):
+        for depth, kinds_at_depth in sorted(by_depth.items()):
             lines.append(f"depth {depth}:")
             for column, (what, text) in enumerate(shown):
-                largest = sorted(found.items(), key=lambda item: -item[1][column])[: self._top]
+                largest = sorted(kinds_at_depth.items(), key=lambda item: -item[1][column])[: self._top]
                 listed = ", ".join(f"{kind}: {text(sums[column])}" for kind, sums in largest)
                 lines.append(f"    {what:<12}- {listed}")
         return "\n".join(lines)
@@ -121,10 +159,10 @@ class Report:
             if 0 <= self._depth < depth:
                 continue
             figures = (
-                f"{params_to_string(row.params)}, {_share(row.params, self._profiler.get_total_params())} Params",
-                f"{macs_to_string(row.forward // 2)}, {_share(row.forward, total.forward)} MACs",
-                f"{duration_to_string(row.seconds)}, {_share(row.seconds, total.seconds)} latency",
-                _per_second(row.forward, row.seconds),
+                f"{params_to_string(row.params)}, {self._share(row.params, self._profiler.get_total_params())} Params",
+                f"{macs_to_string(row.forward // 2)}, {self._share(row.forward, total.forward)} MACs",
+                f"{duration_to_string(row.seconds)}, {self._share(row.seconds, total.seconds)} latency",
+                self._per_second(row.forward, row.seconds),
                 f"bwd {number_to_string(row.backward).strip()}, again {number_to_string(row.again).strip()}",
             )
             module = modules.get(name)

@@ -23,10 +23,6 @@ _core: Any = torch._C
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
-def _in_backward() -> bool:
-    return _core._current_graph_task_id() != -1
-
-
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
     """`tensors_in`, which is given one alone most often."""
     return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
@@ -80,7 +76,7 @@ class ModuleSpans:
         while running:
             left, began = running.pop()
             if left == name:  # others were left by an exception
-                recorder.add(began, RECOMPUTE if _in_backward() else FORWARD, module=name)
+                recorder.add(began, RECOMPUTE if _core._current_graph_task_id() != -1 else FORWARD, module=name)
                 break
         if recorder.on and self._hooks and is_grad_enabled():
             for tensor in _tensors(output):

@@ -119,8 +119,12 @@ def trace(timeline: Any) -> dict[str, Any]:
                 {"ph": "i", "s": "p", "name": f"end of update {number}", "pid": record.rank, "tid": 0}
                 | {"ts": (mark - zero) / 1e3}
             )
-        events.append(_name("process_name", record.rank, 0, f"rank {record.rank}"))
-        events += [_name("thread_name", record.rank, track, name) for track, name in sorted(names.items())]
+        named = [("process_name", 0, f"rank {record.rank}")]
+        named += [("thread_name", track, name) for track, name in sorted(names.items())]
+        events += [
+            {"ph": "M", "name": kind, "pid": record.rank, "tid": track, "args": {"name": name}}
+            for kind, track, name in named
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -128,7 +132,7 @@ def lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
     """Spans with the first lane in which they overlap none before."""
     ends: list[int] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
-        lane = next((at for at, end in enumerate(ends) if end <= span.begin), len(ends))
+        lane = next((index for index, end in enumerate(ends) if end <= span.begin), len(ends))
         if lane == len(ends):
             ends.append(0)
         ends[lane] = span.end
@@ -149,12 +153,8 @@ def _slice(span: Span, rank: int, track: int, zero: int) -> dict[str, Any]:
     }
 
 
-def _name(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
-
-
 _LANES = 6  # of messages and transfers, under each rank
-_COLOURS = dict(zip(CATEGORIES, (f"C{at}" for at in (0, 2, 8, 1, 5, 3, 7, 4, 6, 9)), strict=False))
+_COLOURS = dict(zip(CATEGORIES, (f"C{number}" for number in (0, 2, 8, 1, 5, 3, 7, 4, 6, 9)), strict=False))
 _COLOURS |= {"save": "black", "outside": "lightgrey"}
 
 

@@ -1,8 +1,15 @@
-"""Splits a rank's time into segments; the innermost span counts."""
+"""Splits a rank's time into segments, and the time in messages into waiting for a straggler and communication.
+
+The innermost span counts. A slow backward on one rank shows as waiting in everybody else's next collective. So each
+wait is charged to the rank that came last, and to what that rank had more of than the others did.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from deepspeed.foundation.spans import (
@@ -83,23 +90,23 @@ def pieces_of(record: RankRecord) -> list[Segment]:
     edges += [(span.begin, 1, -span.end, span) for span in spans]
     edges += [(span.end, 0, -span.begin, span) for span in spans]  # what ends makes room first
     edges.sort(key=lambda edge: edge[:3])
-    found: list[Segment] = []
+    pieces: list[Segment] = []
     active: list[Span] = []
-    at = start
+    position = start
     for moment, begins, _, span in edges:
         until = min(max(moment, start), stop)
-        if until > at:
-            found.append(_piece(at, until, active))
-            at = until
+        if until > position:
+            pieces.append(_piece(position, until, active))
+            position = until
         if span is None:
             continue
         if begins:
             active.append(span)
         else:
-            _remove(active, span)
-    if stop > at:
-        found.append(_piece(at, stop, active))
-    return found
+            del active[max(index for index, other in enumerate(active) if other is span)]
+    if stop > position:
+        pieces.append(_piece(position, stop, active))
+    return pieces
 
 
 def _piece(begin: int, end: int, active: list[Span]) -> Segment:
@@ -112,36 +119,163 @@ def _piece(begin: int, end: int, active: list[Span]) -> Segment:
     return Segment(begin, end, inner.category, inner.label, module)
 
 
-def _remove(active: list[Span], span: Span) -> None:
-    for at in range(len(active) - 1, -1, -1):
-        if active[at] is span:
-            del active[at]
-            return
-
-
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same time as disjoint intervals, by begin."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > begin:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
-def length(intervals: Iterable[tuple[int, int]]) -> int:
-    """Their sum."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
+def common(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
     """Time that lies in both; each disjoint and by begin."""
     total = i = j = 0
-    while i < len(one) and j < len(other):
-        total += max(0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
+    while i < len(first) and j < len(second):
+        total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
     return total
+
+
+_BEFORE_A_SLICE_IS_NEW = (UPDATE, STEP, DISK, COPY, SAVE)  # who gathers one-sidedly waits for nothing else of a peer
+
+_NEVER = 1 << 63
+
+
+class Charge(NamedTuple):
+    """Waiting that one rank caused.
+
+    Attributes:
+        rank: that came last.
+        nanoseconds: of all others together, in all updates.
+        usual: of all others together in the median update, which one odd update does not change.
+        category, module: what it had most more of than the others.
+        excess: nanoseconds of that category in the median update, over the mean of the others.
+    """
+
+    rank: int
+    nanoseconds: int
+    usual: float
+    category: str
+    module: str
+    excess: float
+
+
+class Waits:
+    """Splits the time in messages into waiting for a rank and the rest.
+
+    Args:
+        records: of all ranks.
+        pieces: of each, in the same order.
+    """
+
+    def __init__(self, records: Sequence[RankRecord], pieces: Sequence[list[Segment]]) -> None:
+        self._ranks = [record.rank for record in records]
+        self._calls: list[dict[str, list[tuple[int, int]]]] = []  # begin and end of messages, by label
+        for record in records:
+            calls: dict[str, list[tuple[int, int]]] = defaultdict(list)
+            for span in record.spans:
+                if span.category == CALL:
+                    calls[span.label].append((span.begin, span.end))
+            self._calls.append(calls)
+        self._busy = [
+            {
+                True: union((p.begin, p.end) for p in of_rank if p.category != WAIT),
+                False: union((p.begin, p.end) for p in of_rank if p.category in _BEFORE_A_SLICE_IS_NEW),
+            }
+            for of_rank in pieces
+        ]
+        self._marks = [record.marks for record in records]
+        self._caused: dict[int, list[int]] = defaultdict(lambda: [0] * (len(records[0].marks) - 1))  # by position
+        self.pieces = [
+            [part for piece in of_rank for part in self._split(index, piece)] for index, of_rank in enumerate(pieces)
+        ]
+
+    def _split(self, index: int, piece: Segment) -> list[Segment]:
+        """A piece in messages as up to two, WAITING and COMMUNICATION."""
+        if piece.category not in MESSAGES:
+            return [piece]
+        rest = piece._replace(category=COMMUNICATION)
+        late, until = self._last(index, piece)
+        until = min(until, piece.end)
+        if late < 0 or until <= piece.begin:
+            return [rest]
+        self._caused[late][self._update(index, piece)] += until - piece.begin
+        waited = piece._replace(category=WAITING, end=until)
+        return [waited] if until == piece.end else [waited, rest._replace(begin=until)]
+
+    def _update(self, index: int, piece: Segment) -> int:
+        """Number of the update in which a piece begins."""
+        return min(bisect_right(self._marks[index], piece.begin), len(self._marks[index]) - 1) - 1
+
+    def _last(self, index: int, piece: Segment) -> tuple[int, int]:
+        """Who came last to what a piece waits for, and when; (-1, 0) when nobody is known to be late.
+
+        A call that waits is one that all must enter. What is waited for later has left when the other's call is over.
+        """
+        if piece.label.startswith("gather of ") and piece.category != CALL:
+            return self._busiest(index, piece, whole=False)
+        begins, ends = 0, 1
+        number = bisect_right(self._calls[index].get(piece.label, []), (piece.begin, _NEVER)) - 1
+        late, when, matched = -1, 0, False
+        for other, calls in enumerate(self._calls):
+            peer_calls = calls.get(piece.label, [])
+            if other != index and 0 <= number < len(peer_calls):
+                matched = True
+                came = peer_calls[number][begins if piece.category == CALL else ends]
+                if came > max(when, piece.begin):
+                    late, when = other, came
+        if late >= 0 or (matched and piece.category == CALL):
+            return late, when
+        return self._busiest(index, piece, whole=True)
+
+    def _busiest(self, index: int, piece: Segment, whole: bool) -> tuple[int, int]:
+        """The peer that was busy for the longest meanwhile, and when that was over."""
+        late, longest, when = -1, 0, 0
+        for other, of_rank in enumerate(self._busy):
+            intervals = of_rank[whole]
+            first = max(0, bisect_right(intervals, (piece.begin, 0)) - 1)
+            busy = last = 0
+            for begin, end in intervals[first:]:
+                if begin >= piece.end:
+                    break
+                overlap = min(end, piece.end) - max(begin, piece.begin)
+                if overlap > 0:
+                    busy, last = busy + overlap, min(end, piece.end)
+            if other != index and busy > longest:
+                late, longest, when = other, busy, last
+        return late, when
+
+    def totals(self, index: int) -> list[dict[tuple[str, str], int]]:
+        """Nanoseconds of a rank by category and module, for each update."""
+        totals: list[dict[tuple[str, str], int]] = [defaultdict(int) for _ in self._marks[index][1:]]
+        for piece in self.pieces[index]:
+            totals[self._update(index, piece)][piece.category, piece.module] += piece.end - piece.begin
+        return totals
+
+    def usual(self, index: int) -> dict[tuple[str, str], float]:
+        """Nanoseconds of a rank's median update, by category and module."""
+        updates = self.totals(index)
+        keys = {key for update in updates for key in update}
+        return {key: median(update.get(key, 0) for update in updates) for key in keys}
+
+    def charges(self) -> list[Charge]:
+        """Waiting by who caused it, the most first."""
+        totals = [self.usual(index) for index in range(len(self.pieces))]
+        charges = []
+        for late, caused in self._caused.items():
+            others = [total for index, total in enumerate(totals) if index != late]
+            extra: dict[str, dict[str, float]] = defaultdict(dict)
+            for category, module in {key for total in totals for key in total if key[0] != WAITING}:
+                mean = sum(total.get((category, module), 0.0) for total in others) / len(others)
+                extra[category][module] = totals[late].get((category, module), 0.0) - mean
+            category = max(extra, key=lambda name: sum(extra[name].values()))
+            module = max(extra[category], key=lambda name: extra[category][name])
+            excess = sum(extra[category].values())
+            charges.append(Charge(self._ranks[late], sum(caused), median(caused), category, module, excess))
+        return sorted(charges, key=lambda charge: -charge.usual)

@@ -14,14 +14,14 @@ from deepspeed.profiling.timeline.segments import (
     CATEGORIES,
     COMMUNICATION,
     WAITING,
+    Charge,
     RankRecord,
     Segment,
+    Waits,
     common,
-    length,
     pieces_of,
     union,
 )
-from deepspeed.profiling.timeline.stragglers import Charge, Waits, usual
 
 _MUCH = 0.05  # of the step that is waited for one rank: then that rank limits it
 
@@ -75,17 +75,17 @@ class Timeline:
             rank: of one; None: the mean of all.
         """
         chosen = [of for record, of in zip(self.records, self.pieces, strict=True) if rank in (None, record.rank)]
-        found = dict.fromkeys(CATEGORIES, 0.0)
+        seconds = dict.fromkeys(CATEGORIES, 0.0)
         for piece in (piece for of_rank in chosen for piece in of_rank):
-            found[piece.category] += (piece.end - piece.begin) / 1e9 / self.updates / len(chosen)
-        return found
+            seconds[piece.category] += (piece.end - piece.begin) / 1e9 / self.updates / len(chosen)
+        return seconds
 
     def modules(self, category: str) -> dict[str, float]:
         """Seconds of an update in a category by module, the mean of all ranks, the most first."""
-        found: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for piece in (piece for of_rank in self.pieces for piece in of_rank if piece.category == category):
-            found[piece.module] += (piece.end - piece.begin) / 1e9 / self.updates / len(self.records)
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[piece.module] += (piece.end - piece.begin) / 1e9 / self.updates / len(self.records)
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     @property
     def exposed(self) -> float:
@@ -106,19 +106,20 @@ class Timeline:
                 (max(s.begin, low), min(s.end, high)) for s in record.spans if s.category == category and s.end > low
             )
             bare = union((p.begin, p.end) for p in pieces if p.category in (COMMUNICATION, WAITING))
-            total += length(flying)
-            hidden += length(flying) - common(flying, bare)
+            flying_time = sum(end - begin for begin, end in flying)
+            total += flying_time
+            hidden += flying_time - common(flying, bare)
         scale = 1e9 * self.updates * len(self.records)
         return total / scale, hidden / scale
 
     def received(self) -> dict[str, int]:
         """Bytes that came from other ranks or from disks, by what brought them; all updates, all ranks."""
-        found: dict[str, int] = defaultdict(int)
+        bytes_by_source: dict[str, int] = defaultdict(int)
         for record in self.records:
             for span in record.spans:
                 if span.category in (FLIGHT, TRANSFER) and record.marks[0] <= span.end <= record.marks[-1]:
-                    found[span.label.partition(" ")[0]] += span.nbytes
-        return dict(found)
+                    bytes_by_source[span.label.partition(" ")[0]] += span.nbytes
+        return dict(bytes_by_source)
 
     @cached_property
     def charges(self) -> list[Charge]:
@@ -128,10 +129,13 @@ class Timeline:
     @cached_property
     def limit(self) -> Limit:
         """What limits the median update: the rank that is waited for, or what takes more than that on every rank."""
-        totals = [usual(self._waits.totals(at)) for at in range(len(self.records))]
+        totals = [self._waits.usual(index) for index in range(len(self.records))]
         whole = sum(sum(total.values()) for total in totals) / len(totals)
-        by_rank = [_by_category(total) for total in totals]
-        everywhere = {name: min(of.get(name, 0.0) for of in by_rank) for name in CATEGORIES if name != WAITING}
+        by_rank: list[dict[str, float]] = [defaultdict(float) for _ in totals]
+        for sums, total in zip(by_rank, totals, strict=True):
+            for (name, _), nanoseconds in total.items():
+                sums[name] += nanoseconds
+        everywhere = {name: min(sums[name] for sums in by_rank) for name in CATEGORIES if name != WAITING}
         category = max(everywhere, key=lambda name: everywhere[name])
         if self.charges:
             worst, others = self.charges[0], len(self.records) - 1
@@ -158,10 +162,3 @@ class Timeline:
     def picture(self, path: str | Path) -> None:
         """A picture of the last update; needs matplotlib."""
         draw(self, path)
-
-
-def _by_category(total: dict[tuple[str, str], float]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for (category, _), nanoseconds in total.items():
-        found[category] += nanoseconds
-    return found

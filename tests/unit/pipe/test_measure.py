@@ -131,5 +131,5 @@ def test_metrics_of_a_loss_keep_no_graph() -> None:
 
 
 def test_metrics_of_a_model_are_numbers_and_no_small_tensors() -> None:
-    assert split_model._is_number(torch.tensor(1.0))
-    assert not any(map(split_model._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))
+    assert split_model.View._is_number(torch.tensor(1.0))
+    assert not any(map(split_model.View._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))

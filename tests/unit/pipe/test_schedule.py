@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from deepspeed.errors import ArgumentError, PipelineError
-from deepspeed.pipe.schedule import NAMES, Action, PipelineSchedule, Row, make_schedule, parse
-from deepspeed.pipe.schedule_simulator import peak_by_formula, put_off_by_formula, simulate, time_by_formula
+from deepspeed.pipe.schedule import NAMES, Action, PipelineSchedule, Row, make_schedule, parse, warmup
+from deepspeed.pipe.schedule_simulator import BACKWARD, FORWARD, WEIGHTS, simulate
 
 FAST = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10), (8, 16), (16, 4)]
 ALL = [(stages, micros) for stages in range(1, 17) for micros in range(1, 65)]
@@ -18,6 +18,36 @@ SOME = [*(pytest.param(*one) for one in FAST), *(pytest.param(*one, marks=pytest
 
 def possible(name: str, stages: int, micros: int, chunks: int) -> bool:
     return not (name in ("1f1b", "zero_bubble") and chunks > 1) and not (name == "interleaved" and micros % stages)
+
+
+def peak_by_formula(schedule: PipelineSchedule, stage: int) -> int:
+    """Micro-batches times chunks whose activations a stage holds at most."""
+    total = schedule.micros * schedule.chunks
+    if schedule.name == "inference":
+        return total  # nothing is kept for a backward that never comes; the executor keeps none
+    if schedule.name == "zero_bubble":
+        return min(total, schedule.stages)  # the first stage's of 1f1b
+    return min(total, warmup(schedule.name, stage, schedule.stages, schedule.micros, schedule.chunks) + 1)
+
+
+def put_off_by_formula(schedule: PipelineSchedule, stage: int) -> int:
+    """How many of those are through backward."""
+    whole = min(schedule.micros, schedule.stages - stage)
+    return peak_by_formula(schedule, stage) - whole if schedule.name == "zero_bubble" else 0
+
+
+def time_by_formula(schedule: PipelineSchedule) -> float:
+    """Time of a schedule: what one stage computes, and the way through the others.
+
+    Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps. Where
+    weights come later, they fill what would be waited for; with fewer micro-batches than stages there are too few.
+    """
+    cost = FORWARD if schedule.name == "inference" else FORWARD + BACKWARD
+    per_chunk = max(schedule.micros, schedule.stages)
+    if schedule.name == "zero_bubble":
+        rest = cost - WEIGHTS
+        return schedule.micros * rest + per_chunk * WEIGHTS + (schedule.stages - 1) * (rest - WEIGHTS)
+    return ((schedule.chunks - 1) * per_chunk + schedule.micros + schedule.stages - 1) * cost
 
 
 @pytest.mark.parametrize(("stages", "micros"), SOME)

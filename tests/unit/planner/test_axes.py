@@ -89,7 +89,7 @@ def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:
 def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
     told: list[TrainingPlan] = []
     task = Task(Uncut, rows, 8, ADAMW)
-    found = search(task, MACHINE, told=lambda each: told.append(each.plan), axes=True)
+    found = search(task, MACHINE, report=lambda each: told.append(each.plan), axes=True)
     cut = [each for each in found if each.plan.shape.tensor > 1]
     assert {each.plan.shape.tensor for each in cut} == {2, 4}
     assert not any(each.fits for each in cut)
@@ -105,13 +105,13 @@ def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
 def test_of_an_axis_the_first_that_fits_is_the_last_that_is_run() -> None:
     task, told = Task(Net, rows, 16, ADAMW), list[Judged]()
     tensor = {"axes": True, "allowed": lambda plan: plan.shape.tensor == 2 and plan.stage == 0}
-    found = search(task, MACHINE, told=told.append, **tensor)
+    found = search(task, MACHINE, report=told.append, **tensor)
     assert [each.plan.name for each in told] == ["z0_gas1_tmbspg8_tp2"]
     assert {each.reason for each in found[1:]} == {"not looked at: z0_gas1_tmbspg8_tp2 fits"}
     assert told[0].memory is not None
     needs = max(told[0].memory.peak, told[0].memory.birth)
     less = list[Judged]()
-    tight = search(task, replace(MACHINE, memory=needs - 1), told=less.append, **tensor)
+    tight = search(task, replace(MACHINE, memory=needs - 1), report=less.append, **tensor)
     assert [each.plan.micro for each in less if not each.fits][0] == 8
     assert tight[0].fits and tight[0].plan.micro * (1 + tight[0].plan.recompute) <= 8
     # Every rank's share of the samples, however many take them together.

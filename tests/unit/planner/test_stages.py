@@ -10,9 +10,8 @@ import torch
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.schedule import make_schedule
 from deepspeed.planner.mesh_options import MeshShape
-from deepspeed.planner.pipeline_time import enough, schedule_of, window_time
 from deepspeed.planner.search import Task, TrainingPlan, judge, search, simulated
-from deepspeed.planner.step_time import StepTime
+from deepspeed.planner.step_time import StepTime, enough, schedule_of, window_time
 from tests.unit.planner import toys
 from tests.unit.planner.toys import ADAMW, TOKENS, WIDTH, Net, rows
 
@@ -78,7 +77,7 @@ def test_the_search_compares_pipelines_by_micro_batch() -> None:
     """Larger ones wait longer for other stages, so the largest that fits is not all that is looked at."""
     told: list[TrainingPlan] = []
     staged = {"axes": True, "allowed": lambda plan: plan.shape == STAGED and not plan.recompute}
-    found = search(Task(Row, rows, 16, ADAMW), MACHINE, told=lambda each: told.append(each.plan), **staged)
+    found = search(Task(Row, rows, 16, ADAMW), MACHINE, report=lambda each: told.append(each.plan), **staged)
     assert [(plan.micro, plan.steps) for plan in told] == [(8, 2), (4, 4), (2, 8)]
     assert next(each for each in found if each.plan.micro == 1).reason.startswith("not looked at")
     own = Task(Row, rows, 16, {**ADAMW, "pipeline": {"stages": 2}})

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from deepspeed.planner import cli
-from deepspeed.planner.confirm_plans import MOST, confirm
 from deepspeed.planner.memory import MemoryCount
-from deepspeed.planner.search import Judged, TrainingPlan, by_worth, table
+from deepspeed.planner.search import MOST, Judged, TrainingPlan, confirm, table
 from deepspeed.planner.step_time import StepTime
 from deepspeed.planner.trials import METRICS, Command, TrialLimits, TrialOutcome, run_trial, trial_config
 from tests.harness.pool import PATIENCE
@@ -244,7 +243,7 @@ def test_ending_ranks_passes_over_one_that_is_gone() -> None:
 def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> None:
     times = [StepTime(float(at + 1), 0.0, 0.0, 0.0) for at in range(6)]
     judged = [replace(each, fits=at in (2, 5), perhaps=True, time=times[at]) for at, each in enumerate(plans(6))]
-    judged.sort(key=by_worth)
+    judged.sort(key=lambda judged: judged.worth)
     assert [each.seconds for each in judged] == [3.0, 6.0, 1.0, 2.0, 4.0, 5.0]
     for fit in (True, False):
         seen = list[float]()
