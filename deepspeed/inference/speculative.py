@@ -20,7 +20,7 @@ class NgramProposer:
         self.most = most
         self._places: dict[tuple[int, ...], int] = {}
         self._seen = 0
-        self._made = self._held = self._resting = 0
+        self._judged = self._held = self._resting = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens that may follow `tokens`."""
@@ -34,13 +34,13 @@ class NgramProposer:
                 return list(tokens[place : place + min(self.most, most)])
         return []
 
-    def judge(self, made: int, held: int) -> None:
+    def judge(self, guessed: int, held: int) -> None:
         """Learn how many of the last guesses held."""
-        self._made, self._held = self._made + made, self._held + held
-        if self._made >= TRIAL:
-            if self._held < PAYS * self._made:
+        self._judged, self._held = self._judged + guessed, self._held + held
+        if self._judged >= TRIAL:
+            if self._held < PAYS * self._judged:
                 self._resting = REST
-            self._made = self._held = 0
+            self._judged = self._held = 0
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Index n-grams that something follows."""

@@ -138,7 +138,7 @@ def logits_of(generator: Generator, requests: list[Request]) -> dict:
         rows, before = logits.clone(), share.start + share.count
         outputs = real(self, share, logits, largest)
         for at in range(sum(len(output.tokens) for output in outputs)):
-            found[share.track.ident, before + at] = rows[at]
+            found[share.sequence.ident, before + at] = rows[at]
         return outputs
 
     with mock.patch.object(Generator, "_accept", accept):

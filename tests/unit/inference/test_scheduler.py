@@ -39,7 +39,7 @@ class Machine:
 
         shares = self.scheduler.plan(drafts if self.steps % 2 else None)
         assert shares, "a step without progress"
-        assert sum(share.rows for share in shares) <= self.scheduler.max_tokens
+        assert sum(len(share.tokens) for share in shares) <= self.scheduler.max_tokens
         assert len(shares) <= self.scheduler.max_sequences
         for share in shares:
             self._compute(share)
@@ -47,7 +47,7 @@ class Machine:
         self.check()
 
     def _compute(self, share) -> None:
-        track, size = share.track, self.pages.size
+        track, size = share.sequence, self.pages.size
         fed = [*track.tokens[share.start : share.start + share.count], *share.drafts]
         for at, token in enumerate(fed, share.start):
             page = track.pages[at // size]
@@ -56,7 +56,7 @@ class Machine:
         seen = [self.content[page][i] for page in track.pages for i in range(size)][: share.start + len(fed)]
         assert seen == list(enumerate([*track.tokens[: share.start], *fed])), "a stale page was read"
         accepted = []
-        if share.complete:
+        if share.wanted:
             known = list(track.tokens)
             for draft in [*share.drafts, None]:
                 accepted.append(_next(known))
@@ -189,6 +189,6 @@ def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows:
         scheduler.advance(share, [5])
     long = TokenSequence("long", [3] * 100, streams)
     scheduler.add(long)
-    assert {share.track.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
+    assert {share.sequence.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
         "long": rows
     }
