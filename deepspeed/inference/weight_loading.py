@@ -116,8 +116,8 @@ def _described(description: Mapping[str, Any], base: Path) -> Named:
     megatron = str(description.get("type", "")).lower() == "megatron" and isinstance(files, list) and len(files) > 1
     if any(size > 1 for size in sizes.values()) or isinstance(files, Mapping) or megatron:
         raise NotAvailableError(
-            f"checkpoint: type {description.get('type')!r} of {sizes or 'several files'} holds slices of ranks; joining "
-            f"them is not available yet: give files of whole tensors"
+            f"checkpoint: type {description.get('type')!r} of {sizes or 'several files'} holds slices of ranks; "
+            f"joining them is not available yet: give files of whole tensors"
         )
     if isinstance(files, str):
         return _tensors(files, base)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
-from deepspeed.inference.executors.gathered import GatheringExecutor, Inside
+from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -203,7 +203,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     sequences = _sequences(model)
     why = "" if _interface(model) else "its attention does not go through Transformers' interface"
     why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
-    with exclusive_pass(model), Inside(model).turn():
+    with exclusive_pass(model), ModuleState(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work
