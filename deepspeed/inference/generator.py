@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
+from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
@@ -30,10 +31,9 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit, vocabulary
+from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.scheduler import Scheduler, TokenSequence
-from deepspeed.inference.speculative import NgramProposer
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -43,6 +43,10 @@ _NO_NUMBERS = (
     "text overflows its dtype; try bf16 or fp32"
 )
 CHUNK = (16, 32)  # rows of prompts beside others' tokens: a pass of some streams is to take three times theirs at most
+# Of speculative decoding.
+LONGEST, SHORTEST = 3, 2  # tokens that have to be equal
+TRIAL, PAYS = 12, 0.3  # guesses before the first judgement, and the part of them that has to hold
+REST = 64  # tokens without guesses after a bad judgement
 DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
 
 
@@ -58,6 +62,44 @@ class EngineStats:
 
 
 Load = EngineStats  # the former name, still importable
+
+
+class NgramProposer:
+    """Proposes the next tokens of one sequence, at most `most` at a time, by n-gram lookup in its text. It rests for a
+    while where guesses do not hold."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._places: dict[tuple[int, ...], int] = {}
+        self._seen = 0
+        self._judged = self._held = self._resting = 0
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow `tokens`."""
+        self._learn(tokens)
+        if self._resting > 0:
+            self._resting -= 1
+            return []
+        for length in range(LONGEST, SHORTEST - 1, -1):
+            place = self._places.get(tuple(tokens[-length:])) if len(tokens) >= length else None
+            if place is not None:
+                return list(tokens[place : place + min(self.most, most)])
+        return []
+
+    def judge(self, guessed: int, held: int) -> None:
+        """Learn how many of the last guesses held."""
+        self._judged, self._held = self._judged + guessed, self._held + held
+        if self._judged >= TRIAL:
+            if self._held < PAYS * self._judged:
+                self._resting = REST
+            self._judged = self._held = 0
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Index n-grams that something follows."""
+        for end in range(max(self._seen, SHORTEST), len(tokens)):
+            for length in range(SHORTEST, min(LONGEST, end) + 1):
+                self._places[tuple(tokens[end - length : end])] = end
+        self._seen = max(self._seen, len(tokens))
 
 
 class _LiveSequence(TokenSequence):
@@ -173,7 +215,7 @@ class Generator:
         if max_length is not None and (max_length < 2 or (own is not None and max_length > own)):
             raise RequestError(f"max_length {max_length} has to be from 2 to the model's own limit of {own} tokens")
         self.limit = own if max_length is None else max_length
-        self._vocabulary, self._packed_limit = vocabulary(model), packed_limit(model)
+        self._vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
         self._ends = self._end_tokens(model)
         self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind

@@ -17,11 +17,11 @@ from transformers.cache_utils import DynamicCache
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
+from deepspeed.foundation.transformers_model import text_config, vocabulary_size
 from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
-from deepspeed.inference.request import text_config, vocabulary
 from deepspeed.native import library
 
 PROBE_PAGE = 2
@@ -85,7 +85,7 @@ def _structure(model: nn.Module) -> str | None:
 
 
 def _sequences(model: nn.Module) -> list[list[int]]:
-    config, size = text_config(model), vocabulary(model) or 64
+    config, size = text_config(model, decoder=True), vocabulary_size(model, decoder=True) or 64
     barred = set()
     for source in (config, getattr(model, "generation_config", None)):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -227,7 +227,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 def _windows(model: nn.Module) -> dict[int, int]:
     """By layer: how many tokens the cache that `generate` makes would keep, where it does not keep all."""
     try:
-        layers = DynamicCache(config=text_config(model)).layers
+        layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # a config without layers: its cache keeps everything
         return {}
     windows = {at: getattr(layer, "sliding_window", None) for at, layer in enumerate(layers)}

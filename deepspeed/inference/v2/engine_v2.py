@@ -15,10 +15,11 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import logger
+from deepspeed.foundation.transformers_model import vocabulary_size
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, warn_of
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.request import length_limit, packed_limit, vocabulary
+from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 
@@ -67,7 +68,9 @@ class InferenceEngineV2:
         self._blocks = BlockPool(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
         executor.store = probed.resized(self._blocks.count, BLOCK)
         self._sequences: dict[int, DSSequenceDescriptor] = {}
-        config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=vocabulary(model))
+        config = SimpleNamespace(
+            max_seq_length=length_limit(model) or self._max_context, vocab_size=vocabulary_size(model, decoder=True)
+        )
         self._policy = SimpleNamespace(_checkpoint_engine=SimpleNamespace(model_config=config))
 
     @property
@@ -202,7 +205,7 @@ class InferenceEngineV2:
         found = torch.as_tensor(given)
         if found.dim() != 1 or not len(found) or found.is_floating_point():
             raise ArgumentError(f"tokens are 1-D integers, at least one, not {tuple(found.shape)} of {found.dtype}")
-        most = vocabulary(self._model)
+        most = vocabulary_size(self._model, decoder=True)
         if int(found.min()) < 0 or (most is not None and int(found.max()) >= most):
             raise ArgumentError(f"tokens have to be from 0 to {most}, not {int(found.min())} to {int(found.max())}")
         return found.tolist()

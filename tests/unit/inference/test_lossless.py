@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed.errors import ArgumentError, PackingError
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import native, select
-from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, rows_of
+from deepspeed.inference.executors.native_tensors import functions, matrix_of, rows_of
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization import lossless_bf16
 from deepspeed.inference.quantization.layers import LosslessEmbedding, LosslessLinear
@@ -27,6 +27,7 @@ from deepspeed.inference.v2 import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
+from tests.unit.inference.products import product
 from tests.unit.inference.toys import llama, phi3, scale
 
 pytestmark = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
