@@ -50,7 +50,7 @@ def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder
 
 
 def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Tokens that a call of `generate` may write after a prompt of that length; `own` is the model's generation_config."""
+    """Tokens that a call of `generate` may write after such a prompt; `own` is the model's generation_config."""
     settings = [kwargs]
     for config in (kwargs.get("generation_config"), own):
         lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
@@ -164,7 +164,7 @@ class SamplingParams:
             if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in getattr(self, name)):
                 raise RequestError(f"{name} names tokens by their number, not {getattr(self, name)!r}")
         biases = self.logit_bias.values()
-        if any(not isinstance(b, (int, float)) or not (abs(b) <= _MOST or math.isinf(b)) for b in biases):
+        if any(not isinstance(b, (int, float)) or not (abs(b) <= _MOST or b in (math.inf, -math.inf)) for b in biases):
             raise RequestError(f"logit_bias adds numbers, not {dict(self.logit_bias)!r}")
 
     def _check_whole(self, name: str, least: int) -> None:

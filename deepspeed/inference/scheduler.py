@@ -162,7 +162,7 @@ class Scheduler:
 
     def _room_for(self, sequence: TokenSequence) -> bool:
         """Room for all its tokens, and a page for each that runs already: so that it is not preempted at once."""
-        held = {node.page for node in self.pages.match(sequence.tokens).nodes if self.pages.holders(node.page)}
+        held = {node.page for node in self.pages.match(sequence.tokens).nodes if self.pages.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
         return need + len(self.running) <= self.pages.available or not self.running
 

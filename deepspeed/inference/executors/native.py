@@ -48,10 +48,8 @@ TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
-JOINED = {
-    ATTENTION_MATRICES: "qkv_proj",
-    FEED_FORWARD_MATRICES: "gate_up_proj",
-}  # one matrix, in that order of its rows
+# One matrix, in that order of its rows.
+JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
 FUNCTIONS = ("act_fn", "activation_fn")
 # In the order of `Activation` in decoder.cpp.
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -464,7 +462,6 @@ def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
             executor.layers(batch, x, layer, 1, part)
             error, change = float((x - right).norm()), float((right - before).norm())
             if not error <= share * change + rounding * float(right.norm()):
-                return (
-                    f"the {name} of layer {layer} changes the stream by {change:.3g}, the native one is {error:.3g} off"
-                )
+                stream = f"changes the stream by {change:.3g}, the native one is {error:.3g} off"
+                return f"the {name} of layer {layer} {stream}"
     return None

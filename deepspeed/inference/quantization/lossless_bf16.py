@@ -27,15 +27,15 @@ _PARTS = ("codes", "exponents", "starts", "places", "values")
 @functools.cache
 def functions() -> ctypes.CDLL | None:
     """The native library with the types of the functions used here, or None."""
-    found = library()
-    if found is not None:
+    native = library()
+    if native is not None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        found.ds_exponents.argtypes = [pointer, count, pointer]
-        found.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
-        found.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
+        native.ds_exponents.argtypes = [pointer, count, pointer]
+        native.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
+        native.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
         for name in ("exponents", "pack", "unpack"):
-            getattr(found, f"ds_{name}").restype = None
-    return found
+            getattr(native, f"ds_{name}").restype = None
+    return native
 
 
 class Room:

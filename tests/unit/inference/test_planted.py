@@ -78,7 +78,7 @@ def stale_page() -> Iterator[None]:
 
     def forget(self, node):
         page = node.page
-        del self._nodes[page], self._kept[page]
+        del self._nodes[page], self._cached[page]
         self._free.append(page)
 
     with mock.patch.object(kv_cache.BlockPool, "_forget", forget):

@@ -76,7 +76,7 @@ class Machine:
         for track in self.scheduler.running:
             for page in track.pages:
                 held[page] = held.get(page, 0) + 1
-        assert all(self.pages.holders(page) == held.get(page, 0) for page in range(self.pages.count))
+        assert all(self.pages.references(page) == held.get(page, 0) for page in range(self.pages.count))
         assert self.pages.available == self.pages.count - len(held), "a page was lost or given twice"
         assert all(not track.pages for track in self.scheduler.waiting)
         assert [t.arrival for t in self.scheduler.running] == sorted(t.arrival for t in self.scheduler.running)
@@ -163,7 +163,7 @@ def test_two_of_one_prompt_share_its_pages_and_copy_the_page_they_write() -> Non
     machine.submit("c", [1, 2, 3, 4, 5, 6, 9, 8], 5)
     machine.step()
     a, b, c = (machine.tracks[name] for name in "abc")
-    assert b.pages[0] == c.pages[0] == a.pages[0] and machine.pages.holders(a.pages[0]) == 3
+    assert b.pages[0] == c.pages[0] == a.pages[0] and machine.pages.references(a.pages[0]) == 3
     assert b.reused == 7 and c.reused == 6 and len({a.pages[1], b.pages[1], c.pages[1]}) == 3
 
 
