@@ -14,6 +14,7 @@ from deepspeed.activation_checkpointing.rng import RNGTracker
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.script_helpers import detach_variable  # noqa: F401  programs import it from here
 
 _OF_TORCH = ("preserve_rng_state", "determinism_check", "debug")
 
