@@ -27,11 +27,11 @@ class DtypeEnum(Enum):
 
     def __new__(cls, *spellings: Any) -> DtypeEnum:
         """The torch dtype is the value; every other spelling finds the same member."""
-        made = object.__new__(cls)
-        made._value_ = spellings[0]
+        member = object.__new__(cls)
+        member._value_ = spellings[0]
         for other in spellings[1:]:
-            cls._value2member_map_[other] = made
-        return made
+            cls._value2member_map_[other] = member
+        return member
 
 
 class MoETypeEnum(str, Enum):
@@ -112,9 +112,33 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
     base_dir: str | None = None
 
 
-def _old(default: Any, new: str) -> Any:
-    extra: dict[str, Any] = {"deprecated": True, "new_param": new}
-    return Field(default, json_schema_extra=extra)
+# Deprecated names, and the block (with its other name) and key that took their place.
+_MOVED = {
+    "mp_size": ("tensor_parallel", "tp", "tp_size"),
+    "mpu": ("tensor_parallel", "tp", "mpu"),
+    "ep_size": ("moe", "moe", "ep_size"),
+    "ep_group": ("moe", "moe", "ep_group"),
+    "ep_mp_group": ("moe", "moe", "ep_mp_group"),
+    "moe_experts": ("moe", "moe", "moe_experts"),
+    "moe_type": ("moe", "moe", "type"),
+}
+_DEPRECATED: dict[str, Any] = {
+    name: {"deprecated": True, "new_param": f"{block}.{key}"} for name, (block, _, key) in _MOVED.items()
+}
+# key: why a value beside the default changes nothing
+MOOT = {
+    "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
+    "use_triton": "torch's and the native kernels are used",
+    "triton_autotune": "torch's and the native kernels are used",
+    "triangular_masking": "the model masks as its own code says",
+    "set_empty_params": "weights that come from a checkpoint are never filled before",
+    "return_tuple": "outputs are the model's own",
+    "training_mp_size": "files are read by name, whatever cut they were trained in",
+    "transposed_mode": "weights keep their layout",
+    "replace_method": "it has one value",
+    "injection_policy_tuple": "matrices are cut by a plan that is compared with the whole model",
+    "min_out_tokens": "no workspace is set aside that could be too small",
+}
 
 
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
@@ -152,20 +176,33 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     max_out_tokens: int = Field(default=1024, alias="max_tokens", ge=1)
     min_out_tokens: int = Field(default=1, alias="min_tokens", ge=0)
     transposed_mode: bool = False
-    mp_size: int = _old(1, "tensor_parallel.tp_size")
-    mpu: Any = _old(None, "tensor_parallel.mpu")
-    ep_size: int = _old(1, "moe.ep_size")
-    ep_group: Any = Field(
-        default=None, alias="expert_group", json_schema_extra={"deprecated": True, "new_param": "moe.ep_group"}
-    )
-    ep_mp_group: Any = Field(
-        default=None, alias="expert_mp_group", json_schema_extra={"deprecated": True, "new_param": "moe.ep_mp_group"}
-    )
-    moe_experts: list[int] = _old([1], "moe.moe_experts")
-    moe_type: MoETypeEnum = _old(MoETypeEnum.standard, "moe.type")
+    mp_size: int = Field(1, json_schema_extra=_DEPRECATED["mp_size"])
+    mpu: Any = Field(None, json_schema_extra=_DEPRECATED["mpu"])
+    ep_size: int = Field(1, json_schema_extra=_DEPRECATED["ep_size"])
+    ep_group: Any = Field(default=None, alias="expert_group", json_schema_extra=_DEPRECATED["ep_group"])
+    ep_mp_group: Any = Field(default=None, alias="expert_mp_group", json_schema_extra=_DEPRECATED["ep_mp_group"])
+    moe_experts: list[int] = Field([1], json_schema_extra=_DEPRECATED["moe_experts"])
+    moe_type: MoETypeEnum = Field(MoETypeEnum.standard, json_schema_extra=_DEPRECATED["moe_type"])
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**_settled(given))
+    def __init__(self, **keys: Any) -> None:
+        fields = DeepSpeedInferenceConfig.model_fields
+        # Deprecated keys that ask for nothing, as of defaults handed back, are left out.
+        keys = {key: value for key, value in keys.items() if key not in _MOVED or value != fields[key].default}
+        for old, (block, alias, key) in _MOVED.items():
+            if old not in keys or keys[old] == "auto":
+                continue
+            section = keys.get(block, keys.get(alias))
+            if isinstance(section, DeepSpeedConfigModel):
+                section = keys[block] = section.model_dump(exclude_unset=True)
+            if isinstance(section, Mapping) and section.get(key, "auto") != "auto":
+                raise ArgumentError(
+                    f"Cannot provide deprecated parameter '{old}' and replacing parameter '{block}.{key}' together"
+                )
+            if isinstance(section, Mapping):
+                if alias != block:
+                    keys.pop(alias, None)
+                keys[block] = dict(section)
+        super().__init__(**keys)
 
     @field_validator("dtype")
     @classmethod
@@ -193,74 +230,31 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
         return value
 
 
-# Deprecated names, and the block and key that took their place.
-_MOVED = {
-    "mp_size": ("tensor_parallel", "tp", "tp_size"),
-    "mpu": ("tensor_parallel", "tp", "mpu"),
-    "ep_size": ("moe", "moe", "ep_size"),
-    "ep_group": ("moe", "moe", "ep_group"),
-    "ep_mp_group": ("moe", "moe", "ep_mp_group"),
-    "moe_experts": ("moe", "moe", "moe_experts"),
-    "moe_type": ("moe", "moe", "type"),
-}
-
-
-def _settled(given: dict[str, Any]) -> dict[str, Any]:
-    """Keys without the deprecated ones that ask for nothing, as of defaults handed back."""
-    fields = DeepSpeedInferenceConfig.model_fields
-    given = {key: value for key, value in given.items() if key not in _MOVED or value != fields[key].default}
-    for old, (block, alias, key) in _MOVED.items():
-        if old not in given or given[old] == "auto":
-            continue
-        home = given.get(block, given.get(alias))
-        if isinstance(home, DeepSpeedConfigModel):
-            home = given[block] = home.model_dump(exclude_unset=True)
-        if isinstance(home, Mapping) and home.get(key, "auto") != "auto":
-            raise ArgumentError(
-                f"Cannot provide deprecated parameter '{old}' and replacing parameter '{block}.{key}' together"
-            )
-        if isinstance(home, Mapping):
-            given.pop(alias, None) if alias != block else None
-            given[block] = dict(home)
-    return given
-
-
 def default_inference_config() -> dict[str, Any]:
     """Every key of `init_inference` with its default; `dtype` as a torch dtype."""
     return DeepSpeedInferenceConfig().model_dump()
 
 
 def merged(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What was given as `config` and as keywords, together.
-
-    Args:
-        config: a dict, the path of a JSON, or None.
-        kwargs: the same keys.
-
-    Raises:
-        ValueError: `config` is something else, or both say different things of one key.
-    """
+    """Keys of `config`, a dict, the path of a JSON or None, together with keywords, which must not contradict them."""
     if config is None:
-        given: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
     elif isinstance(config, Mapping):
-        given = dict(config)
+        keys = dict(config)
     elif isinstance(config, str | os.PathLike):
-        given = _read(Path(config))
+        keys = _read(Path(config))
     else:
         raise ArgumentError(f"'config' argument expected string or dictionary, got {type(config).__name__}")
     for key, value in kwargs.items():
-        if key in given and not _equal(given[key], value):
+        try:
+            same = key not in keys or bool(keys[key] == value)
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays compare element by element
+            same = keys[key] is value
+        if not same:
             raise ArgumentError(
-                f"Conflicting argument '{key}' in 'config':{given[key]!r} and kwargs:{value!r}; say it once"
+                f"Conflicting argument '{key}' in 'config':{keys[key]!r} and kwargs:{value!r}; say it once"
             )
-    return {**given, **kwargs}
-
-
-def _equal(one: Any, two: Any) -> bool:
-    try:
-        return bool(one == two)
-    except (RuntimeError, ValueError, TypeError):  # tensors and arrays compare element by element
-        return one is two
+    return {**keys, **kwargs}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -275,26 +269,8 @@ def _read(path: Path) -> dict[str, Any]:
     return loaded
 
 
-# -- what a value asks for ---------------------------------------------------------------------------------------------
-
-# key: why a value beside the default changes nothing
-MOOT = {
-    "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
-    "use_triton": "torch's and the native kernels are used",
-    "triton_autotune": "torch's and the native kernels are used",
-    "triangular_masking": "the model masks as its own code says",
-    "set_empty_params": "weights that come from a checkpoint are never filled before",
-    "return_tuple": "outputs are the model's own",
-    "training_mp_size": "files are read by name, whatever cut they were trained in",
-    "transposed_mode": "weights keep their layout",
-    "replace_method": "it has one value",
-    "injection_policy_tuple": "matrices are cut by a plan that is compared with the whole model",
-    "min_out_tokens": "no workspace is set aside that could be too small",
-}
-
-
-def moot_lines(config: DeepSpeedInferenceConfig) -> list[str]:
-    """One line for each key whose value was given and decides nothing."""
+def no_effect_lines(config: DeepSpeedInferenceConfig) -> list[str]:
+    """One line for each key that was set and changes nothing."""
     default = DeepSpeedInferenceConfig.model_fields
     lines = [
         f"{key} has no effect: {why}"
@@ -310,13 +286,8 @@ def moot_lines(config: DeepSpeedInferenceConfig) -> list[str]:
 
 
 def check_supported(config: DeepSpeedInferenceConfig) -> None:
-    """Refuse what is not there, by name.
-
-    Raises:
-        NotAvailableError: a key asks for it.
-    """
-    moe = config.moe
-    if moe.ep_size > 1 or moe.moe_experts != [1]:
+    """Refuse keys that ask for what is not available."""
+    if config.moe.ep_size > 1 or config.moe.moe_experts != [1]:
         raise NotAvailableError(
             "init_inference: moe.ep_size and moe.moe_experts need expert parallelism, which is not available yet"
         )
@@ -327,25 +298,18 @@ def check_supported(config: DeepSpeedInferenceConfig) -> None:
         )
     if config.tensor_parallel.mpu is not None:
         raise NotAvailableError("init_inference: tensor_parallel.mpu is not available yet; give tp_size or tp_group")
-    _check_lossless(config)
-    weight = config.quant.weight
-    if config.dtype == torch.int8 and weight.num_bits not in (4, 8):
-        raise NotAvailableError(f"init_inference: quant.weight.num_bits {weight.num_bits}: only 4 and 8 are available")
-
-
-def _check_lossless(config: DeepSpeedInferenceConfig) -> None:
-    """`lossless_weights` is of bf16 matrices, and of the form that reads them."""
-    if not config.lossless_weights:
-        return
-    if not config.replace_with_kernel_inject:
+    if config.lossless_weights and not config.replace_with_kernel_inject:
         raise ArgumentError(
             "init_inference: lossless_weights needs replace_with_kernel_inject: native passes read weights in 12 bits, "
             "a model's own layers would unpack them for every call"
         )
-    if config.dtype != torch.bfloat16:
+    if config.lossless_weights and config.dtype != torch.bfloat16:
         raise ArgumentError(
             f"init_inference: lossless_weights packs bf16, and dtype is {config.dtype}: give dtype=torch.bfloat16, or "
             "leave lossless_weights out"
         )
-    if config.tensor_parallel.tp_size > 1:
+    if config.lossless_weights and config.tensor_parallel.tp_size > 1:
         raise NotAvailableError("init_inference: lossless_weights together with tensor_parallel.tp_size above 1")
+    bits = config.quant.weight.num_bits
+    if config.dtype == torch.int8 and bits not in (4, 8):
+        raise NotAvailableError(f"init_inference: quant.weight.num_bits {bits}: only 4 and 8 are available")

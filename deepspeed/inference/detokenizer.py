@@ -6,18 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_HELD = 32  # tokens that give no certain text, after which they are looked at again
+_LONGEST_PENDING = 32  # tokens without certain text, after which they are decoded in parts
 _CHARACTER = 4  # bytes of the longest character; a token has at least one
-_HALF = "\ufffd"
+_CONTEXT = 6  # tokens before the first new one that are decoded with it
+_REPLACEMENT = "\ufffd"  # of half a character
 
 
 class Detokenizer:
-    """Text of one sequence.
-
-    Args:
-        decode: tokens to text.
-        before: tokens in front of the first new one; they decide whether it begins with a space.
-    """
+    """Text of one sequence; the tokens `before` the first new one decide whether it begins with a space."""
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -25,63 +21,77 @@ class Detokenizer:
         self._begun, self._shown = 0, len(self._tokens)  # tokens decoded as context, and up to which text was given
 
     def push(self, tokens: Sequence[int], final: bool = False) -> str:
-        """New text that is certain after these tokens.
-
-        Args:
-            tokens: new ones.
-            final: nothing follows: half a character is given too.
-        """
+        """New text that is certain after these tokens; half a character at the end only where nothing follows."""
         self._tokens += tokens
-        given = self._new(len(self._tokens), final)
-        if not given and len(self._tokens) - self._shown > _HELD:
-            given = self._pass_over()
-        return given
-
-    def _new(self, end: int, final: bool) -> str:
-        """Decoded behind a few tokens before it, since tokenizers treat the first one of a text specially."""
-        before = self._decode(self._tokens[self._begun : self._shown])
-        whole = self._decode(self._tokens[self._begun : end])
-        if len(whole) <= len(before) or (whole.endswith(_HALF) and not final):
+        if text := self._decode_to(len(self._tokens), final):
+            return text
+        if len(self._tokens) - self._shown <= _LONGEST_PENDING:
             return ""
-        self._begun, self._shown = self._shown, end
-        self._tokens, self._begun, self._shown = self._tokens[self._begun :], 0, end - self._begun
-        return whole[len(before) :]
-
-    def _pass_over(self) -> str:
-        """Tokens that gave nothing for so long will give nothing more, or are no characters: else each new token would
-        decode all of them again."""
+        # Tokens that gave nothing for so long will give nothing more, or are no characters: else each new token would
+        # decode all of them again.
         for end in range(len(self._tokens) - 1, len(self._tokens) - _CHARACTER, -1):
-            if given := self._new(end, final=False):
-                return given
-        if given := self._new(len(self._tokens) - _CHARACTER, final=True):
-            return given
+            if text := self._decode_to(end, final=False):
+                return text
+        if text := self._decode_to(len(self._tokens) - _CHARACTER, final=True):
+            return text
         del self._tokens[self._shown :]
         return ""
 
+    def _decode_to(self, end: int, final: bool) -> str:
+        """Decoded behind a few tokens before it, since tokenizers treat the first one of a text specially."""
+        before = self._decode(self._tokens[self._begun : self._shown])
+        whole = self._decode(self._tokens[self._begun : end])
+        if len(whole) <= len(before) or (whole.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._tokens, self._begun, self._shown = self._tokens[self._shown :], 0, end - self._shown
+        return whole[len(before) :]
 
-class StopStrings:
-    """Watches one request's text.
+
+class TextStream:
+    """Text of one answer, which stop strings end; they are no part of it.
+
+    The generator asks which one has `matched`; the server, whose text lacks special tokens, gives what `push` returns
+    to the client and ends the text where the generator says so.
 
     Args:
-        tokenizer: decodes token numbers (`decode(list[int]) -> str`).
-        stop: strings that end it.
+        tokenizer: has `decode(list[int]) -> str`.
+        stops: the stop strings.
+        before: tokens of the prompt.
+        skip_special_tokens: whether the text is without them.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        decode = tokenizer.decode
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = (), skip_special_tokens: bool = False
+    ) -> None:
+        options = {"skip_special_tokens": True} if skip_special_tokens else {}
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # the text as it is, not made prettier
-            decode = functools.partial(decode, clean_up_tokenization_spaces=False)
-        self._text = Detokenizer(decode)
-        self._stop = tuple(stop)
-        self._reach = max(len(text) for text in stop)
-        self._tail = ""
+            options["clean_up_tokenization_spaces"] = False
+        self._detokenizer = Detokenizer(functools.partial(tokenizer.decode, **options), before[-_CONTEXT:])
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
 
-    def push(self, token: int) -> str | None:
-        """Add a token; the stop string that the text now has, the one that begins first."""
-        new = self._text.push([token])
-        if not new:
-            return None
-        text = self._tail + new
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
-        self._tail = text[max(0, len(text) - self._reach + 1) :]
-        return min(found)[2] if found else None
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that is certain after these tokens: no half characters, nothing that may begin a stop string. `matched`
+        is the stop string that these tokens have completed, of several the one that begins first."""
+        old = len(self._held)
+        self._held += self._detokenizer.push(tokens)
+        places = [(self._held.find(stop, max(0, old - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
+        self.matched = min((place for place in places if place[0] >= 0), default=(0, 0, None))[2]
+        kept_back = 0
+        for stop in self._stops:
+            sizes = range(min(len(self._held), len(stop)), kept_back, -1)
+            kept_back = next((size for size in sizes if self._held.endswith(stop[:size])), kept_back)
+        return self._release(len(self._held) - kept_back)
+
+    def finish(self, tokens: Sequence[int], matched: int | str | None) -> str:
+        """The rest after the last tokens, without the end token or the stop string that ended the text."""
+        ended = isinstance(matched, int) and bool(tokens) and tokens[-1] == matched
+        self._held += self._detokenizer.push(tokens[:-1] if ended else tokens, final=True)
+        place = self._held.find(matched) if isinstance(matched, str) else -1
+        self._held = self._held if place < 0 else self._held[:place]
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text

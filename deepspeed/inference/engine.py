@@ -1,9 +1,9 @@
-"""`init_inference`: any module, cast and placed for answering; what it is asked goes on to the module."""
+"""`init_inference`: any module, cast and placed for inference; calls and attributes go on to the module."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,19 +11,27 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.process_groups.axis import Axis, group_axis
+from deepspeed.comm.process_groups.axis import group_axis
 from deepspeed.comm.process_groups.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, TensorParallelError, UsageError
 from deepspeed.foundation.log import log_once, log_rank0, warn_once
-from deepspeed.foundation.pytree import map_tensors
+from deepspeed.foundation.pytree import leaves_in, map_tensors
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.wrapper import ModuleWrapper
-from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, moot_lines
+from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
-from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
+from deepspeed.inference.request import SamplingParams, check_length, length_limit, new_tokens, prompt_length
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
 from deepspeed.tensor_parallel.init import tp_model_init
+
+# What a call or a generation config may hold: what is read here, and what decides nothing where tokens are not drawn.
+_READ = {
+    "inputs", "input_ids", "attention_mask", "generation_config", "max_new_tokens", "max_length", "min_new_tokens",
+    "eos_token_id", "pad_token_id",
+}  # fmt: skip
+_IDLE = {"bos_token_id", "use_cache", "temperature", "top_k", "top_p", "transformers_version", "_from_model_config"}
+_NOTHING: tuple[Any, ...] = (None, False)  # values that ask for nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -62,11 +70,11 @@ class InferenceEngine(ModuleWrapper):
             raise ArgumentError(f"init_inference needs a torch module, got {type(model).__name__}")
         config = config if config is not None else DeepSpeedInferenceConfig()
         check_supported(config)
-        _check_policy(model, config)
-        for line in moot_lines(config):
-            log_rank0(f"init_inference: {line}")
         self.module = model
         self._config = config
+        self._check_policy()
+        for line in no_effect_lines(config):
+            log_rank0(f"init_inference: {line}")
         self.mp_group: Any = None
         self.mpu: Any = None
         self._times: list[float] = []
@@ -74,19 +82,131 @@ class InferenceEngine(ModuleWrapper):
         self._compiled = False
         on_host = torch.device("cpu")
         device = on_host if config.keep_module_on_host else torch.device(get_accelerator().current_device_name())
-        dtype = _runs_in(config, model, device)
-        _place(model, config, dtype, device)
+        dtype = self._choose_dtype(device)
+        self._place_weights(dtype, device)
         if config.tensor_parallel.tp_size > 1:
-            self.mp_group = _cut(model, config)
-        _quantize(model, config, dtype)
+            self.mp_group = self._cut_weights()
+        weight = config.quant.weight
+        section = {key: getattr(weight, key) for key in ("post_init_quant", "quantized_initialization")}
+        if any(section.values()):
+            apply_section(model, section)
+        elif config.dtype == torch.int8 and config.quant.enabled and weight.enabled:
+            quantize_linears(model, weight.num_bits, weight.q_groups, dtype)
         self._inputs_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
         folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
+        if folder and config.tensor_parallel.tp_size > 1:
+            raise ArgumentError("save_mp_checkpoint_path: slices of ranks are not written; save with tp_size 1")
         if folder:
-            _save(model, config, folder)
+            path = str(save_checkpoint(model, folder))
+            log_rank0(f"init_inference: weights are written; checkpoint={path!r} reads them")
         model.eval()
         self.eval()
-        self._injected = _injected(model, config.lossless_weights) if config.replace_with_kernel_inject else None
+        self._injected: NativeGenerate | None = None
+        if config.replace_with_kernel_inject:
+            self._injected = NativeGenerate.of(model, config.lossless_weights)
         self._own = True
+
+    # -- making ---------------------------------------------------------------------------------------------------
+
+    def _check_policy(self) -> None:
+        """Names of an injection policy must be of the model; matrices are cut by a plan of our own."""
+        policy = self._config.injection_policy
+        if policy is None:
+            return
+        if self._config.replace_with_kernel_inject:
+            raise ArgumentError(
+                "injection_policy and replace_with_kernel_inject cannot be given together; leave one out"
+            )
+        for block, layers in policy.items():
+            blocks = [m for m in self.module.modules() if isinstance(block, type) and isinstance(m, block)]
+            known = {name for inside in blocks or [self.module] for name, _ in inside.named_modules()}
+            for name in leaves_in(layers, str):
+                if not any(layer == name or layer.endswith(f".{name}") for layer in known):
+                    raise ArgumentError(f"Injection policy layer'{name}' not valid.")
+        cut = self._config.tensor_parallel.tp_size > 1
+        why = "the plan of what is cut is made of the model and compared with it"
+        log_rank0(
+            "init_inference: injection_policy has no effect beyond this check: "
+            + (why if cut else "one rank has every matrix whole")
+        )
+
+    def _choose_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of weights and products; CPUs multiply fp16 tens of times slower than fp32, so not in that."""
+        held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
+        wanted = self._config.dtype
+        if wanted == torch.int8:  # of the matrices; the rest stays floating
+            wanted = torch.bfloat16 if held == {torch.bfloat16} or get_accelerator().is_bf16_fast() else torch.float32
+            return torch.float32 if held == {torch.float32} else wanted
+        if wanted != torch.float16 or device.type != "cpu" or not held:
+            return wanted
+        if held == {torch.bfloat16} and get_accelerator().is_bf16_fast():
+            log_rank0(
+                "init_inference: dtype fp16 runs in bf16, which the model has: this CPU multiplies fp16 many times "
+                "slower"
+            )
+            return torch.bfloat16
+        log_rank0(
+            "init_inference: dtype fp16 runs in fp32, which holds every fp16 value: this CPU multiplies fp16 many "
+            "times slower; dtype=torch.bfloat16 takes half the memory"
+        )
+        return torch.float32
+
+    def _place_weights(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Load, cast and move. As Transformers does, computed buffers such as rotary frequencies keep their dtype."""
+        model: Any = self.module
+        if self._config.checkpoint is not None or self._config.checkpoint_config.checkpoint_dir is not None:
+            self._load_weights(model, dtype, device)
+        elif any(p.is_meta for p in model.parameters()):
+            warn_once(
+                "init_inference: the model is on the meta device and no checkpoint is named: its weights are undefined"
+            )
+            model.to_empty(device=device)
+        in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        if dtype == torch.float16:
+            in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        for owner_name, owner in model.named_modules():
+            if isinstance(owner, PackedWeight):  # its products have the dtype, its scales stay what they are
+                owner.to(dtype)
+                continue
+            for name, param in owner._parameters.items():
+                if param is not None and param.is_floating_point() and param.dtype != dtype:
+                    whole = in_fp32.intersection(f"{owner_name}.{name}".split("."))
+                    param.data = param.data.to(torch.float32 if whole else dtype)
+            for name, buffer in owner._buffers.items():
+                computed = hasattr(model, "from_pretrained") and name in owner._non_persistent_buffers_set
+                if buffer is not None and buffer.is_floating_point() and not computed:
+                    owner._buffers[name] = buffer.to(dtype)
+        if not self._config.keep_module_on_host:
+            model.to(device)
+
+    def _load_weights(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        keys = self._config.checkpoint_config
+        checkpoint = self._config.checkpoint if self._config.checkpoint is not None else keys.checkpoint_dir
+        load_checkpoint(module, checkpoint, self._config.base_dir or keys.base_dir or "", dtype, device)
+
+    def _cut_weights(self) -> Any:
+        """Cut the matrices over neighbouring ranks, whose random numbers are the first one's from then on."""
+        tp = self._config.tensor_parallel
+        try:
+            tp_model_init(self.module, tp.tp_size, tp_group=tp.tp_group)
+        except TensorParallelError as error:
+            packed = next((name for name, m in self.module.named_modules() if isinstance(m, PackedWeight)), None)
+            if packed is None:
+                raise
+            raise TensorParallelError(
+                f"tensor_parallel: '{packed.removesuffix('.packed')}' came as packed integers, and those are not cut "
+                f"over ranks: give a folder of whole weights, or tp_size 1 ({error})"
+            ) from error
+        device = torch.device(get_accelerator().current_device_name())
+        if tp.tp_group is not None:
+            axis = group_axis("tp", tp.tp_group, device)
+        else:
+            sizes = resolve(ranks_started(), [("tp", tp.tp_size, "init_inference")])
+            axis = mesh_for(sizes, None, device).axis("tp")
+        state = torch.get_rng_state().to(device)
+        broadcast_tensors(axis, [state], "random numbers of the first rank")
+        torch.set_rng_state(state.cpu())
+        return axis.group
 
     # -- answering ------------------------------------------------------------------------------------------------
 
@@ -116,15 +236,15 @@ class InferenceEngine(ModuleWrapper):
         if callable(reset):
             reset()
         inputs, kwargs = self._cast((inputs, kwargs))
-        made = self._injected.generate(inputs, kwargs) if self._injected is not None else None
-        return generate(*inputs, **kwargs) if made is None else made
+        tokens = self._injected.generate(inputs, kwargs) if self._injected is not None else None
+        return generate(*inputs, **kwargs) if tokens is None else tokens
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
         prompt = prompt_length(inputs, kwargs, encoder_decoder)
         new = new_tokens(prompt, kwargs, getattr(self.module, "generation_config", None))
-        told = self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None
-        check_length(prompt, new, told, length_limit(self.module))
+        limit = self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None
+        check_length(prompt, new, limit, length_limit(self.module))
 
     def _cast(self, nest: Any) -> Any:
         """Matrices of fp32 in the module's lower precision, as features of speech and images come."""
@@ -189,7 +309,7 @@ class InferenceEngine(ModuleWrapper):
 
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
         """Fill a module, which may be on the meta device, with what the key `checkpoint` names."""
-        _load(module, self._config, self._inputs_in, torch.device(get_accelerator().current_device_name()))
+        self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
 
     def destroy(self) -> None:
         """End what the engine has begun; the module stays as it is, and other engines too."""
@@ -210,150 +330,99 @@ class InferenceEngine(ModuleWrapper):
             super().__setattr__(name, value)
 
 
-# -- making ------------------------------------------------------------------------------------------------------------
+class NativeGenerate:
+    """`replace_with_kernel_inject`: greedy calls of a model's `generate` use a `Generator` on the native executor."""
 
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._model: Any = generator.model
 
-def _injected(model: nn.Module, lossless: bool) -> Any:
-    """What answers greedy calls in native passes; None where nothing can."""
-    try:
-        from deepspeed.inference.kernel_inject import Injected
-    except ImportError as error:  # Transformers, which plain modules do without
-        warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+    @classmethod
+    def of(cls, model: nn.Module, lossless: bool) -> NativeGenerate | None:
+        """For a model that has a native form, which may pack its weights; else None, and a line with the reason."""
+        try:
+            from deepspeed.inference.executors.native import FusedExecutor
+            from deepspeed.inference.generator import Generator
+        except ImportError as error:  # Transformers, which plain modules do without
+            warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+            return None
+        why = "it has no generate"
+        if callable(getattr(model, "generate", None)):
+            generator = Generator(model, prefix_cache=False, lossless_weights=lossless)
+            executor = generator._executor
+            if isinstance(executor, FusedExecutor):
+                return cls(generator)
+            why = getattr(executor, "unfused", "") or generator.why or "the native library is not there"
+            generator.close()
+        warn_once(f"init_inference: replace_with_kernel_inject: {type(model).__name__} keeps its own layers: {why}")
         return None
-    return Injected.of(model, lossless)
 
+    def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The tokens that `generate` returns for these arguments, int64 [batch, prompt + new]; None, and a line with
+        the reason, where the model's own has to be called."""
+        why = self._why_not_native(inputs, kwargs)
+        if why is not None:
+            warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
+            return None
+        ids = self._ids(inputs, kwargs)
+        mask = kwargs.get("attention_mask")
+        begins = [0] * len(ids) if mask is None else (mask.shape[1] - mask.long().sum(1)).tolist()
+        prompts = [row[begin:] for row, begin in zip(ids.tolist(), begins, strict=True)]
+        own = self._model.generation_config
+        ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
+        ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+        least = self._argument("min_new_tokens", kwargs) or 0
+        sampling = SamplingParams(
+            max_new_tokens=new_tokens(ids.shape[1], kwargs, own), min_new_tokens=least, ignore_eos=True,
+            stop_token_ids=ends,
+        )  # fmt: skip
+        answers = self._generator.generate(prompts, sampling)
+        longest = max(map(len, answers))
+        filler = pad if pad is not None else ends[0] if ends else 0
+        rows = [tokens + [filler] * (longest - len(tokens)) for tokens in answers]
+        return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype)], dim=1)
 
-def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-    """Names of an injection policy must be of the model; cut is by a plan of our own."""
-    policy = config.injection_policy
-    if policy is None:
-        return
-    if config.replace_with_kernel_inject:
-        raise ArgumentError("injection_policy and replace_with_kernel_inject cannot be given together; leave one out")
-    for block, names in policy.items():
-        inside = [m for m in model.modules() if isinstance(block, type) and isinstance(m, block)] or [model]
-        known = {name for one in inside for name, _ in one.named_modules()}
-        for name in _names_in(names):
-            if not any(one == name or one.endswith(f".{name}") for one in known):
-                raise ArgumentError(f"Injection policy layer'{name}' not valid.")
-    log_rank0(
-        "init_inference: injection_policy has no effect beyond this check: "
-        + (
-            "the plan of what is cut is made of the model and compared with it"
-            if config.tensor_parallel.tp_size > 1
-            else "one rank has every matrix whole"
+    def close(self) -> None:
+        """Let the cache go."""
+        self._generator.close()
+
+    def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:
+        config = kwargs.get("generation_config") or self._model.generation_config
+        return kwargs[name] if name in kwargs else getattr(config, name, None)
+
+    def _why_not_native(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why the native form does not answer a call."""
+        config = kwargs.get("generation_config") or self._model.generation_config
+        if kwargs.get("do_sample", getattr(config, "do_sample", False)) not in _NOTHING:
+            return "tokens are drawn, with torch's own random numbers"
+        if kwargs.get("num_beams", getattr(config, "num_beams", 1)) not in (None, 1):
+            return "beams"
+        options = {**config.to_diff_dict(), **kwargs}
+        known = _READ | _IDLE | {"do_sample", "num_beams"}
+        others = sorted(
+            name for name, value in options.items() if name not in known and not any(value is idle for idle in _NOTHING)
         )
-    )
+        if others or len(inputs) > 1:
+            return f"{', '.join(others[:3]) or 'several arguments without names'}"
+        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
+            return "eos_token_id is None"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self._model.modules()):
+            return "a forward is hooked"
+        ids = self._ids(inputs, kwargs)
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long or not ids.numel():
+            return "the prompts are no matrix of tokens"
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            pad = self._argument("pad_token_id", kwargs)
+            padded = pad is not None and (ids == pad).any()
+            return "prompts hold the pad token, and there is no mask" if padded else None
+        if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+            return "the mask has another shape than the prompts"
+        mask = mask.long()
+        plain = bool((mask[:, -1] == 1).all()) and bool((mask.diff(dim=1) >= 0).all()) and int(mask.min()) >= 0
+        return None if plain else "prompts are padded elsewhere than on the left"
 
-
-def _names_in(names: Any) -> Iterator[str]:
-    if isinstance(names, str):
-        yield names
-    elif isinstance(names, list | tuple):
-        for one in names:
-            yield from _names_in(one)
-
-
-def _runs_in(config: DeepSpeedInferenceConfig, model: nn.Module, device: torch.device) -> torch.dtype:
-    """The dtype of weights and products; CPUs multiply fp16 tens of times slower than fp32, so not in that."""
-    held = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dim() > 1}
-    wanted = config.dtype
-    if wanted == torch.int8:  # of the matrices; the rest stays floating
-        wanted = torch.bfloat16 if held == {torch.bfloat16} or get_accelerator().is_bf16_fast() else torch.float32
-        return torch.float32 if held == {torch.float32} else wanted
-    if wanted != torch.float16 or device.type != "cpu" or not held:
-        return wanted
-    if held == {torch.bfloat16} and get_accelerator().is_bf16_fast():
-        log_rank0(
-            "init_inference: dtype fp16 runs in bf16, which the model has: this CPU multiplies fp16 many times slower"
-        )
-        return torch.bfloat16
-    log_rank0(
-        "init_inference: dtype fp16 runs in fp32, which holds every fp16 value: this CPU multiplies fp16 many times "
-        "slower; dtype=torch.bfloat16 takes half the memory"
-    )
-    return torch.float32
-
-
-def _place(model: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if _source(config) is not None:
-        _load(model, config, dtype, device)
-    elif any(p.is_meta for p in model.parameters()):
-        warn_once(
-            "init_inference: the model is on the meta device and no checkpoint is named: its weights are undefined"
-        )
-        model.to_empty(device=device)
-    _cast_weights(model, dtype)
-    if not config.keep_module_on_host:
-        model.to(device)
-
-
-def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast in place as Transformers loads: what it computes, such as rotary frequencies, keeps its dtype."""
-    loaded = hasattr(model, "from_pretrained")
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for owner_name, owner in model.named_modules():
-        if isinstance(owner, PackedWeight):  # its products have the dtype, its scales stay what they are
-            owner.to(dtype)
-            continue
-        for name, param in owner._parameters.items():
-            if param is not None and param.is_floating_point() and param.dtype != dtype:
-                whole = kept.intersection(f"{owner_name}.{name}".split("."))
-                param.data = param.data.to(torch.float32 if whole else dtype)
-        for name, buffer in owner._buffers.items():
-            computed = loaded and name in owner._non_persistent_buffers_set
-            if buffer is not None and buffer.is_floating_point() and not computed:
-                owner._buffers[name] = buffer.to(dtype)
-
-
-def _source(config: DeepSpeedInferenceConfig) -> Any:
-    return config.checkpoint if config.checkpoint is not None else config.checkpoint_config.checkpoint_dir
-
-
-def _load(model: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype, device: torch.device) -> None:
-    base = config.base_dir or config.checkpoint_config.base_dir or ""
-    load_checkpoint(model, _source(config), base, dtype, device)
-
-
-def _quantize(model: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype) -> None:
-    weight = config.quant.weight
-    section = {"post_init_quant": weight.post_init_quant, "quantized_initialization": weight.quantized_initialization}
-    if any(section.values()):
-        apply_section(model, section)
-    elif config.dtype == torch.int8 and config.quant.enabled and weight.enabled:
-        quantize_linears(model, weight.num_bits, weight.q_groups, dtype)
-
-
-def _cut(model: nn.Module, config: DeepSpeedInferenceConfig) -> Any:
-    """Cut the matrices over neighbouring ranks, whose random numbers are the first one's from then on."""
-    tp = config.tensor_parallel
-    try:
-        tp_model_init(model, tp.tp_size, tp_group=tp.tp_group)
-    except TensorParallelError as error:
-        packed = next((name for name, module in model.named_modules() if isinstance(module, PackedWeight)), None)
-        if packed is None:
-            raise
-        raise TensorParallelError(
-            f"tensor_parallel: '{packed.removesuffix('.packed')}' came as packed integers, and those are not cut over "
-            f"ranks: give a folder of whole weights, or tp_size 1 ({error})"
-        ) from error
-    device = torch.device(get_accelerator().current_device_name())
-    axis = _axis(tp.tp_size, tp.tp_group, device)
-    state = torch.get_rng_state().to(device)
-    broadcast_tensors(axis, [state], "random numbers of the first rank")
-    torch.set_rng_state(state.cpu())
-    return axis.group
-
-
-def _axis(size: int, group: Any, device: torch.device) -> Axis:
-    if group is not None:
-        return group_axis("tp", group, device)
-    return mesh_for(resolve(ranks_started(), [("tp", size, "init_inference")]), None, device).axis("tp")
-
-
-def _save(model: nn.Module, config: DeepSpeedInferenceConfig, folder: str) -> None:
-    if config.tensor_parallel.tp_size > 1:
-        raise ArgumentError("save_mp_checkpoint_path: slices of ranks are not written; save with tp_size 1")
-    log_rank0(f"init_inference: weights are written; checkpoint={str(save_checkpoint(model, folder))!r} reads them")
+    @staticmethod
+    def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The prompts of a call."""
+        return inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.transformers_model import vocabulary_size
-from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -33,8 +33,7 @@ from deepspeed.inference.executors.select import (
 from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
-from deepspeed.inference.scheduler import ScheduledTokens, Scheduler, TokenSequence
-from deepspeed.inference.speculative import NgramProposer
+from deepspeed.inference.scheduler import Scheduler, TokenSequence
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
@@ -44,6 +43,10 @@ _NO_NUMBERS = (
     "text overflows its dtype; try bf16 or fp32"
 )
 CHUNK = (16, 32)  # rows of prompts beside others' tokens: a pass of some streams is to take three times theirs at most
+# Of speculative decoding.
+LONGEST, SHORTEST = 3, 2  # tokens that have to be equal
+TRIAL, PAYS = 12, 0.3  # guesses before the first judgement, and the part of them that has to hold
+REST = 64  # tokens without guesses after a bad judgement
 DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
 
 
@@ -61,21 +64,58 @@ class EngineStats:
 Load = EngineStats  # the former name, still importable
 
 
-@dataclass(eq=False)
-class _Live:
-    """A request that is not finished."""
+class NgramProposer:
+    """Proposes the next tokens of one sequence, at most `most` at a time, by n-gram lookup in its text. It rests for a
+    while where guesses do not hold."""
 
-    request: Request
-    sampler: Sampler
-    track: TokenSequence
-    watch: StopStrings | None = None
-    drafter: NgramProposer | None = None
-    thread: Thread | None = None
-    new: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    reason: str | None = None
-    matched: int | str | None = None
-    failure: Exception | None = None
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._places: dict[tuple[int, ...], int] = {}
+        self._seen = 0
+        self._judged = self._held = self._resting = 0
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow `tokens`."""
+        self._learn(tokens)
+        if self._resting > 0:
+            self._resting -= 1
+            return []
+        for length in range(LONGEST, SHORTEST - 1, -1):
+            place = self._places.get(tuple(tokens[-length:])) if len(tokens) >= length else None
+            if place is not None:
+                return list(tokens[place : place + min(self.most, most)])
+        return []
+
+    def judge(self, guessed: int, held: int) -> None:
+        """Learn how many of the last guesses held."""
+        self._judged, self._held = self._judged + guessed, self._held + held
+        if self._judged >= TRIAL:
+            if self._held < PAYS * self._judged:
+                self._resting = REST
+            self._judged = self._held = 0
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Index n-grams that something follows."""
+        for end in range(max(self._seen, SHORTEST), len(tokens)):
+            for length in range(SHORTEST, min(LONGEST, end) + 1):
+                self._places[tuple(tokens[end - length : end])] = end
+        self._seen = max(self._seen, len(tokens))
+
+
+class _LiveSequence(TokenSequence):
+    """A request that is not finished: its sequence, and what chooses and reports its tokens."""
+
+    def __init__(self, request: Request, arrival: int, ends: frozenset[int], stream: TextStream | None) -> None:
+        super().__init__(request.ident, list(request.tokens), arrival)
+        self.sampling, self.stream = request.sampling, stream
+        self.sampler = Sampler(request.sampling, self.tokens, ends)
+        self.proposer: NgramProposer | None = None
+        self.thread: Thread | None = None
+        self.new: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.reason: str | None = None
+        self.matched: int | str | None = None
+        self.failure: Exception | None = None
 
     def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
         """Choose a token (or note the one chosen by its plain rule), and see whether it ends the request."""
@@ -86,31 +126,42 @@ class _Live:
         else:
             self.sampler.note(token)
         self.new.append(token)
-        found = self.watch.push(token) if self.watch is not None else None
-        early = self.sampler.made <= self.request.sampling.min_new_tokens
-        if token in self.sampler.stops and not early:
+        if self.stream is not None:
+            self.stream.push([token])
+        if token in self.sampler.stops and self.sampler.count > self.sampling.min_new_tokens:
             self.reason, self.matched = "stop", token
-        elif found is not None:
-            self.reason, self.matched = "stop", found
-        elif self.sampler.made >= self.request.sampling.max_new_tokens:
+        elif self.stream is not None and self.stream.matched is not None:
+            self.reason, self.matched = "stop", self.stream.matched
+        elif self.sampler.count >= self.sampling.max_new_tokens:
             self.reason = "length"
         return token
+
+    @staticmethod
+    def take_in_thread(reference: weakref.ref[_LiveSequence], row: torch.Tensor) -> int | None:
+        """As `take`, for a thread, which must not hold its request: the two would live for ever."""
+        sequence = reference()
+        if sequence is None:
+            return None
+        if not row.amax().isfinite():
+            sequence.reason = "error"
+            return None
+        token = sequence.take(row)
+        return None if sequence.reason is not None else token
 
     def fail(self, error: Exception) -> None:
         """End it with what went wrong in its own part; the others go on."""
         self.reason, self.failure = "error", error
 
     def output(self) -> Output:
-        """What is new."""
-        logprobs = self.logprobs if self.request.sampling.logprobs is not None else None
+        """Tokens since the last output."""
+        logprobs = self.logprobs if self.sampling.logprobs is not None else None
         error = None
         if self.failure is not None:
             error = f"{type(self.failure).__name__}: {self.failure}"
         elif self.reason == "error":
-            error = _NO_NUMBERS.format(self.sampler.made)
-        found = Output(self.request.ident, self.new, logprobs, self.reason, self.matched, error)
-        self.new, self.logprobs = [], []
-        return found
+            error = _NO_NUMBERS.format(self.sampler.count)
+        new, self.new, self.logprobs = self.new, [], []
+        return Output(self.ident, new, logprobs, self.reason, self.matched, error)
 
 
 class Generator:
@@ -155,35 +206,62 @@ class Generator:
         lossless_weights: bool = False,
     ) -> None:
         sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
-        for name, given in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
-            if type(given) is not int or given < 1:
-                raise RequestError(f"{name} has to be at least 1, not {given!r}")
+        for name, size in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
+            if type(size) is not int or size < 1:
+                raise RequestError(f"{name} has to be at least 1, not {size!r}")
         say_untested()
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
-        self.limit = _limit(model, max_length)
-        self._vocabulary = vocabulary_size(model, decoder=True)
-        self._ends = _ends(model)
+        own = length_limit(model)
+        if max_length is not None and (max_length < 2 or (own is not None and max_length > own)):
+            raise RequestError(f"max_length {max_length} has to be from 2 to the model's own limit of {own} tokens")
+        self.limit = own if max_length is None else max_length
+        self._vocabulary, self._packed_limit = vocabulary_size(model, decoder=True), packed_limit(model)
+        self._ends = self._end_tokens(model)
         self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
         warn_of(model, self._executor, self.why)
-        pages = 1
-        if self._executor is not None:
-            probed = self._executor.store
-            pages = _pages(
-                probed.bytes_per_page() // probed.size * page_size, page_size, cache_bytes, self, max_sequences
-            )
-            self._executor.store = probed.resized(pages, page_size)
-        self.pages = BlockPool(pages, page_size, prefix_cache)
+        self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
         self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
-        self._packed_limit = packed_limit(model)
-        self._live: dict[Hashable, _Live] = {}
-        self._fallback_requests: dict[Hashable, _Live] = {}  # through `generate`
+        self._live: dict[Hashable, _LiveSequence] = {}
+        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # through `generate`
         # Their threads stand still and hold the model: who drops the generator lets them end.
-        weakref.finalize(self, _let_go, self._fallback_requests).atexit = False
+        weakref.finalize(self, self._end_threads, self._fallback_requests).atexit = False
         self._ready: list[Output] = []
         self._arrivals = 0
         self._lock = threading.RLock()
         self._closed = False
+
+    def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
+        """Give the executor its cache; returns how many pages that has."""
+        if self._executor is None:
+            return 1
+        probed = self._executor.store
+        each = probed.bytes_per_page() // probed.size * page_size
+        if cache_bytes is None:
+            room = min(LARGEST_CACHE, int(psutil.virtual_memory().available * SHARE_OF_MEMORY))
+            length = self.limit if self.limit is not None else room
+            pages = max(1, min(room // each, sequences * -(-length // page_size)))
+        elif cache_bytes < each:
+            raise RequestError(f"cache_bytes {cache_bytes} are less than one page of {page_size} tokens, {each} bytes")
+        else:
+            pages = cache_bytes // each
+        self._executor.store = probed.resized(pages, page_size)
+        return pages
+
+    @staticmethod
+    def _end_tokens(model: Any) -> frozenset[int]:
+        """Of the generation config, else of the config."""
+        for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+            ends = getattr(source, "eos_token_id", None)
+            if ends is not None:
+                return frozenset(ends) if isinstance(ends, (list, tuple)) else frozenset([ends])
+        return frozenset()
+
+    @staticmethod
+    def _end_threads(fallback_requests: dict[Hashable, _LiveSequence]) -> None:
+        for sequence in fallback_requests.values():
+            if sequence.thread is not None:
+                sequence.thread.let_go()
 
     def submit(self, request: Request) -> None:
         """Take a request; its first tokens come from a later `step`.
@@ -192,57 +270,60 @@ class Generator:
             RequestError: prompt and answer over the limit of the model or of the cache (with both numbers), an empty
                 prompt, tokens outside the vocabulary, an ident in use, stop strings without tokenizer.
         """
-        tokens, sampling = list(request.tokens), request.sampling
+        sampling = request.sampling
         with self._lock:
             if self._closed:
                 raise UsageError("the generator is closed")
-            self._check(request, tokens)
-            alone = self._executor is None or self._exceeds_rope_limit(len(tokens) + sampling.max_new_tokens)
-            if not alone:
-                self._check_room(len(tokens) + sampling.max_new_tokens)
-            sampler = Sampler(sampling, tokens, self._ends)
-            watch = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
-            live = _Live(request, sampler, TokenSequence(request.ident, tokens, self._arrivals), watch)
+            length = self._check(request)
+            alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
+            if not alone and not self._scheduler.fits(length):
+                room = self.pages.count * self.pages.size
+                raise RequestError(
+                    f"prompt and new tokens are {length}, over the {room} tokens that the cache has room for; raise "
+                    "cache_bytes or ask for fewer"
+                )
+            stream = TextStream(self.tokenizer, sampling.stop) if sampling.stop else None
+            sequence = _LiveSequence(request, self._arrivals, self._ends, stream)
             self._arrivals += 1
-            self._live[request.ident] = live
+            self._live[request.ident] = sequence
             if alone:
                 if self._executor is not None:
                     warn_once(
                         f"{type(self.model).__name__}: over {self._packed_limit} tokens a request changes how all "
                         f"positions are rotated, so such requests are not batched but go through its own generate"
                     )
-                choose = functools.partial(_alone_takes, weakref.ref(live))
-                live.thread = Thread(self.model, tokens, sampling.max_new_tokens, choose)
-                self._fallback_requests[request.ident] = live
+                choose = functools.partial(_LiveSequence.take_in_thread, weakref.ref(sequence))
+                sequence.thread = Thread(self.model, sequence.tokens, sampling.max_new_tokens, choose)
+                self._fallback_requests[request.ident] = sequence
             else:
-                live.drafter = NgramProposer(self._speculation) if self._speculation else None
-                self._scheduler.add(live.track)
+                sequence.proposer = NgramProposer(self._speculation) if self._speculation else None
+                self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """One pass; what is new of every request it served, and of those cancelled. With requests that are not
-        finished, some row is always computed."""
+        """One pass; the new tokens of every request it served, and the end of those cancelled. With requests that are
+        not finished, some row is always computed."""
         with self._lock:
             outputs, self._ready = self._ready, []
             try:
                 with exclusive_pass(self.model):
                     if not self._scheduler.idle:
                         outputs += self._packed_step()
-                    for live in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
-                        outputs += self._alone_step(live)
+                    for sequence in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
+                        outputs.append(self._generate_step(sequence))
             except BaseException:
-                self._ready = outputs  # what others got is told by the next step
+                self._ready = outputs  # of other requests, for the next step
                 raise
             return outputs
 
     def cancel(self, ident: Hashable) -> bool:
         """End a request; its pages are free at once, the next `step` says "cancelled". False if there is none."""
         with self._lock:
-            live = self._live.get(ident)
-            if live is None:
+            sequence = self._live.get(ident)
+            if sequence is None:
                 return False
-            live.reason = "cancelled"
-            self._forget(live)
-            self._ready.append(live.output())
+            sequence.reason = "cancelled"
+            self._forget(sequence)
+            self._ready.append(sequence.output())
             return True
 
     @property
@@ -266,29 +347,29 @@ class Generator:
             Exception: what the model's own `generate` raises, where prompts go through it.
         """
         idents = [object() for _ in prompts]
-        found: dict[Hashable, list[int]] = {ident: [] for ident in idents}
+        tokens: dict[Hashable, list[int]] = {ident: [] for ident in idents}
         others: list[Output] = []
         with self._lock:
             try:
                 for ident, prompt in zip(idents, prompts, strict=True):
                     self.submit(Request(ident, prompt, sampling or SamplingParams()))
-                lives = {ident: self._live[ident] for ident in idents}
+                sequences = {ident: self._live[ident] for ident in idents}
                 while any(ident in self._live for ident in idents):
                     for output in self.step():
-                        if output.ident not in found:
+                        if output.ident not in tokens:
                             others.append(output)
                             continue
-                        found[output.ident] += output.tokens
+                        tokens[output.ident] += output.tokens
                         if output.error is not None:
-                            raise lives[output.ident].failure or RequestError(output.error)
+                            raise sequences[output.ident].failure or RequestError(output.error)
             finally:
                 for ident in idents:
                     self.cancel(ident)
-                self._ready = others + [output for output in self._ready if output.ident not in found]
-        return [found[ident] for ident in idents]
+                self._ready = others + [output for output in self._ready if output.ident not in tokens]
+        return [tokens[ident] for ident in idents]
 
     def refresh(self) -> None:
-        """Forget what prompts left in the cache: the weights have changed.
+        """Empty the prefix cache: the weights have changed.
 
         Raises:
             UsageError: requests are under way.
@@ -310,11 +391,9 @@ class Generator:
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)
 
-    def _exceeds_rope_limit(self, length: int) -> bool:
-        return self._packed_limit is not None and length > self._packed_limit
-
-    def _check(self, request: Request, tokens: list[int]) -> None:
-        new = request.sampling.max_new_tokens
+    def _check(self, request: Request) -> int:
+        """Tokens of prompt and answer, which are within the limits of the model."""
+        tokens, new = list(request.tokens), request.sampling.max_new_tokens
         if request.ident in self._live:
             raise RequestError(f"request {request.ident!r} is not finished; names have to be unique")
         if not tokens:
@@ -330,126 +409,66 @@ class Generator:
                 raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self._vocabulary}")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
-
-    def _check_room(self, length: int) -> None:
-        if not self._scheduler.fits(length):
-            room = self.pages.count * self.pages.size
-            raise RequestError(
-                f"prompt and new tokens are {length}, over the {room} tokens that the cache has room for; raise "
-                "cache_bytes or ask for fewer"
-            )
+        return len(tokens) + new
 
     def _packed_step(self) -> list[Output]:
-        streams = sum(track.pending == 1 for track in self._scheduler.running)
+        streams = sum(sequence.pending == 1 for sequence in self._scheduler.running)
         drafting = self._speculation and streams <= DRAFTING_STREAMS
-        shares = self._scheduler.plan(self._guess if drafting else None)
-        wanted = [1 + len(share.drafts) if share.complete else 0 for share in shares]
-        spans = []
-        for share, count in zip(shares, wanted, strict=True):
-            tokens = [*share.track.tokens[share.start : share.start + share.count], *share.drafts]
-            spans.append(BatchSlice(tokens, share.start, share.track.pages, count))
+        slices = self._scheduler.plan(self._guess if drafting else None)
         even = getattr(self._executor, "even", False)
-        logits = self._executor.run(RaggedBatch(spans, self.pages.size, device_of(self.model), even))
+        logits = self._executor.run(RaggedBatch(slices, self.pages.size, device_of(self.model), even))
         chosen = largest(logits) if len(logits) else []
-        outputs, at = [], 0
-        for share, count in zip(shares, wanted, strict=True):
-            rows = slice(at, at + count)
-            outputs += self._accept(share, logits[rows], chosen[rows])
-            at += count
+        outputs, first = [], 0
+        for rows in slices:
+            span = slice(first, first + rows.wanted)
+            outputs += self._accept(rows, logits[span], chosen[span])
+            first += rows.wanted
         return outputs
 
-    def _guess(self, track: TokenSequence, most: int) -> list[int]:
-        live = self._live[track.ident]
-        most = min(most, live.request.sampling.max_new_tokens - live.sampler.made - 1)
-        return live.drafter.guess(track.tokens, most) if live.drafter is not None and most > 0 else []
+    def _guess(self, sequence: Any, most: int) -> list[int]:
+        most = min(most, sequence.sampling.max_new_tokens - sequence.sampler.count - 1)
+        return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
 
-    def _accept(self, share: ScheduledTokens, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
-        """Tokens from a share's logits: the next one, and more as long as drafts are what was chosen."""
-        live = self._live[share.track.ident]
+    def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+        """Tokens from the logits of a sequence: the next one, and more as long as drafts are what was chosen."""
+        sequence, drafts = rows.sequence, rows.drafts
         accepted: list[int] = []
-        for at in range(len(chosen)):
-            if chosen[at] < 0:
-                live.reason = "error"
+        for place, token in enumerate(chosen):
+            if token < 0:
+                sequence.reason = "error"
                 break
-            plain = live.sampler.plain
+            plain = sequence.sampler.plain
             try:
-                accepted.append(live.take(None if plain else logits[at], chosen[at] if plain else None))
+                accepted.append(sequence.take(None if plain else logits[place], token if plain else None))
             except Exception as error:  # its tokenizer or its options
-                live.fail(error)
+                sequence.fail(error)
                 break
-            if live.reason is not None or at == len(share.drafts) or share.drafts[at] != accepted[-1]:
+            if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
                 break
-        self._scheduler.advance(share, accepted)
-        if live.drafter is not None and share.drafts:
-            live.drafter.judge(len(share.drafts), len(accepted) - 1)
-        if live.reason is not None:
-            self._forget(live)
-        return [live.output()] if accepted or live.reason is not None else []
+        self._scheduler.advance(rows, accepted)
+        if sequence.proposer is not None and drafts:
+            sequence.proposer.judge(len(drafts), len(accepted) - 1)
+        if sequence.reason is not None:
+            self._forget(sequence)
+        return [sequence.output()] if accepted or sequence.reason is not None else []
 
-    def _alone_step(self, live: _Live) -> list[Output]:
-        thread = live.thread
+    def _generate_step(self, sequence: _LiveSequence) -> Output:
+        """A token of a request that goes through the model's own `generate`."""
         try:
-            thread.step()  # type: ignore[union-attr]
+            sequence.thread.step()  # type: ignore[union-attr]
         except Exception as error:  # whatever the model's own generate raises is this request's alone
-            live.fail(error)
+            sequence.fail(error)
         except BaseException:
-            self._forget(live)
+            self._forget(sequence)
             raise
-        if live.reason is not None:
-            self._forget(live)
-        return [live.output()]
+        if sequence.reason is not None:
+            self._forget(sequence)
+        return sequence.output()
 
-    def _forget(self, live: _Live) -> None:
-        del self._live[live.request.ident]
-        if live.thread is not None:
-            live.thread.cancel()
-            del self._fallback_requests[live.request.ident]
+    def _forget(self, sequence: _LiveSequence) -> None:
+        del self._live[sequence.ident]
+        if sequence.thread is not None:
+            sequence.thread.cancel()
+            del self._fallback_requests[sequence.ident]
         else:
-            self._scheduler.remove(live.track)
-
-
-def _alone_takes(asked: weakref.ref[_Live], row: torch.Tensor) -> int | None:
-    """Choose for a thread, which must not hold its request: it would hold the generator's part of it for ever."""
-    live = asked()
-    if live is None:
-        return None
-    if not row.amax().isfinite():
-        live.reason = "error"
-        return None
-    token = live.take(row)
-    return None if live.reason is not None else token
-
-
-def _let_go(alone: dict[Hashable, _Live]) -> None:
-    for live in alone.values():
-        if live.thread is not None:
-            live.thread.let_go()
-
-
-def _limit(model: nn.Module, asked: int | None) -> int | None:
-    own = length_limit(model)
-    if asked is None:
-        return own
-    if asked < 2 or (own is not None and asked > own):
-        raise RequestError(f"max_length {asked} has to be from 2 to the model's own limit of {own} tokens")
-    return asked
-
-
-def _ends(model: nn.Module) -> frozenset[int]:
-    """End tokens: of the generation config, else of the config."""
-    for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            return frozenset(value) if isinstance(value, (list, tuple)) else frozenset([value])
-    return frozenset()
-
-
-def _pages(each: int, size: int, asked: int | None, generator: Generator, sequences: int) -> int:
-    """How many pages of `each` bytes the cache has."""
-    if asked is not None:
-        if asked < each:
-            raise RequestError(f"cache_bytes {asked} are less than one page of {size} tokens, {each} bytes")
-        return asked // each
-    room = min(LARGEST_CACHE, int(psutil.virtual_memory().available * SHARE_OF_MEMORY))
-    length = generator.limit if generator.limit is not None else room
-    return max(1, min(room // each, sequences * -(-length // size)))
+            self._scheduler.remove(sequence)

@@ -34,63 +34,55 @@ class Match:
 
 
 class BlockPool:
-    """`count` pages of `size` tokens. A page is free, held (by one or several), or kept: full, held by nobody, and
-    given up for whoever needs room, least recently used first."""
+    """`count` pages of `size` tokens. A page is free, held by one or several sequences, or cached: full, held by none,
+    and evicted, least recently used first, where a page is needed."""
 
     def __init__(self, count: int, size: int, reuse: bool = True) -> None:
         self.count, self.size, self.reuse = count, size, reuse
         self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+        self._references = [0] * count
         self._nodes: dict[int, PrefixBlock] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self.root = PrefixBlock(page=-1)
 
     @property
     def available(self) -> int:
         """Pages that can be taken now."""
-        return len(self._free) + len(self._kept)
+        return len(self._free) + len(self._cached)
 
-    def holders(self, page: int) -> int:
-        """How many hold `page`."""
-        return self._holders[page]
+    def references(self, page: int) -> int:
+        """How many sequences hold `page`."""
+        return self._references[page]
 
     def take(self) -> int:
-        """A page for one holder, to write to.
-
-        Raises:
-            MemoryExhaustedError: all are held.
-        """
+        """A page for one sequence, to write to."""
         if not self._free:
-            if not self._kept:
+            if not self._cached:
                 raise MemoryExhaustedError(f"all {self.count} pages of the cache are held; raise cache_bytes")
-            self._forget(self._nodes[next(iter(self._kept))])
+            self._forget(self._nodes[next(iter(self._cached))])
         page = self._free.pop()
-        self._holders[page] = 1
+        self._references[page] = 1
         return page
 
     def share(self, page: int) -> None:
-        """One more holder of a page that is held or kept."""
-        self._kept.pop(page, None)
-        self._holders[page] += 1
+        """One more sequence holds a page that is held or cached."""
+        self._cached.pop(page, None)
+        self._references[page] += 1
 
     def release(self, page: int) -> None:
-        """One holder less; the last leaves it kept if its tokens can be found again, else free.
-
-        Raises:
-            UsageError: nobody holds it.
-        """
-        if not 0 <= page < self.count or self._holders[page] < 1:
+        """One sequence less; after the last, it is cached if its tokens can be found again, else free."""
+        if not 0 <= page < self.count or self._references[page] < 1:
             raise UsageError(f"page {page} of {self.count} is held by nobody, so it cannot be released")
-        self._holders[page] -= 1
-        if not self._holders[page]:
+        self._references[page] -= 1
+        if not self._references[page]:
             if page in self._nodes:
-                self._kept[page] = None
+                self._cached[page] = None
             else:
                 self._free.append(page)
 
     def writable(self, page: int) -> bool:
-        """Whether its one holder may write to it: it is shared with nobody and cannot be found."""
-        return self._holders[page] == 1 and page not in self._nodes
+        """Whether the one sequence that holds it may write to it: it is not shared and cannot be found."""
+        return self._references[page] == 1 and page not in self._nodes
 
     def remember(self, parent: PrefixBlock, tokens: Sequence[int], page: int) -> PrefixBlock | None:
         """Let the full `page` be found after `parent`. None where that chain was given up; the page that is known
@@ -108,14 +100,14 @@ class BlockPool:
     def match(self, tokens: Sequence[int]) -> Match:
         """Known pages with the beginning of `tokens`, of which at least the last is left to compute."""
         nodes: list[PrefixBlock] = []
-        at, most, node = 0, len(tokens) - 1, self.root
-        while self.reuse and at + self.size <= most:
-            found = node.children.get(tuple(tokens[at : at + self.size]))
-            if found is None:
+        start, most, node = 0, len(tokens) - 1, self.root
+        while self.reuse and start + self.size <= most:
+            child = node.children.get(tuple(tokens[start : start + self.size]))
+            if child is None:
                 break
-            nodes.append(found)
-            node, at = found, at + self.size
-        tail, partial = self._alike(node, tokens[at:most]) if self.reuse and at < most else (None, 0)
+            nodes.append(child)
+            node, start = child, start + self.size
+        tail, partial = self._alike(node, tokens[start:most]) if self.reuse and start < most else (None, 0)
         return Match(nodes, tail, partial)
 
     def _alike(self, node: PrefixBlock, rest: Sequence[int]) -> tuple[PrefixBlock | None, int]:
@@ -131,7 +123,7 @@ class BlockPool:
         return best, length
 
     def _forget(self, node: PrefixBlock) -> None:
-        """Drop a node and what hangs under it: without it, nobody finds them."""
+        """Drop a node and its descendants, which cannot be found without it."""
         if node.parent is not None:
             del node.parent.children[node.tokens]
             alike = node.parent.by_first[node.tokens[0]]
@@ -140,15 +132,15 @@ class BlockPool:
                 del node.parent.by_first[node.tokens[0]]
         stack = [node]
         while stack:
-            one = stack.pop()
-            one.alive, one.parent = False, None
-            stack.extend(one.children.values())
-            one.children.clear()
-            one.by_first.clear()
-            del self._nodes[one.page]
-            if one.page in self._kept:
-                del self._kept[one.page]
-                self._free.append(one.page)
+            dropped = stack.pop()
+            dropped.alive, dropped.parent = False, None
+            stack.extend(dropped.children.values())
+            dropped.children.clear()
+            dropped.by_first.clear()
+            del self._nodes[dropped.page]
+            if dropped.page in self._cached:
+                del self._cached[dropped.page]
+                self._free.append(dropped.page)
 
     def forget_all(self) -> None:
         """No page can be found any more: the weights have changed."""

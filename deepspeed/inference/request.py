@@ -42,50 +42,31 @@ def packed_limit(model: nn.Module) -> int | None:
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
     """Positions that a call of `generate` fills before its first new token."""
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
-    given = [kwargs.get(name) for name in names]
+    prompts = [kwargs.get(name) for name in names]
     if args and not encoder_decoder:
-        given.append(args[0])
-    shapes = [one.shape for one in given if isinstance(one, torch.Tensor) and one.dim() >= 2]
+        prompts.append(args[0])
+    shapes = [prompt.shape for prompt in prompts if isinstance(prompt, torch.Tensor) and prompt.dim() >= 2]
     return max((shape[1] for shape in shapes), default=1 if encoder_decoder else 0)
 
 
 def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Tokens that a call of `generate` may write after a prompt of that length.
-
-    Args:
-        prompt: its length.
-        kwargs: of the call.
-        own: the model's generation_config, or None.
-    """
-    settings = [kwargs, _values(kwargs.get("generation_config")), _values(own)]
-    for one in settings:
-        if one.get("max_new_tokens") is not None:
-            return int(one["max_new_tokens"])
-        if one.get("max_length") is not None:
-            return max(int(one["max_length"]) - prompt, 1 if one is settings[-1] else 0)
+    """Tokens that a call of `generate` may write after such a prompt; `own` is the model's generation_config."""
+    settings = [kwargs]
+    for config in (kwargs.get("generation_config"), own):
+        lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
+        if lengths["max_length"] == 20:  # the default of the class, which nobody has set
+            lengths["max_length"] = None
+        settings.append(lengths)
+    for lengths in settings:
+        if lengths.get("max_new_tokens") is not None:
+            return int(lengths["max_new_tokens"])
+        if lengths.get("max_length") is not None:
+            return max(int(lengths["max_length"]) - prompt, 1 if lengths is settings[-1] else 0)
     return 1
 
 
-def _values(config: Any) -> dict[str, Any]:
-    """What a generation config was told to be; a default `max_length` of the class is not among it."""
-    if config is None:
-        return {}
-    named = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
-    return {**named, "max_length": None} if named["max_length"] == 20 else named
-
-
 def check_length(prompt: int, new: int, limit: int | None, model_limit: int | None) -> None:
-    """Refuse what does not fit.
-
-    Args:
-        prompt: positions filled.
-        new: tokens that may follow.
-        limit: what `max_out_tokens` was set to; None: not set.
-        model_limit: the model's own; None: it says none.
-
-    Raises:
-        LengthError: the text would be longer.
-    """
+    """Refuse a prompt and new tokens that are longer than `max_out_tokens`, the limit, or than the model's own."""
     for most, whose, advice in (
         (limit, "max_out_tokens", "Please increase max_tokens in the DeepSpeed Inference Config."),
         (model_limit, "the model's own limit", "Shorten the prompt, or ask for fewer tokens."),
@@ -157,19 +138,19 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        _whole(self, "max_new_tokens", 1)
+        self._check_whole("max_new_tokens", 1)
         for name in ("min_new_tokens", "top_k", "index"):
-            _whole(self, name, 0)
+            self._check_whole(name, 0)
         if self.logprobs is not None:
-            _whole(self, "logprobs", 0)
+            self._check_whole("logprobs", 0)
         if self.seed is not None:
-            _whole(self, "seed", -(2**63))
-        _within(self, "temperature", 0.0, math.inf)
-        _within(self, "top_p", 0.0, 1.0, above=True)
-        _within(self, "min_p", 0.0, 1.0)
-        _within(self, "repetition_penalty", 0.0, math.inf, above=True)
+            self._check_whole("seed", -(2**63))
+        self._check_range("temperature", 0.0, math.inf)
+        self._check_range("top_p", 0.0, 1.0, above=True)
+        self._check_range("min_p", 0.0, 1.0)
+        self._check_range("repetition_penalty", 0.0, math.inf, above=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            _within(self, name, -math.inf, math.inf)
+            self._check_range(name, -math.inf, math.inf)
         self._check_tokens()
 
     def _check_tokens(self) -> None:
@@ -182,28 +163,24 @@ class SamplingParams:
         for name in ("stop_token_ids", "logit_bias"):
             if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in getattr(self, name)):
                 raise RequestError(f"{name} names tokens by their number, not {getattr(self, name)!r}")
-        if any(not isinstance(bias, (int, float)) or not _adds(bias) for bias in self.logit_bias.values()):
+        biases = self.logit_bias.values()
+        if any(not isinstance(b, (int, float)) or not (abs(b) <= _MOST or b in (math.inf, -math.inf)) for b in biases):
             raise RequestError(f"logit_bias adds numbers, not {dict(self.logit_bias)!r}")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise RequestError(f"{name} has to be a whole number of at least {least}, not {value!r}")
+
+    def _check_range(self, name: str, least: float, most: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+        if not fits or (above and value == least) or (math.isinf(value)):
+            bound = "over" if above else "from"
+            raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
 
 
 Sampling = SamplingParams  # the former name, still importable
-
-
-def _adds(bias: float) -> bool:
-    return abs(bias) <= _MOST or bias in (math.inf, -math.inf)
-
-
-def _whole(options: SamplingParams, name: str, least: int) -> None:
-    value = getattr(options, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name} has to be a whole number of at least {least}, not {value!r}")
-
-
-def _within(options: SamplingParams, name: str, least: float, most: float, above: bool = False) -> None:
-    value = getattr(options, name)
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-    if not fits or (above and value == least) or (math.isinf(value)):
-        raise RequestError(f"{name} has to be a number {'over' if above else 'from'} {least} to {most}, not {value!r}")
 
 
 @dataclass(frozen=True)

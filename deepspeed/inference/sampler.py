@@ -15,23 +15,17 @@ COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the l
 
 
 class Sampler:
-    """Draws the tokens of one request, one call for each token.
-
-    Args:
-        sampling: the options.
-        prompt: tokens of the prompt.
-        ends: the model's own end tokens.
-    """
+    """Draws the tokens of one request, one call for each token; `ends` are the model's own end tokens."""
 
     def __init__(self, sampling: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
         self.sampling = sampling
         self.ends = frozenset() if sampling.ignore_eos else ends
         self.stops = self.ends | set(sampling.stop_token_ids)
-        self.made = 0
+        self.count = 0
         self._counts: Counter[int] = Counter()
-        self._seen = _numbers(set(prompt)) if sampling.repetition_penalty != 1 else None
-        values = list(sampling.logit_bias.values())
-        self._bias = _numbers(sampling.logit_bias), torch.tensor(values, dtype=torch.float32)
+        self._seen = self._indices(set(prompt)) if sampling.repetition_penalty != 1 else None
+        biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+        self._bias = self._indices(sampling.logit_bias), biases
         self._generator: torch.Generator | None = None
         if sampling.temperature:
             self._generator = torch.Generator()
@@ -49,7 +43,7 @@ class Sampler:
             and not options.presence_penalty
             and not options.frequency_penalty
             and not options.logit_bias
-            and self.made >= options.min_new_tokens
+            and self.count >= options.min_new_tokens
             and options.logprobs is None
         )
 
@@ -58,13 +52,18 @@ class Sampler:
         logits = logits.detach().float().cpu()
         scores = self._adjusted(logits)
         token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
-        logprob = None if self.sampling.logprobs is None else _logprob(logits, token, self.sampling.logprobs)
+        logprob = None
+        if self.sampling.logprobs is not None:
+            chances = logits.log_softmax(-1)
+            values, tokens = chances.topk(min(self.sampling.logprobs, len(chances)))
+            pairs = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+            logprob = Logprob(token, float(chances[token]), pairs)
         self.note(token)
         return token, logprob
 
     def note(self, token: int) -> None:
         """Count a token that was chosen."""
-        self.made += 1
+        self.count += 1
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
         if self._seen is not None and not bool((self._seen == token).any()):
@@ -73,16 +72,16 @@ class Sampler:
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         options, scores = self.sampling, logits.clone()
         if self._seen is not None:
-            at = self._seen[self._seen < len(scores)]
-            was = scores[at]
-            scores[at] = torch.where(was > 0, was / options.repetition_penalty, was * options.repetition_penalty)
+            seen = self._seen[self._seen < len(scores)]
+            was = scores[seen]
+            scores[seen] = torch.where(was > 0, was / options.repetition_penalty, was * options.repetition_penalty)
         if self._counts:
-            at = torch.tensor(list(self._counts))
+            counted = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            scores[at] -= options.presence_penalty + options.frequency_penalty * counts
-        at, bias = self._bias
-        scores[at[at < len(scores)]] += bias[at < len(scores)]
-        if self.made < options.min_new_tokens and self.stops:
+            scores[counted] -= options.presence_penalty + options.frequency_penalty * counts
+        biased, bias = self._bias
+        scores[biased[biased < len(scores)]] += bias[biased < len(scores)]
+        if self.count < options.min_new_tokens and self.stops:
             scores[[token for token in self.stops if token < len(scores)]] = -math.inf
         return scores
 
@@ -104,14 +103,7 @@ class Sampler:
         place = int((sums <= number * sums[-1]).sum())
         return int(order[min(place, len(chances) - 1)])
 
-
-def _numbers(tokens: Iterable[int]) -> torch.Tensor:
-    """Numbers of tokens as indices; what no vocabulary has is left at the end of what an index can be."""
-    return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)
-
-
-def _logprob(logits: torch.Tensor, token: int, top: int) -> Logprob:
-    chances = logits.log_softmax(-1)
-    values, tokens = chances.topk(min(top, len(chances)))
-    pairs = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return Logprob(token, float(chances[token]), pairs)
+    @staticmethod
+    def _indices(tokens: Iterable[int]) -> torch.Tensor:
+        """Tokens as indices; those that no vocabulary has are the largest index."""
+        return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +31,7 @@ SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
-_AT_ONCE = 1 << 26  # bytes of one read
+_BYTES_PER_READ = 1 << 26
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -43,16 +42,14 @@ _DTYPES = {
 def load_checkpoint(
     module: nn.Module, checkpoint: Any, base_dir: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Fill a model, which may be on the meta device, with the weights that a `checkpoint` names.
+    """Fill a model, in place, which may be on the meta device, with the weights that a `checkpoint` names.
 
     Args:
-        module: changed in place.
         checkpoint: a folder of Transformers, of a training run, or of packed integers that `compression` exported; a
             file or a list of files, or what describes them: a dict, or the path of its JSON, with `checkpoints`, a list
             of files or a folder.
         base_dir: of relative paths.
         dtype: of floating weights.
-        device: where they go.
 
     Raises:
         CheckpointError: names or shapes differ, or a file holds more than tensors.
@@ -67,43 +64,30 @@ def load_checkpoint(
     lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
     if lost:
         raise CheckpointError(f"checkpoint: {len(lost)} parameters are not in it, such as {lost[:3]}")
-    _say_names(module, strange, left & _kept_buffers(module))
-    restore_buffers(module, device)
-
-
-def _kept_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers that files of the model hold."""
-    return {
+    persistent = {
         f"{name}.{kind}".removeprefix(".")
         for name, owner in module.named_modules()
         for kind, buffer in owner._buffers.items()
         if buffer is not None and kind not in owner._non_persistent_buffers_set
     }
+    _log_names(module, "unexpected", strange, "{} tensors in it that the model has no place for are left out")
+    _log_names(
+        module, "missing", sorted(left & persistent), "{} buffers of the model are not in it and stay as they are"
+    )
+    restore_buffers(module, device)
 
 
-def _say_names(module: Any, strange: list[str], lacking: set[str]) -> None:
-    """One line about names that only one side has, but for those that the model's class says to pass over."""
-    for names, passed, text in (
-        (
-            strange,
-            "_keys_to_ignore_on_load_unexpected",
-            "{} tensors in it that the model has no place for are left out",
-        ),
-        (
-            sorted(lacking),
-            "_keys_to_ignore_on_load_missing",
-            "{} buffers of the model are not in it and stay as they are",
-        ),
-    ):
-        patterns = getattr(module, passed, None) or ()
-        said = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-        if said:
-            log_rank0(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
+def _log_names(module: Any, kind: str, names: list[str], text: str) -> None:
+    """One line about names that only one side has, but for those that the model's class says to ignore."""
+    patterns = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    logged = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    if logged:
+        log_rank0(f"checkpoint: {text.format(len(logged))}, such as {logged[:3]}", logging.WARNING)
 
 
 def _tensors(checkpoint: Any, base: Path) -> Named:
     if isinstance(checkpoint, list | tuple):
-        return _of_files([base / one for one in checkpoint])
+        return _of_files([base / name for name in checkpoint])
     if isinstance(checkpoint, Mapping):
         return _described(checkpoint, base)
     path = base / str(checkpoint)
@@ -122,39 +106,36 @@ def _tensors(checkpoint: Any, base: Path) -> Named:
     return _described(described, base if base != Path(".") else path.parent)
 
 
-def _described(said: Mapping[str, Any], base: Path) -> Named:
-    if "checkpoints" not in said:
-        raise ArgumentError(f"checkpoint: 'checkpoints' is missing: a list of files, or a folder; found {sorted(said)}")
-    base = base / str(said.get("base_dir") or "")
-    sizes = {key: said[key] for key in ("tp_size", "mp_size") if isinstance(said.get(key), int)}
-    files = said["checkpoints"]
-    megatron = str(said.get("type", "")).lower() == "megatron" and isinstance(files, list) and len(files) > 1
+def _described(description: Mapping[str, Any], base: Path) -> Named:
+    if "checkpoints" not in description:
+        keys = sorted(description)
+        raise ArgumentError(f"checkpoint: 'checkpoints' is missing: a list of files, or a folder; found {keys}")
+    base = base / str(description.get("base_dir") or "")
+    sizes = {key: description[key] for key in ("tp_size", "mp_size") if isinstance(description.get(key), int)}
+    files = description["checkpoints"]
+    megatron = str(description.get("type", "")).lower() == "megatron" and isinstance(files, list) and len(files) > 1
     if any(size > 1 for size in sizes.values()) or isinstance(files, Mapping) or megatron:
         raise NotAvailableError(
-            f"checkpoint: type {said.get('type')!r} of {sizes or 'several files'} holds slices of ranks; joining them "
-            f"is not available yet: give files of whole tensors"
+            f"checkpoint: type {description.get('type')!r} of {sizes or 'several files'} holds slices of ranks; "
+            f"joining them is not available yet: give files of whole tensors"
         )
     if isinstance(files, str):
         return _tensors(files, base)
-    return _of_files([base / one for one in files])
-
-
-def _check_no_transforms(folder: Path) -> None:
-    """Matrices that were turned, and whose inputs have to be turned too while the model runs."""
-    try:
-        said = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):  # a folder of weights alone
-        return
-    section = said.get("quantization_config") if isinstance(said, Mapping) else None
-    if isinstance(section, Mapping) and section.get("transform_config"):
-        raise NotAvailableError(
-            f"checkpoint: {folder / 'config.json'} names a transform_config: its weights mean nothing without those "
-            "transforms, which are not made here; give a folder that was quantized without them"
-        )
+    return _of_files([base / name for name in files])
 
 
 def _of_folder(folder: Path) -> Named:
-    _check_no_transforms(folder)
+    config_file = folder / "config.json"
+    try:
+        config = json.loads(config_file.read_text())
+    except (OSError, ValueError):  # a folder of weights alone
+        config = None
+    section = config.get("quantization_config") if isinstance(config, Mapping) else None
+    if isinstance(section, Mapping) and section.get("transform_config"):  # matrices and inputs that are transformed
+        raise NotAvailableError(
+            f"checkpoint: {config_file} names a transform_config: its weights mean nothing without those "
+            "transforms, which are not made here; give a folder that was quantized without them"
+        )
     for index in _INDEXES:
         if (folder / index).is_file():
             try:
@@ -189,12 +170,8 @@ def _of_files(paths: list[Path]) -> Named:
             yield from ((n, t.clone()) for n, t in loaded.items() if isinstance(t, torch.Tensor))
 
 
-def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
-    return value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
-
-
 def _of_safetensors(path: Path) -> Named:
-    """Read, not mapped: pages of a mapped file count as the process's memory beside the tensors made of them."""
+    """Read, not mapped: pages of a mapped file count as the process's memory, with the tensors made of them."""
     try:
         with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
             pass
@@ -204,34 +181,31 @@ def _of_safetensors(path: Path) -> Named:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-            if said["dtype"] not in _DTYPES:
-                raise CheckpointError(f"checkpoint: '{name}' in {path} is {said['dtype']}, which is not read here")
-            made = torch.empty(said["shape"], dtype=_DTYPES[said["dtype"]])
-            file.seek(8 + length + said["data_offsets"][0])
-            _read(file, made)
-            yield name, made
-
-
-def _read(file: io.FileIO, into: torch.Tensor) -> None:
-    flat: Any = into.reshape(-1).view(torch.uint8).numpy() if into.numel() else b""
-    memory = memoryview(flat)
-    at = 0
-    while at < len(memory):
-        read = file.readinto(memory[at : at + _AT_ONCE])
-        if not read:
-            raise CheckpointCorruptError(f"checkpoint: {file.name!s} ended while it was read; copy it anew")
-        at += read
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            if entry["dtype"] not in _DTYPES:
+                raise CheckpointError(f"checkpoint: '{name}' in {path} is {entry['dtype']}, which is not read here")
+            tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+            file.seek(8 + length + entry["data_offsets"][0])
+            flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+            memory, filled = memoryview(flat), 0
+            while filled < len(memory):
+                count = file.readinto(memory[filled : filled + _BYTES_PER_READ])
+                if not count:
+                    raise CheckpointCorruptError(f"checkpoint: {path} ended while it was read; copy it anew")
+                filled += count
+            yield name, tensor
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
     """Put tensors under their names; returns the parameters and buffers that had none, and names without a place."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
-    spelled = _spelling(module, {**own, **buffers})
+    prefix = getattr(module, "base_model_prefix", "")
     left, strange = {*own, *buffers}, list[str]()
     for stored, value in tensors:
-        name = spelled(stored)
+        # Files of a bare model lack the model's prefix, those of a whole one may have it.
+        spellings = (stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}."), stored.removeprefix("module."))
+        name = next((name for name in spellings if name in own or name in buffers), stored)
         target = own.get(name, buffers.get(name))
         if target is None:
             strange.append(stored)
@@ -240,7 +214,8 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
             raise CheckpointError(
                 f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
             )
-        if name in own and value.dtype != target.dtype and not _castable(value, target):
+        castable = value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
+        if name in own and value.dtype != target.dtype and not castable:
             raise CheckpointError(
                 f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
                 "floats mean nothing without their scales; give a file of whole weights"
@@ -258,23 +233,8 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
     return left, strange
 
 
-def _spelling(module: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
-    """From a stored name to the model's: files of a bare model lack its prefix, those of a whole one may have it."""
-    prefix = getattr(module, "base_model_prefix", "")
-
-    def spelled(name: str) -> str:
-        tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."), name.removeprefix("module."))
-        return next((one for one in tried if one in own), name)
-
-    return spelled
-
-
 def restore_buffers(module: Any, device: torch.device) -> None:
-    """Compute buffers again that a model born on the meta device lacks and no file holds, such as rotary frequencies.
-
-    Raises:
-        CheckpointError: nobody can say what they hold.
-    """
+    """Compute buffers again that a model made on the meta device lacks and no file has, such as rotary frequencies."""
     lost = {name: buffer for name, buffer in module.named_buffers() if buffer.is_meta}
     if not lost:
         return
@@ -283,30 +243,22 @@ def restore_buffers(module: Any, device: torch.device) -> None:
         raise CheckpointError(
             f"checkpoint: buffers of the model are on the meta device and in no file: {sorted(lost)[:3]}"
         )
-    buffers = dict(_without_parameters(type(module), config).named_buffers())
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):  # parameters take no memory
+        buffers = dict(type(module)(config).named_buffers())
     for name in lost:
         home, _, last = name.rpartition(".")
         module.get_submodule(home)._buffers[last] = buffers[name].to(device)
 
 
-def _without_parameters(kind: type[nn.Module], config: Any) -> nn.Module:
-    """A model whose buffers are there and whose parameters take no memory."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        made = param if param is None else nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, made)
-
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
-        return kind(config)
-
-
 def save_checkpoint(module: nn.Module, folder: str | Path) -> Path:
-    """Write weights as they are now, and the JSON by which `checkpoint` finds them again.
-
-    Returns:
-        The path of that JSON.
-    """
+    """Write weights as they are now, and the JSON by which `checkpoint` finds them again, whose path is returned."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_sharded(dict(module.state_dict(keep_vars=True)), folder, "5GB", True)

@@ -87,51 +87,47 @@ class ServeOptions:
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
-    """The command line of `ds_serve`.
-
-    Raises:
-        ArgumentError: a number out of its range, or a file that is not there.
-    """
-    given = _parser().parse_args(arguments)
-    keys = list(given.api_key)
+    """The command line of `ds_serve`."""
+    args = _parser().parse_args(arguments)
+    keys = list(args.api_key)
     if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
         raise ArgumentError("--api-key is empty; leave it out to serve everybody")
-    if given.api_key_file:
-        found = [line.strip() for line in _read(given.api_key_file).splitlines() if line.strip()]
-        if not found:
-            raise ArgumentError(f"--api-key-file {given.api_key_file} holds no key; leave it out to serve everybody")
-        keys += found
+    if args.api_key_file:
+        lines = [line.strip() for line in _read(args.api_key_file).splitlines() if line.strip()]
+        if not lines:
+            raise ArgumentError(f"--api-key-file {args.api_key_file} holds no key; leave it out to serve everybody")
+        keys += lines
     if os.environ.get("DS_SERVE_API_KEY"):
         keys.append(os.environ["DS_SERVE_API_KEY"])
-    _check(given)
-    template = _read(given.chat_template) if given.chat_template else ""
+    _check(args)
+    template = _read(args.chat_template) if args.chat_template else ""
     engine = EngineOptions(
-        given.model, given.dtype, given.quantize, given.checkpoint, given.threads, given.cache_bytes,
-        given.max_sequences, given.max_length, given.max_batch_tokens, given.speculation, not given.no_prefix_cache,
-        not given.no_lossless_weights,
+        args.model, args.dtype, args.quantize, args.checkpoint, args.threads, args.cache_bytes,
+        args.max_sequences, args.max_length, args.max_batch_tokens, args.speculation, not args.no_prefix_cache,
+        not args.no_lossless_weights,
     )  # fmt: skip
-    name = given.served_model_name or Path(given.model).name or given.model
+    name = args.served_model_name or Path(args.model).name or args.model
     return ServeOptions(
-        engine, name, given.host, given.port, tuple(keys), given.max_waiting, given.max_body, given.max_choices,
-        given.timeout, given.step_timeout, given.drain, given.grace, template,
+        engine, name, args.host, args.port, tuple(keys), args.max_waiting, args.max_body, args.max_choices,
+        args.timeout, args.step_timeout, args.drain, args.grace, template,
     )  # fmt: skip
 
 
-def _check(given: argparse.Namespace) -> None:
-    if not given.model or not Path(given.model).is_dir():
-        if given.model.count("/") > 1 or given.model[:1] in ("", "/", ".", "~"):
+def _check(args: argparse.Namespace) -> None:
+    if not args.model or not Path(args.model).is_dir():
+        if args.model.count("/") > 1 or args.model[:1] in ("", "/", ".", "~"):
             raise ArgumentError(
-                f"there is no folder {given.model!r}: give one that `save_pretrained` has written, with the tokenizer"
+                f"there is no folder {args.model!r}: give one that `save_pretrained` has written, with the tokenizer"
             )
-        log_rank0(f"there is no folder {given.model} here: Transformers looks for a model of that name")
+        log_rank0(f"there is no folder {args.model} here: Transformers looks for a model of that name")
     for name, least in _LEAST.items():
-        if getattr(given, name) < least:
+        if getattr(args, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")
     for name, least in (("timeout", 1e-3), ("step_timeout", 1e-3), ("drain", 0), ("grace", 0)):
-        if not least <= getattr(given, name) <= _LONGEST:
+        if not least <= getattr(args, name) <= _LONGEST:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be {least:g} to {_LONGEST:.0f} seconds")
-    if given.port > 65535:
-        raise ArgumentError(f"--port {given.port} is none; the last one is 65535")
+    if args.port > 65535:
+        raise ArgumentError(f"--port {args.port} is none; the last one is 65535")
 
 
 def _read(path: str) -> str:

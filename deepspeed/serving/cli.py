@@ -20,12 +20,8 @@ from deepspeed.serving.engine import EngineProcess
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server.
-
-    Returns:
-        0 when it was asked to end and all requests were answered; 1 when the engine could not start or has ended; 2
-        for wrong arguments.
-    """
+    """Run the server. Returns 0 when it was asked to end and all requests were answered; 1 when the engine could not
+    start or has ended; 2 for wrong arguments."""
     try:
         options = parse(arguments)
     except DeepSpeedError as error:
@@ -50,7 +46,7 @@ async def serve(options: ServeOptions) -> int:
     import uvicorn
     from transformers import AutoTokenizer
 
-    from deepspeed.serving.app import make_app
+    from deepspeed.serving.app import Endpoints
     from deepspeed.serving.metrics import Metrics
     from deepspeed.serving.service import Service
 
@@ -68,66 +64,57 @@ async def serve(options: ServeOptions) -> int:
         await asyncio.gather(loading, return_exceptions=True)
         listening.close()
         raise
-    lost = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
-    logger.log(lost[0], "ds_serve: %s generates by %s%s", options.name, ready.kind, lost[1])
+    level, reason = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
+    logger.log(level, "ds_serve: %s generates by %s%s", options.name, ready.kind, reason)
     try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(
-            make_app(service), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
+            Endpoints(service).app(), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=max(int(options.drain), 1), timeout_keep_alive=30,
         )  # fmt: skip
         logger.info("ds_serve: listening at http://%s:%d", *listening.getsockname()[:2])
-        server = _server(config)
-        asked = _on_signal(service, server)
-        dying = asyncio.ensure_future(_after(ended, server, options.grace))
+
+        class Server(uvicorn.Server):
+            """Leaves signals to us: its own way ends the process by the signal it got, whatever was drained."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        server = Server(config)
+        signals = _on_signal(service, server)
+        exiting = asyncio.ensure_future(_exit_after(ended, server, options.grace))
         await server.serve(sockets=[listening])
-        dying.cancel()
+        exiting.cancel()
     finally:
         await engine.stop()
         listening.close()
-    return 0 if asked and not ended.is_set() else 1
+    return 0 if signals and not ended.is_set() else 1
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, that does not listen yet.
-
-    Raises:
-        OSError: the address is in use, or is none of this machine.
-    """
+    """A socket at an address, that does not listen yet."""
     # The protocol by its name: asyncio looks at it before it turns off Nagle's delays, 40 ms of every answer that
     # follows another on its connection.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError as error:
-        made.close()
+        bound.close()
         raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose --host or --port") from None
-    return made
-
-
-def _server(config: Any) -> Any:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        """Leaves signals to us: its own way ends the process by the signal it got, whatever was drained."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Server(config)
+    return bound
 
 
 def _on_signal(service: Any, server: Any) -> list[str]:
     """The first signal drains, the second ends at once; returns the list that signals are put in."""
-    asked: list[str] = []
+    signals: list[str] = []
 
     def take(name: str) -> None:
-        asked.append(name)
+        signals.append(name)
         service.draining = True
-        if len(asked) == 1:
+        if len(signals) == 1:
             logger.info("ds_serve: %s: %d answers are finished first", name, len(service.engine.live))
             server.should_exit = True
         else:
@@ -136,10 +123,10 @@ def _on_signal(service: Any, server: Any) -> list[str]:
     loop = asyncio.get_running_loop()
     for name in ("SIGTERM", "SIGINT"):
         loop.add_signal_handler(getattr(signal, name), take, name)
-    return asked
+    return signals
 
 
-async def _after(ended: asyncio.Event, server: Any, grace: float) -> None:
+async def _exit_after(ended: asyncio.Event, server: Any, grace: float) -> None:
     """When the engine is gone, health says so for a while, then the process ends."""
     await ended.wait()
     await asyncio.sleep(grace)

@@ -50,12 +50,12 @@ class EngineProcess:
         """
         context = multiprocessing.get_context("spawn")
         self._loop = asyncio.get_running_loop()
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_end = context.Pipe()
         self._process = context.Process(
-            target=worker.main, args=(self._options, theirs), name="ds_serve engine", daemon=True
+            target=worker.main, args=(self._options, child_end), name="ds_serve engine", daemon=True
         )
         self._process.start()
-        theirs.close()
+        child_end.close()
         self._started = asyncio.Event()
         self._threads = [
             threading.Thread(target=self._read, name="ds_serve read", daemon=True),

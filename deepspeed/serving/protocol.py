@@ -11,14 +11,8 @@ from deepspeed.errors import DeepSpeedError
 
 # Fields that say nothing about the answer: taken and left alone.
 IGNORED_FIELDS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "parallel_tool_calls",
-}
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+}  # fmt: skip
 # field: values that ask for nothing
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
@@ -29,16 +23,8 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class APIError(DeepSpeedError):
-    """A request that is not answered.
-
-    Args:
-        status: of HTTP.
-        message: what, and what to do.
-        param: the field.
-        code: a word for programs.
-        kind: OpenAI's class of error.
-        retry_after: seconds after which it may go.
-    """
+    """A request that is not answered: the HTTP status, OpenAI's field, code and `kind` of error, and the seconds after
+    which it may be repeated."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str = "",
@@ -84,16 +70,34 @@ class BaseRequest(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[int] | None = None
 
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings.
+    @classmethod
+    def parse(cls, body: bytes) -> Any:
+        """A request from its bytes; `APIError` 400 names the field that is wrong."""
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+        if not isinstance(fields, dict):
+            raise APIError(400, f"The body has to be a JSON object, not {type(fields).__name__}", code="invalid_json")
+        for name, idle in UNSUPPORTED_FIELDS.items():
+            if name in fields and fields.pop(name) not in idle:
+                text = f"{name} is not available: this server does not have it"
+                raise APIError(400, text, name, "unsupported_parameter")
+        try:
+            return cls.model_validate({name: field for name, field in fields.items() if name not in IGNORED_FIELDS})
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"][:2])
+            code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+            text = "is unknown" if code == "unknown_parameter" else first["msg"]
+            raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None
 
-        Raises:
-            Refusal: more than four, or an empty one.
-        """
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(found) > 4 or not all(found):
-            raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(found)}", "stop", "invalid_value")
-        return found
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > 4 or not all(stops):
+            raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(stops)}", "stop", "invalid_value")
+        return stops
 
     def wanted_tokens(self) -> int | None:
         """Tokens of the answer at most; None: as many as there is room for."""
@@ -105,7 +109,7 @@ class BaseRequest(BaseModel):
 
     def sampling(self, most: int) -> dict[str, Any]:
         """The keyword arguments of `SamplingParams`, but for `index`."""
-        said: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
@@ -117,18 +121,18 @@ class BaseRequest(BaseModel):
             raise APIError(
                 400, f"min_tokens {self.min_tokens} is more than max_tokens {most}", "min_tokens", "invalid_value"
             )
-        return {key: value for key, value in said.items() if value is not None}
+        return {key: value for key, value in options.items() if value is not None}
 
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
         try:
-            made = {int(token): value for token, value in self.logit_bias.items()}
+            biases = {int(token): bias for token, bias in self.logit_bias.items()}
         except ValueError:
             raise APIError(400, "logit_bias: keys are numbers of tokens", "logit_bias", "invalid_value") from None
-        if any(not -100 <= value <= 100 for value in made.values()):
+        if any(not -100 <= bias <= 100 for bias in biases.values()):
             raise APIError(400, "logit_bias: values are from -100 to 100", "logit_bias", "invalid_value")
-        return made
+        return biases
 
 
 class CompletionRequest(BaseRequest):
@@ -139,17 +143,13 @@ class CompletionRequest(BaseRequest):
     logprobs: int | None = Field(None, ge=0, le=5)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One by one.
-
-        Raises:
-            Refusal: there is none.
-        """
-        given: Any = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given or not all(given) and any(isinstance(one, list) for one in given):
+        """One by one."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts or not all(prompts) and any(isinstance(prompt, list) for prompt in prompts):
             raise APIError(400, "prompt: an empty list holds nothing to go on from", "prompt", "invalid_value")
-        return given
+        return prompts
 
     def wanted_tokens(self) -> int | None:
         """OpenAI's default is 16."""
@@ -196,37 +196,7 @@ class ChatCompletionRequest(BaseRequest):
         return self.max_completion_tokens or self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """`top_logprobs`, where `logprobs` is on.
-
-        Raises:
-            Refusal: `top_logprobs` without it.
-        """
+        """`top_logprobs`, where `logprobs` is on."""
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def parse(kind: type[CompletionRequest] | type[ChatCompletionRequest], body: bytes) -> Any:
-    """A request from its bytes.
-
-    Raises:
-        Refusal: 400, with the field's name.
-    """
-    try:
-        said = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise APIError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(said, dict):
-        raise APIError(400, f"The body has to be a JSON object, not {type(said).__name__}", code="invalid_json")
-    for name, idle in UNSUPPORTED_FIELDS.items():
-        if name in said and said.pop(name) not in idle:
-            raise APIError(400, f"{name} is not available: this server does not have it", name, "unsupported_parameter")
-    said = {name: value for name, value in said.items() if name not in IGNORED_FIELDS}
-    try:
-        return kind.model_validate(said)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"][:2])
-        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
-        text = "is unknown" if code == "unknown_parameter" else first["msg"]
-        raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None

@@ -8,8 +8,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.inference.detokenizer import TextStream
 from deepspeed.serving.ipc import TokenChunk
-from deepspeed.serving.text_stream import TextStream
 
 DONE = "data: [DONE]\n\n"
 _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -22,14 +22,8 @@ def event(body: dict[str, Any]) -> str:
 
 @dataclass(eq=False)
 class ResponseChoice:
-    """One answer as it grows.
-
-    Attributes:
-        index: among the answers of a request.
-        prompt: its tokens.
-        stream: tokens to text.
-        lead: text that goes before the first token (`echo`).
-    """
+    """One answer as it grows: its index among the answers of a request, the prompt's tokens, and with `echo` the text
+    `lead` before the first token."""
 
     index: int
     prompt: list[int]
@@ -54,14 +48,7 @@ class ResponseChoice:
 
 
 class ResponseFormatter:
-    """How answers look; one for each endpoint.
-
-    Args:
-        model: its name.
-        tokenizer: names tokens in log-probabilities.
-        chat: messages rather than text.
-        wants_logprobs: whether they were asked for.
-    """
+    """The form of the responses to one request: messages with `chat`, else text."""
 
     def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool) -> None:
         self._tokenizer, self._chat, self._wants = tokenizer, chat, wants_logprobs
@@ -70,17 +57,16 @@ class ResponseFormatter:
 
     def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        made = []
+        bodies = []
         for choice in choices:
             text = "".join(choice.text)
-            said = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-            )
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": text}
             choice.offset = 0
             logprobs = self._logprobs(choice, choice.logprobs)
-            made.append({"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.reason})
+            bodies.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": made, "usage": usage(choices)}
+        return {**self._head, "object": kind, "choices": bodies, "usage": self._usage(choices)}
 
     def first(self, choice: ResponseChoice) -> dict[str, Any]:
         """The chunk of a chat that says who speaks."""
@@ -88,43 +74,50 @@ class ResponseFormatter:
 
     def chunk(self, choice: ResponseChoice, text: str, logprobs: list[Any]) -> dict[str, Any]:
         """New text; the reason with the last one."""
-        said: dict[str, Any] = (
-            {"delta": {"content": text} if text or choice.reason is None else {}} if self._chat else {"text": text}
-        )
-        return self._chunk(choice.index, said, self._logprobs(choice, logprobs), choice.reason)
+        content: dict[str, Any] = {"text": text}
+        if self._chat:
+            content = {"delta": {"content": text} if text or choice.reason is None else {}}
+        return self._chunk(choice.index, content, self._logprobs(choice, logprobs), choice.reason)
 
     def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
-        """The chunk with what was used."""
+        """The chunk with the usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [], "usage": usage(choices)}
+        return {**self._head, "object": kind, "choices": [], "usage": self._usage(choices)}
 
-    def _chunk(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+    @staticmethod
+    def _usage(choices: list[ResponseChoice]) -> dict[str, int]:
+        """Tokens read and written; several answers to one prompt read it once."""
+        prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
+        read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": kind, "choices": [choice]}
 
     # -- log-probabilities ----------------------------------------------------------------------------------------
 
-    def _logprobs(self, choice: ResponseChoice, found: list[Any]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ResponseChoice, logprobs: list[Any]) -> dict[str, Any] | None:
         if not self._wants:
             return None
         if self._chat:
-            return {"content": [self._token(one) for one in found], "refusal": None}
-        names = [self._name(token) for token, _, _ in found]
+            content = [
+                {**self._named(token, value), "top_logprobs": [self._named(*other) for other in top]}
+                for token, value, top in logprobs
+            ]
+            return {"content": content, "refusal": None}
+        names = [self._name(token) for token, _, _ in logprobs]
         offsets = []
         for name in names:
             offsets.append(choice.offset)
             choice.offset += len(name)
         return {
             "tokens": names,
-            "token_logprobs": [value for _, value, _ in found],
-            "top_logprobs": [{self._name(token): value for token, value in top} for _, _, top in found],
+            "token_logprobs": [value for _, value, _ in logprobs],
+            "top_logprobs": [{self._name(token): value for token, value in top} for _, _, top in logprobs],
             "text_offset": offsets,
         }
-
-    def _token(self, one: Any) -> dict[str, Any]:
-        token, value, top = one
-        return {**self._named(token, value), "top_logprobs": [self._named(*other) for other in top]}
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
         name = self._name(token)
@@ -134,10 +127,3 @@ class ResponseFormatter:
         """Its text; the vocabulary's own spelling where it is no whole character, so that names differ."""
         text = self._tokenizer.decode([token])
         return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
-
-
-def usage(choices: list[ResponseChoice]) -> dict[str, int]:
-    """Tokens read and written; several answers to one prompt read it once."""
-    prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
-    read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

@@ -8,41 +8,31 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from deepspeed.inference.detokenizer import TextStream
 from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
 from deepspeed.serving.ipc import Refused, TokenChunk
 from deepspeed.serving.metrics import Metrics
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
-from deepspeed.serving.text_stream import TextStream
 
 _LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
 
 
 class PendingRequest:
-    """One request on its way: its choices, and the queue in which their parts arrive.
-
-    Args:
-        service: that answers it.
-        asked: the request.
-        prompts: tokens, one list per prompt.
-        leads: text to go before each answer.
-    """
+    """One request on its way: its choices, and the queue in which their parts arrive. `leads` are the texts that go
+    before the answers to each of the prompts."""
 
     def __init__(
         self,
         service: Service,
-        asked: CompletionRequest | ChatCompletionRequest,
+        request: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         leads: list[str],
     ) -> None:
-        self._service, self.asked = service, asked
-        self.form = ResponseFormatter(
-            service.options.name,
-            service.tokenizer,
-            isinstance(asked, ChatCompletionRequest),
-            asked.wanted_logprobs() is not None,
-        )
+        self._service, self.request = service, request
+        chat, logprobs = isinstance(request, ChatCompletionRequest), request.wanted_logprobs() is not None
+        self.form = ResponseFormatter(service.options.name, service.tokenizer, chat, logprobs)
         self.begun = time.monotonic()
         self.deadline = self.begun + service.options.timeout
         self.choices: list[ResponseChoice] = []
@@ -51,14 +41,12 @@ class PendingRequest:
         self._waiting: asyncio.Future[None] | None = None  # of the reader, while nothing is there for it
         self._late = False
         self._sampling = []
-        stops, copies = asked.stops(), asked.n or 1
+        stops, copies = request.stops(), request.n or 1
         for number, prompt in enumerate(prompts):
-            sampling = asked.sampling(service.room(prompt, asked))
+            sampling = request.sampling(service.room(prompt, request))
             for copy in range(copies):
-                index = number * copies + copy
-                self.choices.append(
-                    ResponseChoice(index, prompt, TextStream(service.tokenizer, stops, prompt), leads[number])
-                )
+                stream = TextStream(service.tokenizer, stops, prompt, skip_special_tokens=True)
+                self.choices.append(ResponseChoice(number * copies + copy, prompt, stream, leads[number]))
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
@@ -83,18 +71,6 @@ class PendingRequest:
         self._late = True
         self._wake()
 
-    async def _some(self) -> list[tuple[int, TokenChunk | Refused | None]]:
-        """What has arrived, once there is something; nothing when the time is over.
-
-        A future and one timer: `asyncio.wait_for` makes a task for each token.
-        """
-        if not self._arrived and not self._late:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-            self._waiting = None
-        found, self._arrived = self._arrived, []
-        return found
-
     def close(self) -> None:
         """Give up what is not finished."""
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
@@ -107,51 +83,44 @@ class PendingRequest:
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
         """Parts as they come; what came while the reader was slow comes together.
 
-        Raises:
-            Refusal: the engine refused or ended, or the time is over.
+        A future and one timer: `asyncio.wait_for` makes a task for each token.
         """
-        timer = asyncio.get_running_loop().call_later(self.deadline - time.monotonic(), self._out_of_time)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.deadline - time.monotonic(), self._out_of_time)
+        open_choices, first = len(self.choices), True
         try:
-            async for made in self._made():
-                yield made
+            while open_choices:
+                if not self._arrived and not self._late:
+                    self._waiting = loop.create_future()
+                    await self._waiting
+                    self._waiting = None
+                messages, self._arrived = self._arrived, []
+                if self._late:
+                    text = f"not finished within {self._service.options.timeout:g} s"
+                    raise APIError(504, text, code="deadline_exceeded")
+                parts = [(self.choices[index], self._checked(message)) for index, message in messages]
+                open_choices -= sum(part.finish_reason is not None for _, part in parts)
+                if first:
+                    self._service.metrics.first_token.observe(time.monotonic() - self.begun)
+                    first = False
+                yield parts
         finally:
             timer.cancel()
         self._service.metrics.whole.observe(time.monotonic() - self.begun)
 
-    async def _made(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
-        open_choices = len(self.choices)
-        first = True
-        while open_choices:
-            found = await self._some()
-            if self._late:
-                raise APIError(
-                    504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded"
-                )
-            made = []
-            for index, message in found:
-                if message is None:
-                    raise APIError(500, "the engine has ended", code="engine_ended")
-                if isinstance(message, Refused):
-                    raise APIError(400, message.reason, code="invalid_value")
-                if message.error is not None:
-                    raise APIError(500, message.error, code="model_error")
-                made.append((self.choices[index], message))
-                open_choices -= message.finish_reason is not None
-            if first:
-                self._service.metrics.first_token.observe(time.monotonic() - self.begun)
-                first = False
-            yield made
+    @staticmethod
+    def _checked(message: TokenChunk | Refused | None) -> TokenChunk:
+        if message is None:
+            raise APIError(500, "the engine has ended", code="engine_ended")
+        if isinstance(message, Refused):
+            raise APIError(400, message.reason, code="invalid_value")
+        if message.error is not None:
+            raise APIError(500, message.error, code="model_error")
+        return message
 
 
 class Service:
-    """What the endpoints share.
-
-    Args:
-        options: of the server.
-        engine: started.
-        tokenizer: of the model.
-        metrics: of the server.
-    """
+    """What the endpoints share; the engine is started."""
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
@@ -161,11 +130,7 @@ class Service:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def admit(self, choices: int) -> None:
-        """Refuse what would only wait.
-
-        Raises:
-            Refusal: 503 while the server ends, 429 when enough wait already.
-        """
+        """Refuse what would only wait: 503 while the server ends, 429 when enough wait already."""
         if self.draining:
             raise APIError(503, "the server is ending", code="draining", retry_after=5)
         if not self.engine.alive:
@@ -174,60 +139,58 @@ class Service:
         if len(self.engine.live) + choices > most:
             raise APIError(
                 429, f"{len(self.engine.live)} answers are under way, and {most} are the most: try again later",
-                code="overloaded", kind="rate_limit_error", retry_after=self._retry_after(),
+                code="overloaded", kind="rate_limit_error",
+                retry_after=1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4,
             )  # fmt: skip
 
-    def _retry_after(self) -> int:
-        """Seconds, more of them the longer the queue."""
-        return 1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4
-
-    async def call(self, asked: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
-        """A request with its prompts as tokens.
-
-        Raises:
-            Refusal: it cannot be answered.
-        """
-        if asked.model != self.options.name:
-            raise APIError(
-                404,
-                f"The model {asked.model!r} does not exist; there is {self.options.name!r}",
-                "model",
-                "model_not_found",
-            )
-        given = 1 if isinstance(asked, ChatCompletionRequest) else len(asked.prompts())
-        choices = given * (asked.n or 1)
+    async def call(self, request: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
+        """A request with its prompts as tokens, handed to the engine."""
+        if request.model != self.options.name:
+            text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
+            raise APIError(404, text, "model", "model_not_found")
+        prompt_count = 1 if isinstance(request, ChatCompletionRequest) else len(request.prompts())
+        choices = prompt_count * (request.n or 1)
         if choices > self.options.max_choices:
             raise APIError(
                 400, f"{choices} answers to one request; {self.options.max_choices} are the most", "n", "invalid_value"
             )
-        if asked.stream_options is not None and not asked.stream:
+        if request.stream_options is not None and not request.stream:
             raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
         self.admit(choices)
-        prompts, leads = await self._prompts(asked)
+        prompts, leads = await self._prompts(request)
         self.admit(choices)  # others may have come meanwhile
-        call = PendingRequest(self, asked, prompts, leads)
-        self.start(call)  # in one go with the look at what is under way: requests that come together are counted
+        call = PendingRequest(self, request, prompts, leads)
+        try:
+            call.start()  # in one go with the look at what is under way: requests that come together are counted
+        except EngineGone as error:
+            raise APIError(503, str(error), code="engine_ended") from None
         return call
 
-    async def _prompts(self, asked: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
-        if isinstance(asked, ChatCompletionRequest):
-            text, special = self._chat_text(asked), False
+    async def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
+        if isinstance(request, ChatCompletionRequest):
+            text, special = self._chat_text(request), False
             return [await self._tokens(text, special)], [""]
-        if asked.echo and asked.logprobs is not None:
+        if request.echo and request.logprobs is not None:
             raise APIError(400, "echo together with logprobs is not available", "echo", "unsupported_parameter")
         prompts, leads = [], []
-        for one in asked.prompts():
-            prompts.append(self._checked(one) if isinstance(one, list) else await self._tokens(one, True))
-            shown = one if isinstance(one, str) else self.tokenizer.decode(one)
-            leads.append(shown if asked.echo else "")
+        for prompt in request.prompts():
+            if isinstance(prompt, str):
+                prompts.append(await self._tokens(prompt, True))
+            else:
+                most = len(self.tokenizer)
+                if any(not 0 <= token < most for token in prompt):
+                    raise APIError(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
+                prompts.append(prompt)
+            shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+            leads.append(shown if request.echo else "")
         return prompts, leads
 
-    def _chat_text(self, asked: ChatCompletionRequest) -> str:
+    def _chat_text(self, request: ChatCompletionRequest) -> str:
         template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
         if not template:
             text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
             raise APIError(400, f"messages: {text}", "messages", "no_chat_template")
-        messages = [message.plain() for message in asked.messages]
+        messages = [message.plain() for message in request.messages]
         try:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
@@ -242,32 +205,22 @@ class Service:
             return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
         try:
-            found = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
+            tokens = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
         except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON and no text
             raise APIError(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
-        if not found:
+        if not tokens:
             raise APIError(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
-        return found
-
-    def _checked(self, tokens: list[int]) -> list[int]:
-        most = len(self.tokenizer)
-        if any(not 0 <= token < most for token in tokens):
-            raise APIError(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
         return tokens
 
-    def room(self, prompt: list[int], asked: CompletionRequest | ChatCompletionRequest) -> int:
-        """Tokens that the answer may have.
-
-        Raises:
-            Refusal: prompt and answer are longer than the model bears.
-        """
+    def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
+        """Tokens that the answer may have."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
-        wanted = asked.wanted_tokens()
+        wanted = request.wanted_tokens()
         if limit is None:
             return wanted or 1024
         whole = len(prompt) + (wanted or 1)
         if whole > limit:
-            where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
+            where = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
             text = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {whole} tokens "
                 f"({len(prompt)} in the {where}, {wanted or 1} in the completion). "
@@ -292,7 +245,7 @@ class Service:
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
         """Server-sent events; an error after the first is an event too."""
-        options = call.asked.stream_options
+        options = call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
                 async for parts in arriving:
@@ -307,35 +260,24 @@ class Service:
 
     def _events(self, call: PendingRequest, parts: list[tuple[ResponseChoice, TokenChunk]]) -> list[str]:
         """Events of parts: those of one choice that came together are one."""
-        made: dict[int, tuple[str, list[Any]]] = {}
+        new: dict[int, tuple[str, list[Any]]] = {}
         events = []
         for choice, part in parts:
-            if choice.tokens == 0 and isinstance(call.asked, ChatCompletionRequest):
+            if choice.tokens == 0 and isinstance(call.request, ChatCompletionRequest):
                 events.append(event(call.form.first(choice)))
             text, logprobs = choice.take(part)
-            before = made.get(choice.index, ("", []))
-            made[choice.index] = (before[0] + text, before[1] + logprobs)
-        for index, (text, logprobs) in made.items():
+            before = new.get(choice.index, ("", []))
+            new[choice.index] = (before[0] + text, before[1] + logprobs)
+        for index, (text, logprobs) in new.items():
             choice = call.choices[index]
             if text or logprobs or choice.reason is not None:
                 events.append(event(call.form.chunk(choice, text, logprobs)))
         return events
 
-    def start(self, call: PendingRequest) -> None:
-        """Hand a request to the engine.
-
-        Raises:
-            Refusal: there is none.
-        """
-        try:
-            call.start()
-        except EngineGone as error:
-            raise APIError(503, str(error), code="engine_ended") from None
-
     # -- health ---------------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and what the engine last said; nothing here is made up by the web process."""
+        """Status and what the engine last reported; nothing here is made up by the web process."""
         engine, age = self.engine, time.monotonic() - self.engine.last_step
         stuck = bool(engine.live) and age > self.options.step_timeout
         if not engine.alive:

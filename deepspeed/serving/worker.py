@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import traceback
@@ -30,22 +31,22 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     wanted: Any = dtypes.get(options.dtype, "auto")
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     packed = getattr(config, "quantization_config", None)
-    ours = packed and Path(options.model).is_dir() and not unread(packed)  # other forms are Transformers' work
-    checkpoint = options.checkpoint or (options.model if ours else "")
+    readable = packed and Path(options.model).is_dir() and not unread(packed)  # other forms are Transformers' work
+    checkpoint = options.checkpoint or (options.model if readable else "")
     if checkpoint:
-        asked = {} if wanted == "auto" else {"dtype": wanted}  # left out, it is the folder's
+        dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # left out, it is the folder's
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, **asked)
+            model: Any = AutoModelForCausalLM.from_config(config, **dtype_argument)
         if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
             model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
-    kept = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
-    given: dict[str, Any] = {"checkpoint": checkpoint} if checkpoint else {}
+    dtype = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
+    keys: dict[str, Any] = {"checkpoint": checkpoint} if checkpoint else {}
     if options.quantize:
-        given |= {"quant": {"weight": {"num_bits": int(options.quantize.removeprefix("int"))}}}
-        kept = torch.int8
-    return init_inference(model, dtype=kept, **given).module, tokenizer
+        keys |= {"quant": {"weight": {"num_bits": int(options.quantize.removeprefix("int"))}}}
+        dtype = torch.int8
+    return init_inference(model, dtype=dtype, **keys).module, tokenizer
 
 
 def main(options: EngineOptions, pipe: Connection) -> None:
@@ -60,15 +61,9 @@ def main(options: EngineOptions, pipe: Connection) -> None:
         sys.exit(1)
     except Exception as error:
         traceback.print_exc()
-        _tell(pipe, Failed(f"{type(error).__name__}: {error}"))
+        with contextlib.suppress(EOFError, OSError):
+            pipe.send(Failed(f"{type(error).__name__}: {error}"))
         sys.exit(1)
-
-
-def _tell(pipe: Connection, message: Any) -> None:
-    try:
-        pipe.send(message)
-    except (EOFError, OSError):
-        pass
 
 
 class _Engine:
@@ -90,18 +85,18 @@ class _Engine:
         )
 
     def run(self) -> None:
-        """Take what came, make one step, tell; until told to stop."""
+        """Take messages, make one step, report it; until a `Stop`."""
         while True:
             self._take()
             if not self.generator.idle:
                 outputs = self.generator.step()
                 self.steps += 1
-                self._tell([_part(output) for output in outputs], idle=False)
+                self._report(outputs, idle=False)
             elif self.ending:
                 self.generator.close()
                 return
             else:
-                self._tell([], idle=True)
+                self._report([], idle=True)
 
     def _take(self) -> None:
         """All messages that are there; with nothing to do, wait for one as long as a beat."""
@@ -124,15 +119,14 @@ class _Engine:
         except Exception as error:  # whatever is wrong with a request is no matter of the others
             self.pipe.send(Refused(message.ident, str(error)))
 
-    def _tell(self, parts: list[TokenChunk], idle: bool) -> None:
-        load = self.generator.load()
+    def _report(self, outputs: list[Any], idle: bool) -> None:
+        chunks = []
+        for o in outputs:
+            logprobs = None if o.logprobs is None else [(p.token, p.logprob, tuple(p.top)) for p in o.logprobs]
+            chunks.append(TokenChunk(o.ident, list(o.tokens), logprobs, o.finish_reason, o.matched, o.error))
+        stats = self.generator.load()
         self.pipe.send(
-            Step(self.steps, parts, load.running, load.waiting, load.free_pages, load.pages, load.preemptions, idle)
+            Step(
+                self.steps, chunks, stats.running, stats.waiting, stats.free_pages, stats.pages, stats.preemptions, idle
+            )
         )
-
-
-def _part(output: Any) -> TokenChunk:
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [(one.token, one.logprob, tuple(one.top)) for one in output.logprobs]
-    return TokenChunk(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched, output.error)

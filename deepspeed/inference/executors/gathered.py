@@ -24,15 +24,13 @@ _MISSING = object()
 Table = dict[str, Any]
 
 
-class Inside:
-    """What one request has put into the attributes and buffers of a model's modules.
+class ModuleState:
+    """The attributes and buffers that one request has set on a model's modules.
 
     Some recurrent models hold their state there, rotations the longest length that they have seen: requests that take
-    turns would go on with each other's. Values are exchanged, not copied: what a model changes in place counts as its
-    own only in tensors that it put there itself. Plain numbers alone, such as a hook's count, are left where they are.
-
-    Args:
-        model: its modules may be others from turn to turn.
+    turns would go on with each other's. Values are exchanged, not copied: a change in place counts as the request's
+    only in tensors that it set itself. Plain numbers alone, such as a hook's count, are left where they are. The
+    modules may be others from turn to turn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,51 +39,51 @@ class Inside:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within, modules have what this request left there; afterwards, what they had before."""
+        """Inside, modules have the state of this request; afterwards, that from before."""
         before = [(module, vars(module).copy(), module._buffers.copy()) for module in self._model.modules()]
         for table, name, value in self._own:
-            _put(table, name, value)
+            self._put(table, name, value)
         try:
             yield
         finally:
             self._own = []
             for module, attributes, buffers in before:
-                found = [*_changed(vars(module), attributes), *_changed(module._buffers, buffers)]
-                if all(value is _MISSING or isinstance(value, int | float) for *_, pair in found for value in pair):
+                changes = [*self._changed(vars(module), attributes), *self._changed(module._buffers, buffers)]
+                if all(value is _MISSING or isinstance(value, int | float) for *_, pair in changes for value in pair):
                     continue
-                for table, name, (now, was) in found:
+                for table, name, (now, was) in changes:
                     self._own.append((table, name, now))
-                    _put(table, name, was)
+                    self._put(table, name, was)
 
+    @staticmethod
+    def _changed(table: Table, before: Table) -> Iterator[tuple[Table, str, tuple[Any, Any]]]:
+        """(table, name, (value now, value before)) of what is another object."""
+        if table.keys() == before.keys() and all(map(operator.is_, table.values(), before.values())):
+            return
+        for name in {**before, **table}:
+            pair = table.get(name, _MISSING), before.get(name, _MISSING)
+            if pair[0] is not pair[1]:
+                yield table, name, pair
 
-def _changed(table: Table, before: Table) -> Iterator[tuple[Table, str, tuple[Any, Any]]]:
-    """(table, name, (value now, value before)) of what is another object."""
-    if table.keys() == before.keys() and all(map(operator.is_, table.values(), before.values())):
-        return
-    for name in {**before, **table}:
-        pair = table.get(name, _MISSING), before.get(name, _MISSING)
-        if pair[0] is not pair[1]:
-            yield table, name, pair
-
-
-def _put(table: Table, name: str, value: Any) -> None:
-    if value is _MISSING:
-        table.pop(name, None)
-    else:
-        table[name] = value
+    @staticmethod
+    def _put(table: Table, name: str, value: Any) -> None:
+        if value is _MISSING:
+            table.pop(name, None)
+        else:
+            table[name] = value
 
 
 class GatheringCache(Cache):
-    """What the model takes for the cache of a padded batch of sequences, in one call."""
+    """The cache that the model is handed for a padded batch of sequences, in one call."""
 
     def __init__(self, store: KVCache, group: AttentionGroup) -> None:
         super().__init__(layers=NoLayers())
         sequences, rows = group.rows.shape
         self.store, self.rows, self.sequences = store, rows, sequences
         longest = group.slots.shape[1]
-        at = torch.arange(longest, device=group.slots.device) - (longest - group.ends)[:, None]
-        self.seen = at >= 0  # [sequences, longest]: what is no padding, on the left
-        self.slots = group.slots.gather(1, at.clamp(min=0)) * self.seen
+        positions = torch.arange(longest, device=group.slots.device) - (longest - group.ends)[:, None]
+        self.seen = positions >= 0  # [sequences, longest]: what is no padding, on the left
+        self.slots = group.slots.gather(1, positions.clamp(min=0)) * self.seen
         self.layer_used: set[int] = set()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
@@ -113,13 +111,8 @@ class GatheringCache(Cache):
 
 
 class GatheringExecutor:
-    """Runs batches, a call for each group of them.
-
-    Args:
-        model: a causal LM that keeps keys and values in the cache it is given, in eval mode.
-        store: of keys and values.
-        even: contexts of one call have to have one length.
-    """
+    """Runs batches, a call for each group of them, of a causal LM in eval mode that keeps keys and values in the cache
+    it is given. With `even`, contexts of one call have to have one length."""
 
     kind = "gathered"
 
@@ -135,23 +128,18 @@ class GatheringExecutor:
         Raises:
             PackingError: the model does with its cache what this one cannot serve.
         """
-        found: dict[int, torch.Tensor] = {}
+        logits: dict[int, torch.Tensor] = {}
         for group, chosen in zip(batch.groups, batch.chosen, strict=True):
             wanted = [batch.spans[i].wanted for i in chosen]
-            logits = self._call(batch, group, max(*wanted, 1))
-            for one, i, count in zip(logits, chosen, wanted, strict=True):
-                found[i] = one[len(one) - count :]
-        return torch.cat([found[i] for i in range(len(batch.spans))])
-
-    def _call(self, batch: RaggedBatch, group: AttentionGroup, keep: int) -> torch.Tensor:
-        cache = GatheringCache(self.store, group)
-        given: dict[str, Any] = {"attention_mask": cache.seen.long()}
-        if self.placed:
-            given["position_ids"] = group.positions
-        if self.keeps:
-            given["logits_to_keep"] = keep
-        tokens = batch.tokens[group.rows]
-        out = self.model(input_ids=tokens, **with_cache(self._cached, cache), **given)
-        if not cache.layer_used:
-            raise PackingError("it keeps nothing in the cache it is given")
-        return out.logits
+            cache = GatheringCache(self.store, group)
+            inputs: dict[str, Any] = {"attention_mask": cache.seen.long()}
+            if self.placed:
+                inputs["position_ids"] = group.positions
+            if self.keeps:
+                inputs["logits_to_keep"] = max(*wanted, 1)
+            output = self.model(input_ids=batch.tokens[group.rows], **with_cache(self._cached, cache), **inputs)
+            if not cache.layer_used:
+                raise PackingError("it keeps nothing in the cache it is given")
+            for sequence_logits, i, count in zip(output.logits, chosen, wanted, strict=True):
+                logits[i] = sequence_logits[len(sequence_logits) - count :]
+        return torch.cat([logits[i] for i in range(len(batch.spans))])

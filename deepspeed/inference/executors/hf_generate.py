@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.inference.executors.gathered import Inside
+from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
 
-# What a model's generation config may ask of `generate`: here the request alone says how tokens are chosen and when it
-# ends, as it does for models that are batched.
-_UNASKED = (
+# Options of a model's generation config that are turned off: here the request alone says how tokens are chosen and when
+# it ends, as it does for models that are batched.
+_TURNED_OFF = (
     "guidance_scale", "sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
     "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
@@ -32,14 +32,8 @@ class _Cancelled(BaseException):
 
 
 class Thread:
-    """One request inside `model.generate`.
-
-    Args:
-        model: has `generate`.
-        tokens: the prompt.
-        new: tokens at most.
-        choose: from logits [vocabulary] to the next token, None when the request is done with it.
-    """
+    """One request inside `model.generate`, of at most `new` tokens after the prompt; `choose` returns the next token
+    from logits [vocabulary], or None when the request has ended."""
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
@@ -49,19 +43,15 @@ class Thread:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stop = False
-        self._inside = Inside(model)
+        self._module_state = ModuleState(model)
         self.done = False
 
     def step(self) -> None:
-        """Let it make one token.
-
-        Raises:
-            what `generate` raised.
-        """
+        """Let it make one token; raises what `generate` raised."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
             self._thread.start()
-        with self._inside.turn():
+        with self._module_state.turn():
             self._turn.release()
             self._back.acquire()
         if self._error is not None:
@@ -102,7 +92,7 @@ class Thread:
         ids = torch.tensor([self._tokens], device=device_of(self._model))
         options: dict[str, Any] = {"max_new_tokens": self._new, "do_sample": False, "num_beams": 1}
         own = getattr(self._model, "generation_config", None)
-        options |= {name: None for name in _UNASKED if getattr(own, name, None) is not None}
+        options |= {name: None for name in _TURNED_OFF if getattr(own, name, None) is not None}
         if "num_return_sequences" in options:
             options["num_return_sequences"] = 1
         if getattr(self._model.config, "is_encoder_decoder", False):

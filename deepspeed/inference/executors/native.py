@@ -1,28 +1,42 @@
-"""Native executor: a decoder of well-known structure in few native calls."""
+"""Native executor: recognizes a decoder of well-known structure, and runs it in few native calls."""
 
 from __future__ import annotations
 
 import ctypes
+import operator
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
-from deepspeed.inference.executors.decoder_structure import Reader, Structure, address
-from deepspeed.inference.executors.native_tensors import Heads, Pass, functions
+from deepspeed.inference.executors.native_tensors import (
+    GROUP,
+    Heads,
+    Layer,
+    Matrix,
+    Norm,
+    Pass,
+    functions,
+    matrix_of,
+    rows_of,
+)
 from deepspeed.inference.executors.paged import KVCache, Mask, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import RaggedBatch
+from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
 from deepspeed.inference.quantization.lossless_bf16 import Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.native import KINDS, threads
+from deepspeed.zero.parameters.parameter import is_managed
 
 LARGEST_HEAD = 512  # elements, of attention.cpp
 TABLE = 512  # positions whose rotations are computed at a time
@@ -31,17 +45,212 @@ MOVED = 32 << 20  # bytes after which freed memory is given back
 FURTHEST = 1 << 17  # position from which a row's window is looked for, where the model has no limit
 # A part's change to the stream: how far ours may be off, of its size, and of the stream that rounds it.
 TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj")
+FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
+# One matrix, in that order of its rows.
+JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
+FUNCTIONS = ("act_fn", "activation_fn")
+# In the order of `Activation` in decoder.cpp.
+ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu,
+)  # fmt: skip
+
+
+@dataclass
+class Structure:
+    """A model's parts. `layers` are filled but for their heads' cache, window and scale."""
+
+    embedding: nn.Module
+    rotary: nn.Module
+    blocks: list[Any]
+    layers: Any
+    norm: Norm
+    head: Matrix
+    table: Matrix | None = None  # the embedding where its rows are those of a matrix
+    kind: int = 0  # of the rows of a packed table
+    uneven: list[nn.Module] = field(default_factory=list)  # matrices that join several at rows no multiple of four
+    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # dicts of owners, their values
+    # The weights among these values, and their addresses.
+    tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
+
+    def changed(self) -> bool:
+        """Whether a module or a weight's memory is another than the one that was read. Values may change freely.
+
+        Called before every pass, with all it reads out of the caches: so it takes few steps of Python.
+        """
+        for owner, before in self.seen:
+            if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
+                return True
+        weights, addresses = self.tensors
+        return list(map(torch.Tensor.data_ptr, weights)) != addresses
+
+
+class Reader:
+    """Reads one model; a `PackingError` says where it has another shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.seen: dict[int, dict[str, Any]] = {}
+        self.uneven: list[nn.Module] = []
+
+    def read(self) -> Structure:
+        """The parts of the model."""
+        base = getattr(self.model, getattr(self.model, "base_model_prefix", "") or "model", None)
+        if not isinstance(base, nn.Module) or base is self.model:
+            raise PackingError("it has no base model under a head")
+        prefix = next((name for name, child in self.model.named_children() if child is base), None)
+        if prefix is None:
+            raise PackingError(f"{type(self.model).__name__} wraps a model")
+        self._only(self.model, {prefix, "lm_head"})
+        parts = self._only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        for module in self.model.modules():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise PackingError(f"the forward of {type(module).__name__} is hooked")
+        blocks = list(parts["layers"])
+        layers = (Layer * len(blocks))()
+        self._see(parts["layers"]._modules)
+        for number, block in enumerate(blocks):
+            self._block(block, layers[number])
+        head = self._matrix(self.model, "lm_head")
+        norm = self._norm(base, "norm")
+        self._weight(base.embed_tokens)
+        table, kind = self.table_of(base.embed_tokens)
+        seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
+        held = {id(t): t for _, entries in seen for t in entries if isinstance(t, torch.Tensor)}
+        tensors = list(held.values()), [tensor.data_ptr() for tensor in held.values()]
+        return Structure(
+            parts["embed_tokens"],
+            parts["rotary_emb"],
+            blocks,
+            layers,
+            norm,
+            head,
+            table,
+            kind,
+            self.uneven,
+            seen,
+            tensors,
+        )
+
+    def _see(self, owner: dict[str, Any]) -> None:
+        """The structure holds as long as the values of this dict stay."""
+        self.seen[id(owner)] = owner
+
+    def _weight(self, module: Any) -> None:
+        """Note the tensors of a leaf."""
+        home = module.packed if hasattr(module, "packed") else module
+        for owner in (home, module) if home is not module else (module,):
+            for held in (owner._parameters, owner._buffers):
+                for tensor in held.values():
+                    if tensor is None:
+                        continue
+                    if is_managed(tensor):
+                        raise PackingError(
+                            "an engine trains its parameters, and native passes read weights where they rest; tokens "
+                            "are right, but slower: make the Generator of a copy of the model, or of saved weights"
+                        )
+                    if type(tensor.data) is not torch.Tensor:
+                        raise PackingError(f"{type(module).__name__} has weights that are no plain tensors")
+                    self._see(held)
+
+    def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Children by name; no others, and no weights beside them."""
+        children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+        strange = sorted(set(children) - names - optional)
+        strange += sorted(n for n, p in module._parameters.items() if p is not None)
+        differences = [f"has {name}" for name in strange]
+        differences += [f"has no {name}" for name in sorted(names - set(children))]
+        if differences:
+            raise PackingError(f"{type(module).__name__} {', '.join(differences[:3])}")
+        self._see(module._modules)
+        return children
+
+    def _block(self, block: Any, layer: Any) -> None:
+        self._only(block, LAYER)
+        attention, mlp = block.self_attn, block.mlp
+        # Each matrix by itself, or the one that joins them.
+        projections, inner = (
+            (JOINED[names],) if JOINED[names] in owner._modules else names
+            for owner, names in ((attention, ATTENTION_MATRICES), (mlp, FEED_FORWARD_MATRICES))
+        )
+        own = self._only(attention, {*projections, "o_proj"}, frozenset({"q_norm", "k_norm"}))
+        function = next((name for name in FUNCTIONS if name in mlp._modules), FUNCTIONS[0])
+        acts = self._only(mlp, {*inner, "down_proj", function})[function]
+        layer.before, layer.after = self._norm(block, "input_layernorm"), self._norm(block, "post_attention_layernorm")
+        for name, kind in (("query", "q_norm"), ("key", "k_norm")):
+            if kind in own:
+                setattr(layer, name, self._norm(attention, kind))
+        layer.out, layer.down = self._matrix(attention, "o_proj"), self._matrix(mlp, "down_proj")
+        layer.q, layer.k, layer.v = self._matrices(attention, projections, 3, layer.out.inputs)
+        layer.gate, layer.up = self._matrices(mlp, inner, 2, layer.down.inputs)
+        layer.activation = self._activation(acts)
+
+    def _matrices(self, owner: nn.Module, names: tuple[str, ...], count: int, first: int) -> list[Matrix]:
+        """`count` matrices of one name each, or of one that joins them: `first` rows, then the others' equal shares."""
+        matrices = [self._matrix(owner, name) for name in names]
+        if len(matrices) == count:
+            return matrices
+        joined = matrices[0]
+        rest, odd = divmod(joined.outputs - first, count - 1)
+        if odd or rest <= 0:
+            raise PackingError(f"{names[0]} has {joined.outputs} rows, {first} of them of the first matrix")
+        if first % GROUP or rest % GROUP:
+            self.uneven.append(owner.get_submodule(names[0]))
+        return [rows_of(joined, 0, first), *(rows_of(joined, first + i * rest, rest) for i in range(count - 1))]
+
+    def _matrix(self, owner: nn.Module, name: str) -> Matrix:
+        module: Any = owner._modules[name]
+        packed = isinstance(module, PackedLinear)
+        if not packed and type(module).forward is not nn.Linear.forward:
+            raise PackingError(f"{name} is a {type(module).__name__}")
+        self._weight(module)
+        matrix = matrix_of(module.packed if packed else module.weight, module.bias)
+        if isinstance(matrix, str):
+            raise PackingError(f"{name}: {matrix}")
+        return matrix
+
+    def _norm(self, owner: nn.Module, name: str) -> Norm:
+        module: Any = owner._modules[name]
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        eps = next((getattr(module, kind) for kind in ("variance_epsilon", "eps") if hasattr(module, kind)), None)
+        if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or set(module._modules):
+            raise PackingError(f"{name} is a {type(module).__name__}")
+        self._weight(module)
+        if weight.dtype not in (torch.float32, torch.bfloat16) or (bias is not None and bias.dtype != weight.dtype):
+            raise PackingError(f"{name} has weights of {weight.dtype}")
+        norm = Norm(weight=weight.data_ptr(), kind=KINDS[weight.dtype], eps=eps)
+        norm.bias = None if bias is None else bias.data_ptr()
+        norm.centred = isinstance(module, nn.LayerNorm)
+        return norm
+
+    @staticmethod
+    def table_of(module: Any) -> tuple[Matrix | None, int]:
+        """An embedding as a matrix of rows, and the kind that packed ones are rounded to; None if it does more."""
+        if isinstance(module, PackedEmbedding):
+            weight: Any = module.packed if module.embed_scale is None else None
+        else:
+            plain = type(module).forward is nn.Embedding.forward and module.max_norm is None
+            weight = module.weight if plain else None
+        if weight is None or weight.dtype not in KINDS:
+            return None, 0
+        matrix = matrix_of(weight)
+        return (matrix, KINDS[weight.dtype]) if isinstance(matrix, Matrix) else (None, 0)
+
+    @staticmethod
+    def _activation(module: nn.Module) -> int:
+        """Which of the known functions it is, by its values."""
+        grid = torch.linspace(-6, 6, 241)
+        values = module(grid)
+        for which, function in enumerate(ACTIVATIONS):
+            if values.shape == grid.shape and torch.allclose(values, function(grid), rtol=1e-5, atol=1e-6):
+                return which
+        raise PackingError(f"its activation is {type(module).__name__}")
 
 
 class FusedExecutor:
-    """Runs batches like the executor it is made of, whose pages it shares.
-
-    Args:
-        paged: the model's other way, after a pass, so that its layers have told what they ask of attention.
-
-    Raises:
-        PackingError: the model has another shape.
-    """
+    """Runs batches like the paged executor it is made of, whose pages it shares, and which has run a pass: so the rules
+    and scales of its layers' attention are known. `PackingError` if the model has another shape."""
 
     kind = "packed"
 
@@ -49,7 +258,7 @@ class FusedExecutor:
         if functions() is None:
             raise PackingError("the native library is not there")
         self.plain, self.model, self.store = paged, paged.model, paged.store
-        self._asked = dict(paged.scales), dict(paged.rules)
+        self._scales = dict(paged.scales)
         self._windows = {layer: _window(rule, self.model) for layer, rule in paged.rules.items()}
         self._bound: tuple[Any, ...] = ()
         self._cosines = self._sines = torch.empty(0, 0)
@@ -57,29 +266,28 @@ class FusedExecutor:
         self.structure = self._read()
 
     def _read(self) -> Structure:
-        found = Reader(self.model).read()
-        scales = self._asked[0]
-        if set(self.store.layers) != set(range(len(found.blocks))) or set(scales) != set(self.store.layers):
+        structure, scales = Reader(self.model).read(), self._scales
+        if set(self.store.layers) != set(range(len(structure.blocks))) or set(scales) != set(self.store.layers):
             raise PackingError("its layers and those of its cache differ")
-        self._turn(found.rotary, 1)
-        for at, layer in enumerate(found.layers):
-            keys, values = self.store.layers[at]
+        self._turn(structure.rotary, 1)
+        for number, layer in enumerate(structure.layers):
+            keys, values = self.store.layers[number]
             _, cached, size = keys.shape
             count = layer.q.outputs // size
             fits = keys.shape == values.shape and keys.dtype in (torch.float32, torch.bfloat16) and size % 16 == 0
             rows = [layer.q.outputs, layer.k.outputs, layer.v.outputs, layer.out.inputs]
             fits = fits and rows == [count * size, cached * size, cached * size, count * size] and size <= LARGEST_HEAD
-            if not fits or count % cached or not (scales[at] or 0) > 0:
-                raise PackingError(f"layer {at} attends with heads of {size} in a way that the native one does not")
+            if not fits or count % cached or not (scales[number] or 0) > 0:
+                raise PackingError(f"layer {number} attends with heads of {size} in a way that the native one does not")
             layer.heads = Heads(count=count, cached=cached, size=size, rotary=self._cosines.shape[1])
-            layer.heads.window, layer.heads.scale = self._windows[at], scales[at]
+            layer.heads.window, layer.heads.scale = self._windows[number], scales[number]
             layer.heads.kind = KINDS[keys.dtype]
         self._bound = ()
-        return found
+        return structure
 
     def _bind(self) -> None:
         """Point the layers at the pages of the store."""
-        pools = tuple(self.store.layers[at] for at in range(len(self.structure.blocks)))
+        pools = tuple(self.store.layers[number] for number in range(len(self.structure.blocks)))
         if len(pools) == len(self._bound) and all(a is b for a, b in zip(pools, self._bound, strict=True)):
             return
         for layer, (keys, values) in zip(self.structure.layers, pools, strict=True):
@@ -93,14 +301,12 @@ class FusedExecutor:
             return
         most = max(end, 2 * have, TABLE)
         most = min(most, max(end, self._furthest)) if self._furthest else most  # farther ones change the others
-        made = [[self._cosines], [self._sines]]
+        tables = [[self._cosines], [self._sines]] if have else [[], []]
         for start in range(have, most, TABLE):
-            at = torch.arange(start, min(start + TABLE, most))[None]
-            for parts, found in zip(made, rotary(torch.zeros(1), at), strict=True):
-                parts.append(found[0].float())
-        if have == 0:
-            made = [parts[1:] for parts in made]
-        self._cosines, self._sines = (torch.cat(parts).contiguous() for parts in made)
+            positions = torch.arange(start, min(start + TABLE, most))[None]
+            for parts, rotations in zip(tables, rotary(torch.zeros(1), positions), strict=True):
+                parts.append(rotations[0].float())
+        self._cosines, self._sines = (torch.cat(parts).contiguous() for parts in tables)
         if self._cosines.dim() != 2 or self._cosines.shape != self._sines.shape or self._cosines.shape[1] % 2:
             raise PackingError(f"its rotations have shape {tuple(self._cosines.shape)}")
 
@@ -108,7 +314,7 @@ class FusedExecutor:
     def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits of the wanted rows in fp32, [wanted, vocabulary]; a row's bits depend on its own sequence alone."""
         if self.structure.changed():
-            self._again()
+            self._read_again()
         self.plain.store = self.store
         if not self.structure.blocks:
             return self.plain.run(batch)
@@ -147,16 +353,16 @@ class FusedExecutor:
             spans.extend((row, len(span.tokens), span.start, len(pages)))
             pages.extend(span.pages)
             row += len(span.tokens)
-        made = Pass(
+        description = Pass(
             x=x.data_ptr(), spans=spans.buffer_info()[0], pages=pages.buffer_info()[0],
             cosines=self._cosines.data_ptr(), sines=self._sines.data_ptr(),
             rows=row, sequences=len(batch.spans), page_size=batch.page_size, threads=threads(),
         )  # fmt: skip
-        start = address(self.structure.layers[first])
-        functions().ds_layers(start, count, ctypes.byref(made), parts)  # type: ignore[union-attr]
+        start = ctypes.addressof(self.structure.layers[first])
+        functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Have the model's packed integers in huge pages: they come from memory up to a third faster."""
+        """Move the model's packed integers to huge pages: they come from memory up to a third faster."""
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
@@ -176,10 +382,10 @@ class FusedExecutor:
         try:
             pack_lossless(self.model, self.structure.uneven)
         finally:
-            self._again()
+            self._read_again()
         get_accelerator().empty_cache()
 
-    def _again(self) -> None:
+    def _read_again(self) -> None:
         """Read the model anew: its modules or its memory are others than before."""
         try:
             self.structure = self._read()
@@ -189,11 +395,7 @@ class FusedExecutor:
 
 
 def _window(rule: Mask, model: nn.Module) -> int:
-    """How many keys a row sees, itself included; 0: all before it.
-
-    Raises:
-        PackingError: it sees others than the last ones.
-    """
+    """How many keys a row sees, itself included; 0: all before it. `PackingError` if it sees others than the last."""
     zero = torch.zeros((), dtype=torch.long)
 
     def seen(query: int) -> torch.Tensor:
@@ -204,9 +406,8 @@ def _window(rule: Mask, model: nn.Module) -> int:
     for query in {0, 1, window - 1, window, window + 1, window + window // 2, furthest // 2, furthest - 1}:
         if not 0 <= query < furthest:
             continue
-        at = torch.arange(query + 1)
-        found = seen(query)
-        if found.shape != at.shape or not torch.equal(found, at > query - window):
+        keys, visible = torch.arange(query + 1), seen(query)
+        if visible.shape != keys.shape or not torch.equal(visible, keys > query - window):
             raise PackingError("its rows see others than the last keys")
     return 0 if window >= furthest else window
 
@@ -215,26 +416,26 @@ def _window(rule: Mask, model: nn.Module) -> int:
 
 
 @contextmanager
-def _watched(blocks: list[Any], found: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Note the stream before each layer, between its parts, and after it."""
+def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Iterator[None]:
+    """Store the stream before each layer, between its parts, and after it."""
 
-    def before(at: int, where: int) -> Any:
+    def before(layer: int, place: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found[at][where] = (args[0] if args else kwargs["hidden_states"])[0].float().clone()
+            streams[layer][place] = (args[0] if args else kwargs["hidden_states"])[0].float().clone()
 
         return hook
 
-    def after(at: int) -> Any:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            found[at][2] = (out[0] if isinstance(out, tuple) else out)[0].float().clone()
+    def after(layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            streams[layer][2] = (output[0] if isinstance(output, tuple) else output)[0].float().clone()
 
         return hook
 
     handles = []
-    for at, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(before(at, 0), with_kwargs=True))
-        handles.append(block.post_attention_layernorm.register_forward_pre_hook(before(at, 1), with_kwargs=True))
-        handles.append(block.register_forward_hook(after(at)))
+    for layer, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(before(layer, 0), with_kwargs=True))
+        handles.append(block.post_attention_layernorm.register_forward_pre_hook(before(layer, 1), with_kwargs=True))
+        handles.append(block.register_forward_hook(after(layer)))
     try:
         yield
     finally:
@@ -243,27 +444,24 @@ def _watched(blocks: list[Any], found: list[list[torch.Tensor]]) -> Iterator[Non
 
 
 def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
-    """None if each part of each layer changes the stream as the model's own modules do, else where it does not.
-
-    Args:
-        batch: run through the modules, and part by part on what these were given.
-    """
+    """None if each part of each layer changes the stream as the model's own modules do, else where it does not. The
+    batch runs through the modules, and part by part on the inputs that these had."""
     blocks = executor.structure.blocks
-    empty = torch.empty(0)
-    found = [[empty] * 3 for _ in blocks]
+    streams = [[torch.empty(0)] * 3 for _ in blocks]
     store = executor.store
     executor.plain.store = KVCache.resized(store, store.pages, store.size)
-    with _watched(blocks, found):
+    with _record_streams(blocks, streams):
         executor.plain.run(batch)
     executor.plain.store = store
     dtype = store.layers[0][0].dtype
     share, rounding = TOLERANCE[dtype]
-    for at, streams in enumerate(found):
+    for layer, of_layer in enumerate(streams):
         for part, name in ((ATTENTION, "attention"), (FEED_FORWARD, "feed-forward part")):
-            before, right = streams[part - 1], streams[part]
+            before, right = of_layer[part - 1], of_layer[part]
             x = before.clone()
-            executor.layers(batch, x, at, 1, part)
+            executor.layers(batch, x, layer, 1, part)
             error, change = float((x - right).norm()), float((right - before).norm())
             if not error <= share * change + rounding * float(right.norm()):
-                return f"the {name} of layer {at} changes the stream by {change:.3g}, the native one is {error:.3g} off"
+                stream = f"changes the stream by {change:.3g}, the native one is {error:.3g} off"
+                return f"the {name} of layer {layer} {stream}"
     return None

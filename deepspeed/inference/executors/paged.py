@@ -27,11 +27,7 @@ NAME = "deepspeed_pages"
 
 
 class KVCache:
-    """Keys and values of every layer, in pages; a layer's tensors are made at its first use.
-
-    Args:
-        pages: how many; `size` tokens each.
-    """
+    """Keys and values of every layer, in pages of `size` tokens; a layer's tensors are made at its first use."""
 
     def __init__(self, pages: int, size: int) -> None:
         self.pages, self.size = pages, size
@@ -72,19 +68,23 @@ class KVCache:
 class NoLayers(list[Any]):
     """The layers of a cache that stores keys and values elsewhere."""
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         raise PackingError("it keeps states of another kind in its cache than keys and values")
 
 
-class Mask:
-    """What a model's masking asked for: instead of a tensor over one sequence, the rule by positions."""
+def _causal(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return key <= query
 
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self.function = function
+
+class Mask:
+    """The mask of a model as the rule by positions, instead of a tensor over one sequence."""
+
+    def __init__(self, mask_function: Callable[..., torch.Tensor] = _causal, **_: Any) -> None:
+        self.function = mask_function
 
 
 class PagedCache(Cache):
-    """What the model takes for its cache during one pass."""
+    """The cache that the model is handed for one pass."""
 
     def __init__(self, store: KVCache, batch: RaggedBatch) -> None:
         super().__init__(layers=NoLayers())
@@ -93,7 +93,7 @@ class PagedCache(Cache):
         self.cached: set[int] = set()  # layers of this pass
         self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
         self.scales: dict[int, float | None] = {}  # of its scores; None: what it does to them is no scale alone
-        self.default = Mask(_causal)
+        self.default = Mask()
         self.windows: dict[int, Mask] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
@@ -120,7 +120,7 @@ class PagedCache(Cache):
         return query_length, 0
 
     def rule(self, mask: Any, window: int | None) -> Mask:
-        """What rows may see: as the model's masking said, else causal in a window."""
+        """The keys that rows may see: by the model's own mask, else causal in a window."""
         if isinstance(mask, Mask):
             return mask
         if mask is not None:
@@ -128,10 +128,6 @@ class PagedCache(Cache):
         if window is None:
             return self.default
         return self.windows.setdefault(window, Mask(lambda b, h, q, k: (k <= q) & (k > q - window)))
-
-
-def _causal(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return key <= query
 
 
 _current: ContextVar[PagedCache | None] = ContextVar("pages of the pass", default=None)
@@ -158,8 +154,7 @@ def attention(
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal) and not isinstance(attention_mask, Mask):
         raise PackingError(f"{type(module).__name__} looks ahead")
-    strange = sorted(name for name, given in options.items() if given is not None and name not in IMMATERIAL)
-    strange = [name for name in strange if options[name] is not False]
+    strange = sorted(n for n, o in options.items() if o is not None and o is not False and n not in IMMATERIAL)
     if strange:
         raise PackingError(f"{type(module).__name__} attends with {', '.join(strange)}")
     rule = cache.rules[layer] = cache.rule(attention_mask, options.get("sliding_window"))
@@ -191,98 +186,72 @@ def _attend(
     mask = group.mask(rule.function, rule)
     if mask is not None and heads != cached and rows > 1:
         mask = mask.repeat(1, 1, heads // cached, 1)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     if softcap is None and sinks is None:
-        found = nn.functional.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask, scale=scale)
-    else:
-        found = _plain(q, k.to(q.dtype), v.to(q.dtype), mask, scale, softcap, sinks)
-    return found.reshape(sequences, heads, rows, -1).transpose(1, 2)
-
-
-def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with a cap on scores, or with sinks: a score per head that takes weight and gives nothing."""
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        return attended.reshape(sequences, heads, rows, -1).transpose(1, 2)
+    # A cap on scores, or sinks: a score per head that takes weight and gives nothing.
     scores = q @ k.transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        heads = sinks.reshape(1, k.shape[1], -1, 1).expand(
-            q.shape[0], -1, -1, q.shape[2] // (sinks.numel() // k.shape[1])
-        )
-        scores = torch.cat([scores, heads.reshape(*q.shape[:3], 1).to(scores.dtype)], dim=-1)
+        per_head = q.shape[2] // (sinks.numel() // cached)
+        sink_scores = sinks.reshape(1, cached, -1, 1).expand(sequences, -1, -1, per_head)
+        scores = torch.cat([scores, sink_scores.reshape(*q.shape[:3], 1).to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return weights[..., : k.shape[2]] @ v
-
-
-def _mask(mask_function: Callable[..., torch.Tensor] = _causal, **_: Any) -> Mask:
-    return Mask(mask_function)
+    attended = weights[..., : k.shape[2]] @ v
+    return attended.reshape(sequences, heads, rows, -1).transpose(1, 2)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-
-
-def configs_of(model: nn.Module) -> list[Any]:
-    """Every config object that a module of `model` reads its attention from."""
-    found: dict[int, Any] = {}
-    stack = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
-    while stack:
-        config = stack.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
-            stack.extend(part for part in parts if part is not None)
-    return list(found.values())
-
-
-@contextmanager
-def attending(configs: list[Any], cache: PagedCache) -> Iterator[None]:
-    """The modules attend over pages inside, and as before after it."""
-    before = [config._attn_implementation_internal for config in configs]
-    token = _current.set(cache)
-    try:
-        for config in configs:
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config, was in zip(configs, before, strict=True):
-            config._attn_implementation_internal = was
-        _current.reset(token)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, Mask)
 
 
 class PagedExecutor:
-    """Runs batches in one pass each.
-
-    Args:
-        model: a causal LM of Transformers, in eval mode.
-        store: of keys and values.
-    """
+    """Runs batches in one pass each, of a causal LM of Transformers in eval mode."""
 
     kind = "packed"
     unfused = ""  # why it has no native form
 
     def __init__(self, model: nn.Module, store: KVCache) -> None:
         self.model, self.store = model, store
-        self.configs = configs_of(model)
+        self.configs = self._find_configs()
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
         self.rules: dict[int, Mask] = {}  # of the last pass
         self.scales: dict[int, float | None] = {}
 
-    def forgets(self, windows: dict[int, int]) -> str | None:
-        """Which layer shows a row more than the cache of `generate` would remember for it; None: no layer.
+    def _find_configs(self) -> list[Any]:
+        """Every config object that a module of the model reads its attention from."""
+        configs: dict[int, Any] = {}
+        stack = [m.config for m in self.model.modules() if hasattr(getattr(m, "config", None), "to_dict")]
+        while stack:
+            config = stack.pop()
+            if id(config) not in configs:
+                configs[id(config)] = config
+                parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+                stack.extend(part for part in parts if part is not None)
+        return list(configs.values())
 
-        Args:
-            windows: tokens that the cache of `generate` keeps, by layer, where it does not keep all.
-        """
+    @contextmanager
+    def _attending(self, cache: PagedCache) -> Iterator[None]:
+        """The modules attend over pages inside, and as before after it."""
+        before = [config._attn_implementation_internal for config in self.configs]
+        token = _current.set(cache)
+        try:
+            for config in self.configs:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, implementation in zip(self.configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+            _current.reset(token)
+
+    def forgets(self, windows: dict[int, int]) -> str | None:
+        """Which layer shows a row more than the cache of `generate` would keep for it, by the `windows` of its layers;
+        None: no layer."""
         row, first = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
         for layer, window in windows.items():
             rule = self.rules.get(layer)
@@ -299,15 +268,11 @@ class PagedExecutor:
         """
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
         cache = PagedCache(self.store, batch)
-        with attending(self.configs, cache):
-            out = self.model(
-                input_ids=batch.tokens[None],
-                position_ids=batch.positions[None],
-                **with_cache(self._cached, cache),
-                **keep,
-            )
+        inputs = {"input_ids": batch.tokens[None], "position_ids": batch.positions[None]}
+        with self._attending(cache):
+            output = self.model(**inputs, **with_cache(self._cached, cache), **keep)
         self.rules, self.scales = cache.rules, cache.scales
         if not cache.handed:
             raise PackingError("it keeps nothing in the cache it is given")
-        logits = out.logits[0]
+        logits = output.logits[0]
         return logits if self.keeps and len(logits) == len(batch.wanted) else logits[batch.wanted]

@@ -6,9 +6,10 @@ at weight 0 a neighbour's infinity would spread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -18,36 +19,42 @@ LEAST = 64
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Rows of one sequence: `tokens` at positions from `start` on, over the `pages` of the whole sequence. Logits of
-    the last `wanted` rows are returned."""
+    """Rows of one sequence: `tokens` at positions from `start` on, over the `pages` of the whole sequence.
+
+    Logits of the last `wanted` rows are returned. The scheduler wants none while tokens of its `sequence` stay to be
+    computed; then those of the last token and of each draft behind it.
+    """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     wanted: int = 1
+    sequence: Any = None
 
     @property
     def end(self) -> int:
         """Length of the context, these rows included."""
         return self.start + len(self.tokens)
 
+    @property
+    def count(self) -> int:
+        """Rows without drafts."""
+        return len(self.tokens) - max(self.wanted - 1, 0)
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Guesses of what follows the sequence."""
+        return self.tokens[self.count :]
+
 
 @dataclass
 class AttentionGroup:
-    """Spans with one number of rows, whose attention is one call.
+    """Slices with one number of rows, whose attention is one call."""
 
-    Args:
-        rows: index of their rows in the pass, [sequences, rows].
-        positions: of these rows, [sequences, rows].
-        ends: lengths of the contexts, [sequences].
-        slots: where the contexts lie in a layer's cache, padded with slot 0, the zeros, [sequences, longest].
-    """
-
-    rows: torch.Tensor
-    positions: torch.Tensor
-    ends: torch.Tensor
-    slots: torch.Tensor
-    whole: bool  # no context is padded
+    rows: torch.Tensor  # index of their rows in the pass, [sequences, rows]
+    positions: torch.Tensor  # of these rows, [sequences, rows]
+    ends: torch.Tensor  # lengths of the contexts, [sequences]
+    slots: torch.Tensor  # of the contexts in a layer's cache, padded with slot 0, the zeros: [sequences, longest]
     masks: dict[int, tuple[object, torch.Tensor | None]] = field(default_factory=dict)
 
     def mask(self, function: Callable[..., torch.Tensor], keep: object) -> torch.Tensor | None:
@@ -70,47 +77,40 @@ class AttentionGroup:
 
 
 class RaggedBatch:
-    """Spans as tensors, each made when it is first asked for.
-
-    Args:
-        spans: of the pass; no two of one sequence.
-        page_size: tokens of a page.
-        device: of the model.
-        even: only contexts of one length are put into one group.
-    """
+    """Slices, no two of one sequence, as tensors, each made at its first use. With `even`, only contexts of one length
+    are put into one group."""
 
     def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """Of all rows."""
         return torch.tensor([token for span in self.spans for token in span.tokens], device=self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Of all rows."""
-        return torch.tensor([at for span in self.spans for at in range(span.start, span.end)], device=self.device)
+        places = [place for span in self.spans for place in range(span.start, span.end)]
+        return torch.tensor(places, device=self.device)
 
     @cached_property
     def firsts(self) -> torch.Tensor:
-        """First row of each span."""
+        """First row of each slice."""
         counts = torch.tensor([len(span.tokens) for span in self.spans])
         return counts.cumsum(0) - counts
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """Pages of each span."""
+        """Block tables."""
         return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
 
     @cached_property
     def wanted(self) -> torch.Tensor:
         """Rows whose logits are returned."""
-        found, first = [], 0
+        rows, end = [], 0
         for span in self.spans:
-            first += len(span.tokens)
-            found.extend(range(first - span.wanted, first))
-        return torch.tensor(found, dtype=torch.long, device=self.device)
+            end += len(span.tokens)
+            rows.extend(range(end - span.wanted, end))
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
@@ -119,12 +119,19 @@ class RaggedBatch:
 
     @cached_property
     def chosen(self) -> list[list[int]]:
-        """Indices of each group's spans."""
-        return list(self._alike())
+        """Indices of the slices of each group: rows equal, contexts of like length."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(self.spans)), key=lambda i: (len(self.spans[i].tokens), self.spans[i].end)):
+            first, span = self.spans[groups[-1][0] if groups else i], self.spans[i]
+            most = first.end if self.even else PADDED * first.end + LEAST
+            if not groups or len(first.tokens) != len(span.tokens) or span.end > most:
+                groups.append([])
+            groups[-1].append(i)
+        return groups
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Spans whose attention is one call."""
+        """One for each attention call."""
         return [self._group(chosen) for chosen in self.chosen]
 
     def _slots(self, index: int) -> torch.Tensor:
@@ -132,21 +139,6 @@ class RaggedBatch:
         size, end = self.page_size, self.spans[index].end
         slots = (self.tables[index][: -(-end // size), None] + 1) * size + torch.arange(size)
         return slots.reshape(-1)[:end]
-
-    def _alike(self) -> Iterator[list[int]]:
-        """Indices of spans whose attention goes together: rows equal, contexts of like length."""
-        order = sorted(range(len(self.spans)), key=lambda i: (len(self.spans[i].tokens), self.spans[i].end))
-        chosen: list[int] = []
-        for i in order:
-            if chosen:
-                first, span = self.spans[chosen[0]], self.spans[i]
-                most = first.end if self.even else PADDED * first.end + LEAST
-                if len(first.tokens) != len(span.tokens) or span.end > most:
-                    yield chosen
-                    chosen = []
-            chosen.append(i)
-        if chosen:
-            yield chosen
 
     def _group(self, chosen: list[int]) -> AttentionGroup:
         spans = [self.spans[i] for i in chosen]
@@ -156,4 +148,4 @@ class RaggedBatch:
             row[: self.spans[i].end] = self._slots(i)
         rows = self.firsts[chosen][:, None] + torch.arange(len(spans[0].tokens))
         rows, ends, slots = rows.to(self.device), ends.to(self.device), slots.to(self.device)
-        return AttentionGroup(rows, self.positions[rows], ends, slots, bool((ends == ends[0]).all()))
+        return AttentionGroup(rows, self.positions[rows], ends, slots)

@@ -19,7 +19,7 @@ from deepspeed.foundation.equivalence import largest_value, tolerance
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
 from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.foundation.transformers_model import config_of, text_config, vocabulary_size
-from deepspeed.inference.executors.gathered import GatheringExecutor, Inside
+from deepspeed.inference.executors.gathered import GatheringExecutor, ModuleState
 from deepspeed.inference.executors.native import FusedExecutor, prove
 from deepspeed.inference.executors.paged import KVCache, PagedExecutor
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
@@ -40,8 +40,8 @@ _making = threading.Lock()
 def exclusive_pass(model: nn.Module) -> Iterator[None]:
     """One pass of a model at a time, whichever thread or generator asks; no dropout inside, as before after it.
 
-    A pass changes what the model's config calls its attention, and its modules' mode: two at once would take each
-    other's for the model's own.
+    A pass changes the attention that the model's config names, and its modules' mode: of two at once, each would take
+    the other's for the model's own.
     """
     with _making:
         lock = _passes.setdefault(_shared(model), threading.RLock())
@@ -57,7 +57,7 @@ def exclusive_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """What every wrapper of a model has: its table of tokens."""
+    """The module that every wrapper of a model shares: its embedding."""
     try:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -73,7 +73,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _structure(model: nn.Module) -> str | None:
-    """What can be said without running it."""
+    """Why it cannot be batched, where that shows without running it."""
     config = config_of(model)
     if config is None:
         return "it is no model of Transformers"
@@ -98,10 +98,10 @@ def _sequences(model: nn.Module) -> list[list[int]]:
 def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
     """Logits [tokens, vocabulary] of the model by itself, given what its `generate` would give it."""
     ids = torch.tensor([tokens], device=device_of(model))
-    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if accepts(model, "position_ids"):
-        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
-    return model(input_ids=ids, **given, **without_cache(model)).logits[0]
+        inputs["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    return model(**inputs, **without_cache(model)).logits[0]
 
 
 def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
@@ -132,18 +132,18 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 def _probe(
     executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
 ) -> str | None:
-    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them, which is asked
-    for where they are farther off than roundings are elsewhere: finding it takes passes."""
+    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them, which takes
+    passes to measure: only where they are farther off than roundings are elsewhere."""
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
         spans = [BatchSlice(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
         batch = RaggedBatch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
-        found = executor.run(batch)
+        logits = executor.run(batch)
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
-        if found.shape != right.shape:
-            return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
-        largest, error = largest_value(right), largest_value(found.float() - right.float())
+        if logits.shape != right.shape:
+            return f"its logits have shape {tuple(logits.shape)} instead of {tuple(right.shape)}"
+        largest, error = largest_value(right), largest_value(logits.float() - right.float())
         limit = tolerance(right.dtype, FACTORS.get(right.dtype, 1.0)) * largest
         if not error <= limit and not error <= noise():
             return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
@@ -160,14 +160,14 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
     try:
-        made = FusedExecutor(executor)
+        native = FusedExecutor(executor)
         spans = [BatchSlice(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
-        reason = prove(made, RaggedBatch(spans, PROBE_PAGE, device_of(executor.model)))
-        reason = reason or _probe(made, sequences, wanted, noise)
-    except Exception as error:  # whatever a module's parts do when asked alone, the model itself works
+        reason = prove(native, RaggedBatch(spans, PROBE_PAGE, device_of(executor.model)))
+        reason = reason or _probe(native, sequences, wanted, noise)
+    except Exception as error:  # whatever a module's parts do when called alone, the model itself works
         reason = _say(error)
     if reason is None:
-        return made
+        return native
     executor.unfused = reason
     lost = f"{type(executor.model).__name__} goes through its own modules, not through native passes: {reason}"
     if device_of(executor.model).type == "cpu":
@@ -185,38 +185,42 @@ def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) 
     first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first;
     `packed` packs the bf16 matrices of a model that has it, without loss.
     """
-    found, why = _chosen(model, fused)
-    if isinstance(found, FusedExecutor):
+    executor, why = _chosen(model, fused)
+    if isinstance(executor, FusedExecutor):
         with exclusive_pass(model):
-            found.settle()
-    if packed and isinstance(found, FusedExecutor):
-        with exclusive_pass(model):
-            found.pack()
+            executor.settle()
+            if packed:
+                executor.pack()
     elif packed:
         warn_once(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
-    return found, why
+    return executor, why
 
 
 def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     if (reason := _structure(model)) is not None:
         return None, reason
     sequences = _sequences(model)
-    why = "" if _interface(model) else "its attention does not go through Transformers' interface"
+    sources = {inspect.getmodule(kind) for kind in {type(module) for module in model.modules()}}
+    # A class whose source does not call the attention interface keeps its own attention.
+    interface = any("ALL_ATTENTION_FUNCTIONS" in vars(source) for source in sources if source is not None)
+    why = "" if interface else "its attention does not go through Transformers' interface"
     why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
-    with exclusive_pass(model), Inside(model).turn():
+    with exclusive_pass(model), ModuleState(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
         noise = functools.cache(lambda: _noise(model, sequences, wanted))
-        for executor in _candidates(model, packed=not why):
+        store = functools.partial(KVCache, 16, PROBE_PAGE)
+        candidates: list[Any] = [] if why else [PagedExecutor(model, store())]
+        for executor in [*candidates, *(GatheringExecutor(model, store(), even) for even in (False, True))]:
             try:
                 reason = _probe(executor, sequences, wanted, noise)
-            except Exception as error:  # the same: the next one is tried, and the reason is told
+            except Exception as error:  # the same: the next one is tried
                 reason = _say(error)
             if reason is None and isinstance(executor, PagedExecutor):
                 reason = executor.forgets(_windows(model))
-                if reason is not None:  # what it writes depends on how its prompt was cut: nobody else can do that
+                if reason is not None:  # its tokens depend on how its prompt was cut: no executor can do that
                     return None, reason
             if reason is None:
                 return (_fused(executor, sequences, wanted, noise) if fused else executor), why
@@ -230,27 +234,9 @@ def _windows(model: nn.Module) -> dict[int, int]:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # a config without layers: its cache keeps everything
         return {}
-    windows = {at: getattr(layer, "sliding_window", None) for at, layer in enumerate(layers)}
-    return {at: window for at, window in windows.items() if window and getattr(layers[at], "is_sliding", False)}
-
-
-def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
-    def store() -> KVCache:
-        return KVCache(16, PROBE_PAGE)
-
-    if packed:
-        yield PagedExecutor(model, store())
-    yield GatheringExecutor(model, store())
-    yield GatheringExecutor(model, store(), even=True)
-
-
-def _interface(model: nn.Module) -> bool:
-    """Whether some module's source calls the attention interface; a class that does not keeps its own attention."""
-    for kind in {type(module) for module in model.modules()}:
-        module = inspect.getmodule(kind)
-        if module is not None and "ALL_ATTENTION_FUNCTIONS" in vars(module):
-            return True
-    return False
+    sliding = {i: layer for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
+    windows = {i: getattr(layer, "sliding_window", None) for i, layer in sliding.items()}
+    return {i: window for i, window in windows.items() if window}
 
 
 def warn_of(model: nn.Module, executor: Any, why: str) -> None:

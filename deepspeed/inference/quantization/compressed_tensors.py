@@ -19,11 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def unread(section: Mapping[str, Any]) -> str:
-    """What in the `quantization_config` of a folder is not read here, in a few words; empty: all is.
-
-    Args:
-        section: as the folder's `config.json` has it.
-    """
+    """The part of a folder's `quantization_config` that is not read here, in a few words; empty where all is read."""
     if section.get("quant_method") != "compressed-tensors":
         return f"quant_method {section.get('quant_method')}"
     for key in ("transform_config", "kv_cache_scheme"):
@@ -55,18 +51,14 @@ def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device:
     """The tensors that are no parts of packed matrices; linear layers of those are replaced, in place, as they come.
 
     Args:
-        module: where layers are found by name; it may be on the meta device.
+        module: may be on the meta device.
         tensors: by stored name, of all files.
         dtype: of products.
-        device: where the integers go.
-
-    Raises:
-        CheckpointError: parts are missing, do not fit the layer, or belong to none.
-        NotAvailableError: a form that the products here do not know.
+        device: of the integers.
     """
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    packed: dict[str, dict[str, torch.Tensor]] = {}  # by layer: its parts that have come
     others: list[str] = []
-    made = 0
+    replaced = 0
     for name, value in tensors:
         layer, _, part = name.rpartition(".")
         if part in _REFUSED:
@@ -75,26 +67,26 @@ def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device:
             others += [name] if part != "bias" else []
             yield name, value
             continue
-        parts = found.setdefault(layer, {})
+        parts = packed.setdefault(layer, {})
         parts[part] = value
         if parts.keys() >= {"weight", "weight_scale"} or parts.keys() >= set(_PARTS):
             _replace(module, layer, _packed(layer, parts, dtype).to(device))
-            found[layer] = {}
-            made += 1
-    for layer, parts in found.items():
+            packed[layer] = {}
+            replaced += 1
+    for layer, parts in packed.items():
         for part, value in parts.items():
             raise CheckpointError(
                 f"checkpoint: '{layer}.{part}' is {value.dtype} there, of its packed matrix {sorted(parts)} is all: "
                 "integers mean nothing without their scales; give a file of whole weights, or all parts"
             )
     for name in others:
-        if any(name[:at] in found for at, one in enumerate(name) if one == "."):
+        if any(name[:dot] in packed for dot, character in enumerate(name) if character == "."):
             raise NotAvailableError(
                 f"checkpoint: '{name}' belongs to a packed matrix, and nothing here knows what for: without it the "
                 "model would compute something else; give a folder without transforms, or of whole weights"
             )
-    if made:
-        log_rank0(f"checkpoint: {made} matrices stay the packed integers that they are there")
+    if replaced:
+        log_rank0(f"checkpoint: {replaced} matrices stay the packed integers that they are there")
 
 
 def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> PackedWeight:
@@ -120,8 +112,8 @@ def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
         if len(shape) != 2 or min(shape) == 0:
             raise NotAvailableError(f"checkpoint: '{layer}' holds integers of shape {tuple(shape)}, which is no matrix")
         return parts["weight"], 8, shape
-    words, said = parts["weight_packed"], parts["weight_shape"]
-    shape = torch.Size(int(size) for size in said.flatten().tolist())
+    words, sizes = parts["weight_packed"], parts["weight_shape"]
+    shape = torch.Size(int(size) for size in sizes.flatten().tolist())
     bits = 0
     if words.dtype == torch.int32 and words.dim() == 2 and len(shape) == 2 and min(shape) > 0:
         bits = 32 * words.shape[1] // shape[1]
@@ -138,33 +130,28 @@ def _linear(module: nn.Module, name: str) -> str | None:
     """The model's name of a linear layer over floating weights; files of a bare model lack its prefix."""
     prefix = getattr(module, "base_model_prefix", "")
     layers: dict[str, Any] = dict(module.named_modules())
-    for one in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-        if isinstance(layers.get(one), nn.Linear) and layers[one].weight.is_floating_point():
-            return one
+    for spelling in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        if isinstance(layers.get(spelling), nn.Linear) and layers[spelling].weight.is_floating_point():
+            return spelling
     return None
 
 
 def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
-    at = _linear(module, name)
-    if at is None:
+    path = _linear(module, name)
+    if path is None:
         raise CheckpointError(f"checkpoint: '{name}' is packed there, and no linear layer of the model")
-    layer: Any = module.get_submodule(at)
+    layer: Any = module.get_submodule(path)
     if layer.weight.shape != packed.shape:
         raise CheckpointError(
             f"checkpoint: '{name}' is {tuple(packed.shape)} there and {tuple(layer.weight.shape)} in the model"
         )
-    if _tied(module, layer):
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    will_tie = layer is head and getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+    others = (other for other in module.modules() if other is not layer)
+    if will_tie or any(other._parameters.get("weight") is layer.weight for other in others):
         raise NotAvailableError(
             f"checkpoint: '{name}' is packed there, and shares its weight in the model: set tie_word_embeddings to "
             "false in its config where the folder holds both, or give it whole"
         )
-    home, _, last = at.rpartition(".")
-    setattr(module.get_submodule(home), last, PackedLinear(packed, layer.bias).train(layer.training))
-
-
-def _tied(module: nn.Module, layer: nn.Linear) -> bool:
-    """Whether others have its weight too, or will once the model ties what it ties."""
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    if layer is head and getattr(getattr(module, "config", None), "tie_word_embeddings", False):
-        return True
-    return any(one is not layer and one._parameters.get("weight") is layer.weight for one in module.modules())
+    owner, _, last = path.rpartition(".")
+    setattr(module.get_submodule(owner), last, PackedLinear(packed, layer.bias).train(layer.training))

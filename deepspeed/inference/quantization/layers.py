@@ -12,12 +12,7 @@ from deepspeed.inference.quantization.packed_weight import PackedWeight
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose matrix is packed.
-
-    Args:
-        packed: [outputs, inputs].
-        bias: [outputs], or None.
-    """
+    """A linear layer whose matrix [outputs, inputs] is packed."""
 
     def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -26,7 +21,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix, unpacked anew at each look."""
+        """The matrix, unpacked anew at each access."""
         return self.packed.dense()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -35,13 +30,8 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table is packed.
-
-    Args:
-        packed: [entries, width].
-        padding_idx: as `nn.Embedding`'s; has no effect without gradients.
-        scale: what some models multiply the rows with.
-    """
+    """An embedding whose table [entries, width] is packed; some models multiply the rows with a `scale`. Without
+    gradients, `padding_idx` has no effect."""
 
     def __init__(self, packed: PackedWeight, padding_idx: int | None, scale: float | None) -> None:
         super().__init__()
@@ -50,13 +40,13 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table, unpacked anew at each look."""
+        """The table, unpacked anew at each access."""
         return self.packed.dense()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[...] of integers to [..., width]."""
-        found = self.packed.rows(input)
-        return found if self.embed_scale is None else found * self.embed_scale
+        rows = self.packed.rows(input)
+        return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 class _Whole(nn.Module):
@@ -65,7 +55,7 @@ class _Whole(nn.Module):
     packed: Any
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.packed.told()
+        destination[f"{prefix}weight"] = self.packed.dense_shared()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(  # type: ignore[override]
@@ -79,7 +69,7 @@ class _Whole(nn.Module):
         elif value.shape != self.packed.shape:
             errors.append(f"size mismatch for {name}: {tuple(value.shape)} there, {tuple(self.packed.shape)} here")
         else:
-            strange[:] = [one for one in strange if one != name]
+            strange[:] = [other for other in strange if other != name]
             value = value.detach().cpu()
             halves = value.to(torch.bfloat16)
             if self.packed.dtype == torch.bfloat16 or torch.equal(halves.to(value.dtype), value):

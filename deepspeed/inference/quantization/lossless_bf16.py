@@ -21,23 +21,21 @@ RAREST = 1 << 10  # one element of so many may have another exponent: each costs
 _HUGE = 2 << 20  # bytes of a huge page
 _CHUNK = 32 << 20
 _CHECKED = 1 << 20  # elements that are compared at a time
-
-
 _PARTS = ("codes", "exponents", "starts", "places", "values")
 
 
 @functools.cache
 def functions() -> ctypes.CDLL | None:
     """The native library with the types of the functions used here, or None."""
-    found = library()
-    if found is not None:
+    native = library()
+    if native is not None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        found.ds_exponents.argtypes = [pointer, count, pointer]
-        found.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
-        found.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
+        native.ds_exponents.argtypes = [pointer, count, pointer]
+        native.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
+        native.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
         for name in ("exponents", "pack", "unpack"):
-            getattr(found, f"ds_{name}").restype = None
-    return found
+            getattr(native, f"ds_{name}").restype = None
+    return native
 
 
 class Room:
@@ -69,17 +67,11 @@ class Room:
 
 
 class LosslessWeight(nn.Module):
-    """A matrix [rows, columns] of bf16 in 12 bits an element.
+    """A matrix [rows, columns] of bf16 in 12 bits an element, in host memory; columns are a multiple of 64.
 
     Elements with another exponent than the sixteen commonest, the escapes, are kept whole beside them. The parts are
-    buffers that no `state_dict` has: the layers over them say their matrix whole.
-
-    Args:
-        weight: bf16 [rows, columns] in host memory; columns a multiple of 64.
-        room: where its bytes go; None: memory of its own.
-
-    Raises:
-        PackingError: it is none, or 12 bits would not pay; the message says why.
+    buffers that no `state_dict` has: that of the layers over them has the whole matrix. `PackingError` says why a
+    matrix cannot be packed, or why 12 bits would not pay.
     """
 
     codes: torch.Tensor
@@ -91,8 +83,8 @@ class LosslessWeight(nn.Module):
     def __init__(self, weight: torch.Tensor, room: Room | None = None) -> None:
         super().__init__()
         self.shape, self.dtype = weight.shape, torch.bfloat16
-        self._told: Any = lambda: None
-        self._version = 0  # of what was told
+        self._shared: Any = lambda: None  # the tensor that tied layers get
+        self._version = 0  # of it
         self.pack(weight.detach(), room or Room(), RAREST)
 
     def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
@@ -111,7 +103,7 @@ class LosslessWeight(nn.Module):
         if escapes * rarest > weight.numel():
             raise PackingError(f"one of {weight.numel() // escapes} elements has a rare exponent")
         groups = -(-rows // GROUP)
-        made = {
+        parts = {
             "codes": room.take(groups * GROUP * columns // BLOCK * PIECE),
             "exponents": (common << 7).to(torch.int16).repeat(2),
             "starts": torch.empty(groups + 1, dtype=torch.int32),
@@ -119,24 +111,24 @@ class LosslessWeight(nn.Module):
             "values": torch.empty(escapes, dtype=torch.int16),
         }
         order = ("exponents", "codes", "starts", "places", "values")
-        native.ds_pack(weight.data_ptr(), rows, columns, *(made[name].data_ptr() for name in order), escapes)
+        native.ds_pack(weight.data_ptr(), rows, columns, *(parts[name].data_ptr() for name in order), escapes)
         before = dict(self._buffers)
-        for name, part in made.items():
+        for name, part in parts.items():
             self.register_buffer(name, part, persistent=False)
         try:
             self._check(weight)
         except PackingError:
             self._buffers.update(before)
             raise
-        self._told = lambda: None
+        self._shared = lambda: None
 
     def _check(self, weight: torch.Tensor) -> None:
         """Every bit is there: compared in parts, at every packing."""
         step = max(GROUP, _CHECKED // weight.shape[1])
         for first in range(0, len(weight), step):
             part = weight[first : first + step]
-            found = self._unpacked(torch.arange(first, first + len(part)))
-            if not torch.equal(found.view(torch.int16), part.view(torch.int16)):
+            unpacked = self._unpacked(torch.arange(first, first + len(part)))
+            if not torch.equal(unpacked.view(torch.int16), part.view(torch.int16)):
                 raise PackingError("it came back with other bits")
 
     def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
@@ -151,7 +143,7 @@ class LosslessWeight(nn.Module):
         """Devices change; another dtype is a wish about what `dense` gives."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.codes.device))
         super()._apply(fn, recurse)
-        self.dtype, self._told = wished.dtype, lambda: None
+        self.dtype, self._shared = wished.dtype, lambda: None
         return self
 
     @property
@@ -162,39 +154,52 @@ class LosslessWeight(nn.Module):
     def dense(self) -> torch.Tensor:
         """The matrix, floating: [rows, columns] of `dtype`."""
         native = functions() if self.codes.device.type == "cpu" else None
-        found = lossless_twin(self) if native is None else self._unpacked(torch.arange(self.shape[0]))
-        return found.to(self.dtype)
+        matrix = self.dense_in_torch() if native is None else self._unpacked(torch.arange(self.shape[0]))
+        return matrix.to(self.dtype)
 
-    def told(self) -> torch.Tensor:
-        """As `dense`; the same tensor as long as somebody holds it, so that tied layers say one."""
-        found = self._told()
-        if found is None or _version(found) != self._version:  # who has written to it has not changed the matrix
-            found = self.dense()
-            self._told, self._version = ref(found), _version(found)
-        return found
+    def dense_in_torch(self) -> torch.Tensor:
+        """The matrix in bf16, by torch alone."""
+        columns = self.shape[1]
+        parts = self.codes.view(-1, columns // BLOCK, GROUP, PIECE).transpose(1, 2)
+        signs, codes = parts[..., :BLOCK].int(), parts[..., BLOCK:]
+        exponents = self.exponents.int()[torch.cat([codes & 15, codes >> 4], -1).long()]
+        bits = ((signs & 0x80) << 8 | signs & 0x7F | exponents).to(torch.int16).reshape(-1, columns)
+        groups = torch.repeat_interleave(torch.arange(len(self.starts) - 1), self.starts.diff().long().cpu())
+        places = self.places.long()
+        bits[groups.to(places.device) * GROUP + places % GROUP, places // GROUP] = self.values
+        return bits[: self.shape[0]].view(torch.bfloat16)
 
-    def rows(self, at: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: [*at.shape, columns]."""
+    def dense_shared(self) -> torch.Tensor:
+        """As `dense`; the same tensor as long as somebody holds it, so that a `state_dict` has one for tied layers."""
+        matrix = self._shared()
+        version = 0 if matrix is None or matrix.is_inference() else matrix._version
+        if matrix is None or version != self._version:  # who has written to it has not changed the packed matrix
+            matrix = self.dense()
+            self._shared, self._version = ref(matrix), 0 if matrix.is_inference() else matrix._version
+        return matrix
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: [*indices.shape, columns]."""
         native = functions() if self.codes.device.type == "cpu" else None
-        flat = at.reshape(-1).long().contiguous()
+        flat = indices.reshape(-1).long().contiguous()
         if native is None or not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]:
-            return F.embedding(at, self.dense())  # which says what is wrong with them
-        return self._unpacked(flat).view(*at.shape, self.shape[1]).to(self.dtype)
+            return F.embedding(indices, self.dense())  # which says what is wrong with them
+        return self._unpacked(flat).view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`inputs` [..., columns] times the transposed matrix, as torch's own product with the whole one."""
         return F.linear(inputs, self.dense(), bias)
 
     def __deepcopy__(self, memo: Any) -> LosslessWeight:
-        made = LosslessWeight.__new__(LosslessWeight)
-        memo[id(self)] = made
-        nn.Module.__init__(made)
-        made.shape, made.dtype, made._told, made._version = self.shape, self.dtype, lambda: None, 0
+        copy = LosslessWeight.__new__(LosslessWeight)
+        memo[id(self)] = copy
+        nn.Module.__init__(copy)
+        copy.shape, copy.dtype, copy._shared, copy._version = self.shape, self.dtype, lambda: None, 0
         room = Room()
         for name, part in self._buffers.items():
             copied = room.take(len(part)).copy_(part) if name == "codes" else part.clone()  # type: ignore[union-attr,arg-type]
-            made.register_buffer(name, copied, persistent=False)
-        return made
+            copy.register_buffer(name, copied, persistent=False)
+        return copy
 
     def __getstate__(self) -> Any:
         raise ArgumentError("a module with packed bf16 matrices is not pickled: save its state_dict, which is whole")
@@ -202,21 +207,3 @@ class LosslessWeight(nn.Module):
     def extra_repr(self) -> str:
         """Shape and form."""
         return f"{tuple(self.shape)}, bf16 in 12 bits"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def lossless_twin(packed: LosslessWeight) -> torch.Tensor:
-    """The matrix in bf16, by torch alone."""
-    rows, columns = packed.shape
-    parts = packed.codes.view(-1, columns // BLOCK, GROUP, PIECE).transpose(1, 2)
-    signs, codes = parts[..., :BLOCK].int(), parts[..., BLOCK:]
-    exponents = packed.exponents.int()[torch.cat([codes & 15, codes >> 4], -1).long()]
-    bits = (signs & 0x80) << 8 | signs & 0x7F | exponents
-    made = bits.to(torch.int16).reshape(-1, columns)
-    groups = torch.repeat_interleave(torch.arange(len(packed.starts) - 1), packed.starts.diff().long().cpu())
-    places = packed.places.long()
-    made[groups.to(places.device) * GROUP + places % GROUP, places // GROUP] = packed.values
-    return made[:rows].view(torch.bfloat16)

@@ -62,12 +62,8 @@ class PackingFormat:
 class PackedWeight(nn.Module):
     """A matrix [rows, columns] in packed form; a module, so that it can be shared by those that are tied.
 
-    The parts are parameters without gradient: what shards, moves or saves parameters takes them along.
-
-    Args:
-        weight: floating, 2-D.
-        form: how.
-        dtype: that `dense` and products have; None: the weight's own.
+    The parts are parameters without gradient: what shards, moves or saves parameters takes them along. `dense` and
+    products have `dtype`, by default the weight's own.
     """
 
     def __init__(self, weight: torch.Tensor, form: PackingFormat, dtype: torch.dtype | None = None) -> None:
@@ -75,7 +71,7 @@ class PackedWeight(nn.Module):
         self.form, self.shape, self.dtype = form, weight.shape, dtype or weight.dtype
         if form.num_bits == 4 and weight.shape[1] % 2:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} has odd rows: 4 bits pack two columns each")
-        integers, scale, offset = _quantize(weight.detach().float(), form)
+        integers, scale, offset = self._quantize(weight.detach().float(), form)
         if form.num_bits == 8 and form.symmetric:  # signed, as torch's product takes them; the offset is zero
             integers, offset = integers.view(torch.int8) ^ -128, torch.zeros_like(offset)
         if form.num_bits == 4:
@@ -99,23 +95,21 @@ class PackedWeight(nn.Module):
         """A matrix that is packed already.
 
         Args:
-            form: how.
-            shape: [rows, columns].
+            form: of the integers.
+            shape: [rows, columns], of which native products read all.
             integers: uint8, of 4 bits two columns each, or int8 of symmetric 8 bits.
-            scale: fp32 as `form.groups` shares it; offset: the same.
+            scale: fp32 as `form.groups` shares it.
+            offset: the same.
             dtype: of products.
-
-        Raises:
-            ArgumentError: there are more or fewer integers than the shape has; native products read as many as that.
         """
         if integers.dtype.itemsize != 1 or 8 * integers.numel() != form.num_bits * shape.numel():
             raise ArgumentError(f"{integers.numel()} bytes hold no matrix {tuple(shape)} of {form.num_bits} bits")
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.form, made.shape, made.dtype, made._fast, made._laid = form, shape, dtype, None, None
+        weight = cls.__new__(cls)
+        nn.Module.__init__(weight)
+        weight.form, weight.shape, weight.dtype, weight._fast, weight._laid = form, shape, dtype, None, None
         for name, part in (("integers", integers), ("scale", scale), ("offset", offset)):
-            made.register_parameter(name, nn.Parameter(part.contiguous(), requires_grad=False))
-        return made
+            weight.register_parameter(name, nn.Parameter(part.contiguous(), requires_grad=False))
+        return weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
         """Devices change, the dtype of scales does not: `.to(bfloat16)` is a wish about products."""
@@ -145,14 +139,14 @@ class PackedWeight(nn.Module):
         values = self._unpacked(self.integers).view(groups).to(kind)
         return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
 
-    def rows(self, at: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: [*at.shape, columns]."""
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: [*indices.shape, columns]."""
         if self.form.axis == 1:
-            return F.embedding(at, self.dense())
-        flat = at.reshape(-1)
+            return F.embedding(indices, self.dense())
+        flat = indices.reshape(-1)
         values = self._unpacked(self.integers[flat]).view(len(flat), *self.form.groups(self.shape)[1:])
-        found = values.float() * self.scale[flat] + self.offset[flat]
-        return found.view(*at.shape, self.shape[1]).to(self.dtype)
+        rows = values.float() * self.scale[flat] + self.offset[flat]
+        return rows.view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`inputs` [..., columns] times the transposed matrix: [..., rows], of the inputs' dtype."""
@@ -164,20 +158,20 @@ class PackedWeight(nn.Module):
             return F.linear(inputs, self.dense().to(inputs.dtype), bias)
         flat = inputs.reshape(count, self.shape[1]).contiguous()
         if self.form.num_bits == 8:
-            made = torch._weight_int8pack_mm(flat, *fast)
+            outputs = torch._weight_int8pack_mm(flat, *fast)
         else:
-            made = torch._weight_int4pack_mm_for_cpu(flat, fast[0], self.shape[1] // self.scale.shape[1], fast[1])
-        made = made.view(*inputs.shape[:-1], self.shape[0])
-        return made if bias is None else made + bias
+            outputs = torch._weight_int4pack_mm_for_cpu(flat, fast[0], self.shape[1] // self.scale.shape[1], fast[1])
+        outputs = outputs.view(*inputs.shape[:-1], self.shape[0])
+        return outputs if bias is None else outputs + bias
 
     def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What torch's packed product takes; None where there is none, or others own the parts."""
         if is_managed(self.integers):  # freed after use: a layout kept here would stay
             return None
         parts = (self.integers, self.scale, self.offset)  # tensors of inference mode count no versions
-        made_of = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
-        if self._fast is None or self._laid != made_of:  # weights may be loaded after the first product
-            self._laid = made_of
+        sources = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+        if self._fast is None or self._laid != sources:  # weights may be loaded after the first product
+            self._laid = sources
             self._fast = self._relaid() if self.integers.device.type == "cpu" and self.form.axis == 2 else ()
         return self._fast or None
 
@@ -193,22 +187,18 @@ class PackedWeight(nn.Module):
         return ()
 
     def __deepcopy__(self, memo: Any) -> PackedWeight:
-        made = PackedWeight.__new__(PackedWeight)
-        memo[id(self)] = made
-        nn.Module.__init__(made)
-        made.form, made.shape, made.dtype, made._fast = self.form, self.shape, self.dtype, None
-        made._laid = None
+        copy = PackedWeight.__new__(PackedWeight)
+        memo[id(self)] = copy
+        nn.Module.__init__(copy)
+        copy.form, copy.shape, copy.dtype, copy._fast, copy._laid = self.form, self.shape, self.dtype, None, None
         for name, part in self._parameters.items():
-            made.register_parameter(name, None if part is None else nn.Parameter(part.detach().clone(), False))
-        return made
+            copy.register_parameter(name, None if part is None else nn.Parameter(part.detach().clone(), False))
+        return copy
 
     def settle(self, take: Callable[[int], torch.Tensor]) -> int:
         """Move parts that have host memory of their own to other memory, which is read faster; returns their bytes.
 
-        What lies in a file, in shared memory or in a larger tensor stays.
-
-        Args:
-            take: a number of bytes to as many of uint8.
+        Parts in a file, in shared memory or in a larger tensor stay. `take` gives as many uint8 as it is asked for.
         """
         moved = 0
         for part in (self.scale, self.offset, self.integers):
@@ -225,35 +215,39 @@ class PackedWeight(nn.Module):
         """Shape and form."""
         return f"{tuple(self.shape)}, {self.form}"
 
+    @staticmethod
+    def _quantize(weight: torch.Tensor, form: PackingFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """uint8 integers [rows, columns], fp32 scale and offset per group: value = integer · scale + offset."""
+        grouped = weight.view(form.groups(weight.shape))
+        top = 2**form.num_bits - 1
+        if form.symmetric:
+            middle = (top + 1) // 2
+            reach = grouped.abs().amax(form.axis, keepdim=True).clamp(min=1e-12)
+            low, step = -reach * middle / (middle - 1), reach / (middle - 1)
+        else:
+            low = grouped.amin(form.axis, keepdim=True)
+            step = ((grouped.amax(form.axis, keepdim=True) - low) / top).clamp(min=1e-12)
+        best, least = (low, step), None
+        for shrink in _SHRINKS if form.num_bits == 4 else _SHRINKS[:1]:
+            tried = (
+                (low + (1 - shrink) / 2 * step * top, step * shrink)
+                if not form.symmetric
+                else (low * shrink, step * shrink)
+            )
+            error = (
+                (PackedWeight._rounded(grouped, *tried, top) * tried[1] + tried[0] - grouped)
+                .square()
+                .sum(form.axis, keepdim=True)
+            )
+            if least is None:
+                least = error
+                continue
+            better = error < least
+            least = torch.minimum(error, least)
+            best = (torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1]))
+        integers = PackedWeight._rounded(grouped, *best, top).to(torch.uint8).view(weight.shape)
+        return integers, best[1].contiguous(), best[0].contiguous()
 
-def _quantize(weight: torch.Tensor, form: PackingFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """uint8 integers [rows, columns], fp32 scale and offset per group: value = integer · scale + offset."""
-    grouped = weight.view(form.groups(weight.shape))
-    top = 2**form.num_bits - 1
-    if form.symmetric:
-        middle = (top + 1) // 2
-        reach = grouped.abs().amax(form.axis, keepdim=True).clamp(min=1e-12)
-        low, step = -reach * middle / (middle - 1), reach / (middle - 1)
-    else:
-        low = grouped.amin(form.axis, keepdim=True)
-        step = ((grouped.amax(form.axis, keepdim=True) - low) / top).clamp(min=1e-12)
-    best, least = (low, step), None
-    for shrink in _SHRINKS if form.num_bits == 4 else _SHRINKS[:1]:
-        tried = (
-            (low + (1 - shrink) / 2 * step * top, step * shrink)
-            if not form.symmetric
-            else (low * shrink, step * shrink)
-        )
-        error = (_rounded(grouped, *tried, top) * tried[1] + tried[0] - grouped).square().sum(form.axis, keepdim=True)
-        if least is None:
-            least = error
-            continue
-        better = error < least
-        least = torch.minimum(error, least)
-        best = (torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1]))
-    integers = _rounded(grouped, *best, top).to(torch.uint8).view(weight.shape)
-    return integers, best[1].contiguous(), best[0].contiguous()
-
-
-def _rounded(values: torch.Tensor, low: torch.Tensor, step: torch.Tensor, top: int) -> torch.Tensor:
-    return ((values - low) / step).round().clamp(0, top)
+    @staticmethod
+    def _rounded(values: torch.Tensor, low: torch.Tensor, step: torch.Tensor, top: int) -> torch.Tensor:
+        return ((values - low) / step).round().clamp(0, top)

@@ -29,45 +29,32 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 def quantize(
     model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
 ) -> int:
-    """Pack layers of a model in place; layers that share a matrix share its packed form.
+    """Pack layers of a model in place; layers that share a matrix share its packed form. Returns how many.
 
     Args:
-        model: its Linear, Embedding and `Conv1D` layers are asked for.
-        form_of: name and layer to a form; None leaves the layer as it is.
-        dtype: of products; None: what the weights have.
-
-    Returns:
-        How many layers were packed.
-
-    Raises:
-        ArgumentError: a weight does not divide by its group, or is shared with a layer that stays.
-        NotAvailableError: the model is sharded already.
+        form_of: from name and layer (Linear, Embedding or `Conv1D`) to a form; None leaves the layer as it is.
+        dtype: of products; None: that of the weights.
     """
     chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
     _check_tied_layers(model, {id(module) for module, _ in chosen.values()})
     shared: dict[int, PackedWeight] = {}
-    made: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     before = sum(param.nbytes for param in model.parameters())
     for name, (module, form) in chosen.items():
-        if id(module) not in made:
-            weight: Any = module.weight
-            if id(weight) not in shared:
-                shared[id(weight)] = _packed(name, module, form, dtype)
-            made[id(module)] = packed_layer(module, shared[id(weight)]).train(module.training)
+        weight: Any = module.weight
+        if id(weight) not in shared:
+            try:
+                shared[id(weight)] = PackedWeight(matrix_of(module), form, dtype)
+            except ArgumentError as error:
+                raise ArgumentError(f"'{name}' cannot be packed: {error}") from None
+        layers[id(module)] = packed_layer(module, shared[id(weight)]).train(module.training)
     for owner in list(model.modules()):
         for name, child in owner.named_children():
-            if id(child) in made:
-                setattr(owner, name, made[id(child)])
+            if id(child) in layers:
+                setattr(owner, name, layers[id(child)])
     after = sum(param.nbytes for param in model.parameters())
-    log_rank0(f"{len(made)} layers are packed: {before / 1e6:.1f} MB of weights became {after / 1e6:.1f} MB")
-    return len(made)
-
-
-def _packed(name: str, module: nn.Module, form: PackingFormat, dtype: torch.dtype | None) -> PackedWeight:
-    try:
-        return PackedWeight(matrix_of(module), form, dtype)
-    except ArgumentError as error:
-        raise ArgumentError(f"'{name}' cannot be packed: {error}") from None
+    log_rank0(f"{len(layers)} layers are packed: {before / 1e6:.1f} MB of weights became {after / 1e6:.1f} MB")
+    return len(layers)
 
 
 def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
@@ -81,12 +68,13 @@ def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
         weight = module._parameters.get("weight")
         if weight is not None:
             users.setdefault(id(weight), []).append((name, module))
-    for found in users.values():
-        packs = [id(module) in chosen for _, module in found]
-        if any(packs) and not all(packs):
-            kept = next(name for (name, _), one in zip(found, packs, strict=True) if not one)
-            name = next(name for (name, _), one in zip(found, packs, strict=True) if one)
-            raise ArgumentError(f"'{name}' shares its weight with '{kept}', which stays whole: name both or neither")
+    for layers in users.values():
+        packed = [name for name, module in layers if id(module) in chosen]
+        whole = [name for name, module in layers if id(module) not in chosen]
+        if packed and whole:
+            raise ArgumentError(
+                f"'{packed[0]}' shares its weight with '{whole[0]}', which stays whole: name both or neither"
+            )
 
 
 # -- without loss ------------------------------------------------------------------------------------------------------
@@ -99,14 +87,11 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     share its packed form; a matrix for which it does not pay stays, and a line says why.
 
     Args:
-        model: in host memory. Whoever else holds its weights keeps them, and what he writes there is no longer seen.
+        model: in host memory. Whoever else holds its weights keeps them, and writes there are no longer seen here.
         whole: layers that stay as they are, as those with hooks do.
 
     Returns:
         How many matrices were packed.
-
-    Raises:
-        ArgumentError: the weights are being trained: they belong to an engine or have gradients.
     """
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
@@ -114,24 +99,24 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
                 f"lossless_weights: '{name}' belongs to an engine or has a gradient: weights that are trained are "
                 "served where they lie; leave lossless_weights out, or give a copy of the model"
             )
-    room, before, after, made, kept = Room(), 0, 0, 0, list[str]()
+    room, before, after, count, refused = Room(), 0, 0, 0, list[str]()
     for size, names in _shared_layers(model, whole):
         try:
             after += _pack_layers(model, names, room)
         except PackingError as error:
-            kept.append(f"'{names[0]}' stays whole: {error}")
+            refused.append(f"'{names[0]}' stays whole: {error}")
         else:
-            before, made = before + size, made + 1
-    if made:
+            before, count = before + size, count + 1
+    if count:
         log_rank0(f"{before / 1e6:.1f} MB of bf16 matrices became {after / 1e6:.1f} MB, every bit kept")
-    if kept:
-        log_rank0(f"{kept[0]}{f'; {len(kept) - 1} more too' if len(kept) > 1 else ''}")
-    return made
+    if refused:
+        log_rank0(f"{refused[0]}{f'; {len(refused) - 1} more too' if len(refused) > 1 else ''}")
+    return count
 
 
 def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
     """(bytes, names of the layers that share it) of each matrix of bf16, the smallest first; holds no tensor."""
-    found: dict[int, tuple[int, list[str]]] = {}
+    layers: dict[int, tuple[int, list[str]]] = {}
     whole: set[int] = set()  # that some module holds which cannot be packed
     for name, module in model.named_modules(remove_duplicate=False):
         free = not (module._forward_hooks or module._forward_pre_hooks or module in left)
@@ -139,10 +124,10 @@ def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[
             if param is None or param.dtype != torch.bfloat16 or param.dim() != 2:
                 continue
             if free and kind == "weight" and can_pack(module) and not is_transposed(module):
-                found.setdefault(id(param), (param.nbytes, []))[1].append(name)
+                layers.setdefault(id(param), (param.nbytes, []))[1].append(name)
             else:
                 whole.add(id(param))
-    return sorted(pair for key, pair in found.items() if key not in whole)
+    return sorted(pair for key, pair in layers.items() if key not in whole)
 
 
 def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
@@ -156,14 +141,13 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
     return packed.nbytes
 
 
-# -- what callers ask for ----------------------------------------------------------------------------------------------
+# -- as integers -------------------------------------------------------------------------------------------------------
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Pack the linear layers; the head, and the embedding that is tied to it, always in 8 bits.
+    """Pack the linear layers, in place; the head, and the embedding that is tied to it, always in 8 bits.
 
     Args:
-        model: changed in place.
         num_bits: 8: a scale per output row and group; 4: per 32 inputs, where they divide.
         q_groups: scales per output row, with 8 bits.
         dtype: of products.
@@ -188,12 +172,12 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
     return quantize(model, form_of, dtype)
 
 
-def _check_same_bits(model: nn.Module, asked: Callable[[str, nn.Module], int | None]) -> None:
+def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int | None]) -> None:
     """Layers that came as integers keep them: other bits would be rounded twice."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
             continue
-        bits, held = asked(name, module), module.packed.form.num_bits
+        bits, held = bits_of(name, module), module.packed.form.num_bits
         if bits not in (None, held):
             raise ArgumentError(
                 f"'{name}' is packed in {held} bits already, as its folder or an earlier call made it, and {bits} are "
@@ -210,8 +194,8 @@ def _head(model: nn.Module) -> set[int]:
     weight = getattr(head, "weight", None)
     if not isinstance(weight, nn.Parameter):
         return set()
-    found = [module for module in model.modules() if module._parameters.get("weight") is weight]
-    return {id(module) for module in found} if all(map(can_pack, found)) else set()
+    tied = [module for module in model.modules() if module._parameters.get("weight") is weight]
+    return {id(module) for module in tied} if all(map(can_pack, tied)) else set()
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
@@ -244,7 +228,17 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
         raise DeepSpeedConfigError("weight_quantization: give quantized_initialization or post_init_quant, not both")
     if everywhere:
         entries = {"": everywhere}
-    forms = {key: _form("weight_quantization", key, said) for key, said in entries.items()}
+    forms: dict[str, PackingFormat] = {}
+    for key, options in entries.items():
+        if not isinstance(options, Mapping) or options.keys() - _KEYS:
+            unknown = sorted(options.keys() - _KEYS) if isinstance(options, Mapping) else options
+            raise DeepSpeedConfigError(
+                f"weight_quantization: {key!r}: {unknown} is unknown; the keys are {sorted(_KEYS)}"
+            )
+        try:
+            forms[key] = PackingFormat(**{"num_bits": 8, "group_size": 0, "group_dim": 1, **options})
+        except (ArgumentError, NotAvailableError) as error:
+            raise type(error)(f"weight_quantization: {key!r}: {error}") from None
     used: set[str] = set()
 
     def form_of(name: str, module: nn.Module) -> PackingFormat | None:
@@ -261,13 +255,3 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
             f"weight_quantization: no Linear or Embedding is named by {sorted(forms.keys() - used)}"
         )
     return packed
-
-
-def _form(where: str, key: str, said: Any) -> PackingFormat:
-    if not isinstance(said, Mapping) or said.keys() - _KEYS:
-        unknown = sorted(said.keys() - _KEYS) if isinstance(said, Mapping) else said
-        raise DeepSpeedConfigError(f"{where}: {key!r}: {unknown} is unknown; the keys are {sorted(_KEYS)}")
-    try:
-        return PackingFormat(**{"num_bits": 8, "group_size": 0, "group_dim": 1, **said})
-    except (ArgumentError, NotAvailableError) as error:
-        raise type(error)(f"{where}: {key!r}: {error}") from None

@@ -34,7 +34,7 @@ def build_hf_engine(
     logger.setLevel(debug_level)
     if (Path(path) / ENGINE_FILE).exists():
         return build_engine_from_ds_checkpoint(path, engine_config, debug_level)
-    return _engine(_load(path, "auto"), engine_config)
+    return _load(path, "auto", engine_config)
 
 
 def build_engine_from_ds_checkpoint(
@@ -49,21 +49,17 @@ def build_engine_from_ds_checkpoint(
     file = Path(path) / ENGINE_FILE
     if not file.exists():
         raise CheckpointMissingError(f"{path} has no {ENGINE_FILE}; write it with InferenceEngineV2.serialize")
-    return _engine(_load(path, getattr(torch, json.loads(file.read_text())["dtype"])), engine_config)
+    return _load(path, getattr(torch, json.loads(file.read_text())["dtype"]), engine_config)
 
 
-def _engine(model: Any, config: RaggedInferenceEngineConfig | None) -> InferenceEngineV2:
-    """Over a model that nobody else holds."""
-    config = config or RaggedInferenceEngineConfig()
-    if config.lossless_weights is None:
-        config = config.model_copy(update={"lossless_weights": True})
-    return InferenceEngineV2(model, config)
-
-
-def _load(path: str, dtype: Any) -> Any:
+def _load(path: str, dtype: Any, config: RaggedInferenceEngineConfig | None) -> InferenceEngineV2:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    config = config or RaggedInferenceEngineConfig()
+    if config.lossless_weights is None:  # nobody else holds the model
+        config = config.model_copy(update={"lossless_weights": True})
+    return InferenceEngineV2(model, config)

@@ -29,7 +29,7 @@ ENGINE_FILE = "ds_engine.json"
 
 @dataclass
 class DSSequenceDescriptor:
-    """What the engine keeps of one sequence."""
+    """State of one sequence."""
 
     uid: int
     seen_tokens: int = 0
@@ -68,9 +68,8 @@ class InferenceEngineV2:
         self._blocks = BlockPool(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
         executor.store = probed.resized(self._blocks.count, BLOCK)
         self._sequences: dict[int, DSSequenceDescriptor] = {}
-        config = SimpleNamespace(
-            max_seq_length=length_limit(model) or self._max_context, vocab_size=vocabulary_size(model, decoder=True)
-        )
+        size = vocabulary_size(model, decoder=True)
+        config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=size)
         self._policy = SimpleNamespace(_checkpoint_engine=SimpleNamespace(model_config=config))
 
     @property
@@ -104,10 +103,10 @@ class InferenceEngineV2:
             SchedulingError: the batch is over a limit.
             ArgumentError: uids twice, or tokens that are none.
         """
-        uids, tokens = list(batch_uids), [self._tokens(one) for one in batch_tokens]
+        uids, tokens = list(batch_uids), [self._check_tokens(new) for new in batch_tokens]
         if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not uids:
             raise ArgumentError(f"put takes each uid once, with its tokens: {len(uids)} uids, {len(tokens)} of tokens")
-        if do_checks and (result := self.can_schedule(uids, [len(one) for one in tokens])) != SchedulingResult.Success:
+        if do_checks and (result := self.can_schedule(uids, [len(new) for new in tokens])) != SchedulingResult.Success:
             raise SchedulingError(result)
         spans = []
         needed = sum(self._more(uid, len(new)) for uid, new in zip(uids, tokens, strict=True))
@@ -176,8 +175,8 @@ class InferenceEngineV2:
         """
         folder = Path(save_path)
         self._model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
-        said = {"version": 1, "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch.")}
-        (folder / ENGINE_FILE).write_text(json.dumps(said))
+        entries = {"version": 1, "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch.")}
+        (folder / ENGINE_FILE).write_text(json.dumps(entries))
 
     def _count(self, each: int) -> int:
         """Blocks of the cache, of `each` bytes."""
@@ -201,11 +200,11 @@ class InferenceEngineV2:
         held = len(self._sequences[uid].blocks) if uid in self._sequences else 0
         return max(0, -(-(self._seen(uid) + tokens) // BLOCK) - held)
 
-    def _tokens(self, given: Any) -> list[int]:
-        found = torch.as_tensor(given)
-        if found.dim() != 1 or not len(found) or found.is_floating_point():
-            raise ArgumentError(f"tokens are 1-D integers, at least one, not {tuple(found.shape)} of {found.dtype}")
+    def _check_tokens(self, tokens: Any) -> list[int]:
+        new = torch.as_tensor(tokens)
+        if new.dim() != 1 or not len(new) or new.is_floating_point():
+            raise ArgumentError(f"tokens are 1-D integers, at least one, not {tuple(new.shape)} of {new.dtype}")
         most = vocabulary_size(self._model, decoder=True)
-        if int(found.min()) < 0 or (most is not None and int(found.max()) >= most):
-            raise ArgumentError(f"tokens have to be from 0 to {most}, not {int(found.min())} to {int(found.max())}")
-        return found.tolist()
+        if int(new.min()) < 0 or (most is not None and int(new.max()) >= most):
+            raise ArgumentError(f"tokens have to be from 0 to {most}, not {int(new.min())} to {int(new.max())}")
+        return new.tolist()

@@ -15,11 +15,11 @@ import deepspeed
 from deepspeed.errors import ArgumentError, PackingError
 from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import native, select
-from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, rows_of
+from deepspeed.inference.executors.native_tensors import functions, matrix_of, rows_of
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization import lossless_bf16
 from deepspeed.inference.quantization.layers import LosslessEmbedding, LosslessLinear
-from deepspeed.inference.quantization.lossless_bf16 import RAREST, LosslessWeight, lossless_twin
+from deepspeed.inference.quantization.lossless_bf16 import RAREST, LosslessWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.v2 import (
     InferenceEngineV2,
@@ -27,6 +27,7 @@ from deepspeed.inference.v2 import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
+from tests.unit.inference.products import product
 from tests.unit.inference.toys import llama, phi3, scale
 
 pytestmark = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
@@ -65,7 +66,7 @@ def test_products_and_rows_have_the_bits_of_the_whole_matrix(form, outputs: int,
     for escapes in (0, 5, outputs * inputs // 3):
         whole, bias = matrix(outputs, inputs, escapes), torch.randn(outputs)
         one = packed(whole)
-        assert torch.equal(bits(one.dense()), bits(whole)) and torch.equal(bits(lossless_twin(one)), bits(whole))
+        assert torch.equal(bits(one.dense()), bits(whole)) and torch.equal(bits(one.dense_in_torch()), bits(whole))
         at = torch.tensor([[outputs - 1, 0], [1, outputs // 2]])
         assert torch.equal(bits(one.rows(at)), bits(whole[at]))
         plain, ours = matrix_of(whole, bias), matrix_of(one, bias)
@@ -197,12 +198,12 @@ def test_files_and_copies_are_whole(tmp_path) -> None:
 
 def test_what_was_told_and_changed_is_not_told_again() -> None:
     layer = LosslessWeight(right := matrix(8, 64))
-    told = layer.told()
-    assert layer.told() is told
+    told = layer.dense_shared()
+    assert layer.dense_shared() is told
     told.zero_()
-    assert torch.equal(layer.told(), right)
+    assert torch.equal(layer.dense_shared(), right)
     with torch.inference_mode():
-        assert torch.equal(layer.told(), right)
+        assert torch.equal(layer.dense_shared(), right)
 
 
 def test_values_that_bf16_does_not_hold_are_refused() -> None:

@@ -13,10 +13,11 @@ from deepspeed.foundation.equivalence import tolerance
 from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.inference.executors import native as executors_native
 from deepspeed.inference.executors import select
-from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, product_twin, rows_of
+from deepspeed.inference.executors.native_tensors import functions, matrix_of, rows_of
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import quantize_linears
+from tests.unit.inference.products import product, product_in_torch
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
 
@@ -44,7 +45,7 @@ def test_a_product_is_right_and_its_rows_do_not_know_each_other(form, kind) -> N
         weight = weight.bfloat16() if kind == "bf16" else weight
         matrix = matrix_of(weight, bias)
         x = torch.randn(130, inputs)  # more than a block of rows, and than stay in a cache
-        all_rows, twin = product(matrix, x, 1), product_twin(weight, x, bias)
+        all_rows, twin = product(matrix, x, 1), product_in_torch(weight, x, bias)
         bound = 2e-4 if kind in PACKINGS else 1e-5  # integers: 15 bits of a row's largest
         assert float((all_rows - twin).abs().max()) < bound * float(twin.abs().max())
         for rows in (1, 2, 3, 4, 5, 16, 17, 33, 61):
@@ -139,7 +140,7 @@ def logits_of(generator: Generator, requests: list[Request]) -> dict:
         rows, before = logits.clone(), share.start + share.count
         outputs = real(self, share, logits, largest)
         for at in range(sum(len(output.tokens) for output in outputs)):
-            found[share.track.ident, before + at] = rows[at]
+            found[share.sequence.ident, before + at] = rows[at]
         return outputs
 
     with mock.patch.object(Generator, "_accept", accept):

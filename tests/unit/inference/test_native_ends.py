@@ -10,8 +10,8 @@ from torch import nn
 
 from deepspeed.errors import RequestError
 from deepspeed.inference import Generator
-from deepspeed.inference.executors import decoder_structure
-from deepspeed.inference.executors.native_tensors import functions, largest, largest_twin
+from deepspeed.inference.executors.native import Reader
+from deepspeed.inference.executors.native_tensors import functions, largest, largest_in_torch
 from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.layers import PackedEmbedding
 from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
@@ -30,9 +30,9 @@ def test_the_largest_of_a_row_is_the_first_one_or_none_where_it_is_no_number(for
     logits[4] = 3.0  # equal ones
     logits[5, : columns // 2] = -float("inf")
     logits[6, 0], logits[6, -1] = float("nan"), float("inf")
-    assert largest(logits) == largest_twin(logits)
+    assert largest(logits) == largest_in_torch(logits)
     assert largest(logits)[1:5] == [-1, -1, -1, 0] and largest(logits)[6] == -1
-    assert largest(logits[:, ::2]) == largest_twin(logits[:, ::2]) and largest(logits[:0]) == []
+    assert largest(logits[:, ::2]) == largest_in_torch(logits[:, ::2]) and largest(logits[:0]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,7 +41,7 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(37, 192).to(dtype)
     module = table if kind == "plain" else PackedEmbedding(PackedWeight(table.weight, PACKINGS[kind]), None, None)
-    matrix, rounded = decoder_structure._table(module)
+    matrix, rounded = Reader.table_of(module)
     at = array("q", [36, 0, 5, 5, 17])
     made = torch.empty(len(at), 192)
     functions().ds_rows(matrix, at.buffer_info()[0], len(at), rounded, made.data_ptr())
@@ -49,8 +49,8 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
 
 
 def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
-    assert decoder_structure._table(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
-    assert decoder_structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), PackingFormat()), None, 2.0)) == (
+    assert Reader.table_of(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
+    assert Reader.table_of(PackedEmbedding(PackedWeight(torch.randn(8, 32), PackingFormat()), None, 2.0)) == (
         None,
         0,
     )

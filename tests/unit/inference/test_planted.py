@@ -78,7 +78,7 @@ def stale_page() -> Iterator[None]:
 
     def forget(self, node):
         page = node.page
-        del self._nodes[page], self._kept[page]
+        del self._nodes[page], self._cached[page]
         self._free.append(page)
 
     with mock.patch.object(kv_cache.BlockPool, "_forget", forget):
@@ -193,7 +193,7 @@ def end_inside_chunk() -> Iterator[None]:
     """Tokens that were verified behind an end token are handed out with it."""
 
     def accept(self, share, logits, largest):
-        live = self._live[share.track.ident]
+        live = self._live[share.sequence.ident]
         accepted = []
         for at in range(len(largest)):
             accepted.append(live.take(None, largest[at]))

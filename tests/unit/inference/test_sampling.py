@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed.errors import RequestError
-from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.request import Request, SamplingParams
 from deepspeed.inference.sampler import Sampler
 
@@ -114,10 +114,11 @@ def test_a_stop_string_is_found_across_tokens_as_in_the_whole_text() -> None:
     for _ in range(300):
         tokens = [draw.randrange(len(Letters.pieces)) for _ in range(30)]
         stops = draw.sample(["END", "ab ", "NDa", "bb", "EE E"], 2)
-        watch, text = StopStrings(Letters(), stops), ""
+        watch, text = TextStream(Letters(), stops), ""
         for token in tokens:
             text += Letters.pieces[token]
-            found = watch.push(token)
+            watch.push([token])
+            found = watch.matched
             places = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
             assert found == (min(places)[2] if places else None)
             if found:

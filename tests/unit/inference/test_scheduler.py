@@ -39,7 +39,7 @@ class Machine:
 
         shares = self.scheduler.plan(drafts if self.steps % 2 else None)
         assert shares, "a step without progress"
-        assert sum(share.rows for share in shares) <= self.scheduler.max_tokens
+        assert sum(len(share.tokens) for share in shares) <= self.scheduler.max_tokens
         assert len(shares) <= self.scheduler.max_sequences
         for share in shares:
             self._compute(share)
@@ -47,7 +47,7 @@ class Machine:
         self.check()
 
     def _compute(self, share) -> None:
-        track, size = share.track, self.pages.size
+        track, size = share.sequence, self.pages.size
         fed = [*track.tokens[share.start : share.start + share.count], *share.drafts]
         for at, token in enumerate(fed, share.start):
             page = track.pages[at // size]
@@ -56,7 +56,7 @@ class Machine:
         seen = [self.content[page][i] for page in track.pages for i in range(size)][: share.start + len(fed)]
         assert seen == list(enumerate([*track.tokens[: share.start], *fed])), "a stale page was read"
         accepted = []
-        if share.complete:
+        if share.wanted:
             known = list(track.tokens)
             for draft in [*share.drafts, None]:
                 accepted.append(_next(known))
@@ -76,7 +76,7 @@ class Machine:
         for track in self.scheduler.running:
             for page in track.pages:
                 held[page] = held.get(page, 0) + 1
-        assert all(self.pages.holders(page) == held.get(page, 0) for page in range(self.pages.count))
+        assert all(self.pages.references(page) == held.get(page, 0) for page in range(self.pages.count))
         assert self.pages.available == self.pages.count - len(held), "a page was lost or given twice"
         assert all(not track.pages for track in self.scheduler.waiting)
         assert [t.arrival for t in self.scheduler.running] == sorted(t.arrival for t in self.scheduler.running)
@@ -163,7 +163,7 @@ def test_two_of_one_prompt_share_its_pages_and_copy_the_page_they_write() -> Non
     machine.submit("c", [1, 2, 3, 4, 5, 6, 9, 8], 5)
     machine.step()
     a, b, c = (machine.tracks[name] for name in "abc")
-    assert b.pages[0] == c.pages[0] == a.pages[0] and machine.pages.holders(a.pages[0]) == 3
+    assert b.pages[0] == c.pages[0] == a.pages[0] and machine.pages.references(a.pages[0]) == 3
     assert b.reused == 7 and c.reused == 6 and len({a.pages[1], b.pages[1], c.pages[1]}) == 3
 
 
@@ -189,6 +189,6 @@ def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows:
         scheduler.advance(share, [5])
     long = TokenSequence("long", [3] * 100, streams)
     scheduler.add(long)
-    assert {share.track.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
+    assert {share.sequence.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
         "long": rows
     }

@@ -19,11 +19,10 @@ from transformers import AutoTokenizer
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError
 from deepspeed.inference import Generator, SamplingParams
-from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.detokenizer import TextStream
 from deepspeed.inference.quantization.compressed_tensors import unread
 from deepspeed.inference.quantization.layers import PackedLinear
 from deepspeed.serving.arguments import EngineOptions, parse
-from deepspeed.serving.text_stream import TextStream
 from deepspeed.serving.worker import load
 from tests.harness.pool import PATIENCE
 from tests.unit.inference_surface.test_stored import packed, stored
@@ -258,7 +257,7 @@ def test_text_that_does_not_come_is_not_decoded_again_and_again(folder: Path, wh
     tokenizer = AutoTokenizer.from_pretrained(folder)
     token, decode, work = tokenizer.convert_tokens_to_ids(what), tokenizer.decode, []
     tokenizer.decode = lambda tokens, **options: (work.append(len(tokens)), decode(tokens, **options))[1]
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, skip_special_tokens=True)
     said = "".join(stream.push([token]) for _ in range(2000)) + stream.finish([], None)
     assert said == decode([token] * 2000, skip_special_tokens=True)
     assert sum(work) < 2000 * 200
@@ -268,8 +267,8 @@ def test_a_long_stop_string_is_not_either(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     token, decode, work = tokenizer.convert_tokens_to_ids("x"), tokenizer.decode, []
     tokenizer.decode = lambda tokens, **options: (work.append(len(tokens)), decode(tokens, **options))[1]
-    watch = StopStrings(tokenizer, ("x" * 1500, "y" * 100_000))
-    assert [watch.push(token) is not None for _ in range(1500)] == [False] * 1499 + [True]
+    watch = TextStream(tokenizer, ("x" * 1500, "y" * 100_000))
+    assert [bool(watch.push([token]) or watch.matched) for _ in range(1500)] == [False] * 1499 + [True]
     assert sum(work) < 1500 * 20
 
 
@@ -282,9 +281,9 @@ def test_stop_strings_are_found_in_the_text_as_it_is_shown() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True)
     tokens = tokenizer("a , b")["input_ids"]
     assert tokenizer.decode(tokens) == "a, b", "nothing is made prettier: nothing to test"
-    stream, watch = TextStream(tokenizer), StopStrings(tokenizer, (" ,",))
+    stream, watch = TextStream(tokenizer, skip_special_tokens=True), TextStream(tokenizer, (" ,",))
     assert "".join(stream.push([token]) for token in tokens) == "a , b"
-    assert [watch.push(token) for token in tokens] == [None, " ,", None]
+    assert [(watch.push([token]), watch.matched)[1] for token in tokens] == [None, " ,", None]
 
 
 def test_weights_are_what_they_were_loaded_as(folder: Path) -> None:
