@@ -18,9 +18,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import EXCHANGE, READ, SMALL, delay, has_host_backend, post, wait_all
+from deepspeed.comm.collectives.collectives import (
+    EXCHANGE,
+    READ,
+    SMALL,
+    Handle,
+    delay,
+    has_host_backend,
+    post,
+    wait_all,
+)
 from deepspeed.comm.process_groups.axis import Axis, tag_of
-from deepspeed.comm.watchdog.last_collective import underway
 from deepspeed.errors import CommError, NotAvailableError
 
 _ALIGN = 64
@@ -291,8 +299,9 @@ class Receiver:
             self._take(payload, EXCHANGE, label)
         elif nbytes and wire is not None:
             source = self.axis.ranks[self.peer]
-            wait_all(self.axis, label, post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)]))
-            underway.add(label, payload)  # the host goes on: it would block where it reads the first value
+            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)])
+            # The host goes on: it would block where it reads the first value.
+            Handle(self.axis, label, works, None, payload).unrecorded().wait()
         return payload
 
     def _take(self, into: torch.Tensor, kind: int, label: str) -> None:

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from deepspeed.comm.collectives import dispatch
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.process_group import require_group
-from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.comms_logger import comms_logger, received_in
+from deepspeed.comm.watchdog.collective_event import ClientCollective
+from deepspeed.comm.watchdog.comms_logger import comms_logger
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.spans import CALL
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
@@ -29,20 +28,19 @@ _ORDERED = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
 }  # fmt: skip
 _UNEVEN = {"all_to_all", "all_to_all_single"}
-# How the backends word a failure of the network or of another rank; other errors are the caller's own.
-_NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
 
 class Pending:
     """A collective in flight; `wait` ends it with its label, everything else is torch's handle."""
 
-    def __init__(self, work: Any, label: str, done: Callable[[], None]) -> None:
-        self._work, self._label, self._done = work, label, done
+    def __init__(self, work: Any, event: ClientCollective) -> None:
+        self._work, self._event = work, event
 
     def wait(self, *args: Any) -> Any:
         """Block until the collective is complete (on a device: until the current stream may use the result)."""
-        result = _guarded(f"wait for {self._label}", self._work.wait, *args)
-        self._done()
+        with ClientCollective(f"wait for {self._event.label}"):
+            result = self._work.wait(*args)
+        self._event.complete()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -70,62 +68,30 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         require_group()
         message = args[place] if len(args) > place else kwargs.get(name)
         label = f"{log_name or operation} {_shape(message)}".rstrip()
-        finish = _nothing
-        if comms_logger.wants(operation, prof):
+        event = ClientCollective(label)
+        if comms_logger.enabled or trail.interval:
             group = args[group_place] if len(args) > group_place else kwargs.get("group")
-            finish = _begin(operation, label, message, group, bool(debug))
-        if trail.interval and operation in _ORDERED:
-            group = args[group_place] if len(args) > group_place else kwargs.get("group")
-            _enter(group, log_name or operation if operation in _UNEVEN else label)
-        result = _guarded(label, func, *args, **kwargs)
+            if comms_logger.wants(operation, prof):
+                caller = sys._getframe(1) if debug or comms_logger.debug else None
+                where = "" if caller is None else f" from {caller.f_code.co_filename}:{caller.f_lineno}"
+                event.time(operation, message, group, label + where)
+            if operation in _ORDERED:
+                _note_order(event, group, log_name or operation if operation in _UNEVEN else label)
+        with event:
+            result = func(*args, **kwargs)
         if isinstance(result, dist.Work):
-            return Pending(result, label, finish)
-        finish()
+            return Pending(result, event)
+        event.complete()
         return result
 
     return call
 
 
-def _enter(group: Any, label: str) -> None:
-    """Enter a call into this rank's trail; a rank outside the group takes no part."""
+def _note_order(event: ClientCollective, group: Any, label: str) -> None:
+    """Note a call in this rank's desync trail; a rank outside the group takes no part."""
     group = dist.group.WORLD if group is None else group
     if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
-        trail.enter(group, "public", lambda: dist.get_process_group_ranks(group), label)
-
-
-def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
-    watchdog.begin_collective(label, CALL)
-    try:
-        return action(*args, **kwargs)
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _NETWORK):
-            raise watchdog.failed(label, error) from error
-        raise
-    finally:
-        watchdog.end_collective()
-
-
-def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) -> Callable[[], None]:
-    """Start the clock for the comms logger; returns what stops it."""
-    where = ""
-    if debug or comms_logger.debug:
-        caller = sys._getframe(2)
-        where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
-    begun, size = comms_logger.begin(message), _bytes(message)
-    count, group = dist.get_world_size(group), dist.group.WORLD if group is None else group
-    ranks = sorted(dist.get_process_group_ranks(group)) if count > 1 else []
-
-    def finish() -> None:
-        comms_logger.end(begun, operation, size, count, label + where)
-        if ranks:
-            comms_logger.arrived(ranks, received_in(operation, size, count))
-
-    return finish
-
-
-def _nothing() -> None:
-    """What ends a call that is not timed."""
+        event.order("public", group, 0, label)
 
 
 def _shape(message: Any) -> str:
@@ -140,12 +106,6 @@ def _shape(message: Any) -> str:
 @lru_cache(maxsize=1024)
 def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype)[6:]}{list(shape)}"
-
-
-def _bytes(message: Any) -> int:
-    if isinstance(message, torch.Tensor):
-        return message.numel() * message.element_size()
-    return sum(map(_bytes, message)) if isinstance(message, list) else 0
 
 
 all_reduce = timed_op(dispatch.all_reduce)
@@ -198,7 +158,9 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
     """Start all sends and receives at once; returns a handle for each (NCCL: one for all)."""
     require_group()
     label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
-    return [Pending(work, label, _nothing) for work in _guarded(label, dist.batch_isend_irecv, p2p_op_list)]
+    event = ClientCollective(label)
+    with event:
+        return [Pending(work, event) for work in dist.batch_isend_irecv(p2p_op_list)]
 
 
 class _All:
@@ -258,7 +220,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         With `return_dict`, what `CommsLogger.log_all` gives; `comms_logger.summary()` has them by group size and in
         bytes per second.
     """
-    return _guarded("log_summary", comms_logger.log_all, True, show_straggler, return_dict)
+    with ClientCollective("log_summary"):
+        return comms_logger.log_all(True, show_straggler, return_dict)
 
 
 def get_logged_comm_ops() -> list[str]:

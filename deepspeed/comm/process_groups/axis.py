@@ -9,12 +9,11 @@ descriptors and threads that no engine may leave behind.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -27,9 +26,10 @@ from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
 from deepspeed.comm.shared_memory.transport import SharedMemory, forget_shared_memory, shared_memory_of
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.desync import trail
+from deepspeed.comm.watchdog.collective_event import CollectiveEvent
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.fake_mode import of_device, per_host, simulating
+from deepspeed.foundation.spans import WAIT
 from deepspeed.native import library
 
 PUBLIC = 1  # the channel of the public collectives of each axis
@@ -202,17 +202,11 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
         return dist.new_group(ranks, timeout, backend, **options)
 
 
-@contextlib.contextmanager
-def _watched(label: str) -> Iterator[None]:
-    """A call of all ranks of the world, under the watch."""
-    watchdog.begin_collective(label)
-    trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
-    try:
-        yield
-    except RuntimeError as error:
-        raise watchdog.failed(label, error) from error
-    finally:
-        watchdog.end_collective()
+def _watched(label: str) -> CollectiveEvent:
+    """The record of a call that all ranks of the world make together."""
+    event = CollectiveEvent(label, category=WAIT)
+    event.order("groups", dist.group.WORLD)
+    return event
 
 
 def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
