@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.fake.fake_p2p import UnheardError, is_of_an_absent_peer
-from deepspeed.comm.fake.fake_world import simulated_world
+from deepspeed.comm.fake.fake_world import UnheardError, is_of_an_absent_peer
 from deepspeed.comm.shared_memory.transport import is_of_a_peer
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
@@ -24,6 +23,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
 from deepspeed.ops.device_kernels import device_kernels
 from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.train_program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.storage.device_tier import RESIDENT

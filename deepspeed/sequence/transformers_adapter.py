@@ -25,7 +25,7 @@ from deepspeed.comm.collectives.same_error import digest
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import DataError, NotAvailableError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
 from deepspeed.sequence.layer import attend, check_heads
@@ -91,6 +91,14 @@ class Sequence:
 
 
 _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
+
+
+def gather_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The positions [batch, tokens] of whole sequences, from those of each rank's slice."""
+    return gathered(own, axis, 1, label="positions of a sequence")
+
+
+position_gathers: Replaceable[Callable[[torch.Tensor, Axis], torch.Tensor]] = Replaceable(gather_positions)
 
 
 class SequenceModel:
@@ -206,8 +214,7 @@ class SequenceModel:
             return None
         rows = next(given[name] for name in INPUTS if given.get(name) is not None)
         given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
-        whole = gathered(own, self.axis, 1, label="positions of a sequence")
-        whole = _continued(own, self.axis) if simulating() else whole
+        whole = position_gathers.current(own, self.axis)
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
@@ -265,14 +272,6 @@ class SequenceModel:
             output["loss"] = whole
             return output
         return whole, *output[1:]
-
-
-def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Positions of a whole sequence, as ranks that are not there would have them around this rank's."""
-    tokens = own.shape[1]
-    before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
-    after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
-    return torch.cat([before, own, after], 1)
 
 
 def sequence_models(model: nn.Module) -> list[SequenceModel]:

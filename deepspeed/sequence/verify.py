@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.comm.collectives.same_error import run_collectively
+from deepspeed.comm.collectives.same_error import comparison, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import SequenceParallelError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.sequence.transformers_adapter import SequenceModel
@@ -87,7 +86,7 @@ def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, A
     """What differs, by rank. Documents see each other over slices too, where the model lets them in whole sequences."""
 
     def found() -> list[str]:
-        own = _together(made, everyone, lambda: "; ".join(_differences(made, kind, batch)))
+        own = _together(made, everyone, lambda: _differences(made, kind, batch))
         return all_gather_objects(everyone, own)
 
     texts = found()
@@ -97,14 +96,22 @@ def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, A
     return texts
 
 
-def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Iterator[str]:
-    axis, tokens = made.axis, batch["input_ids"].shape[1]
+def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> str:
     with torch.no_grad():
         with made.plainly():
             whole = _outputs(made.model(**batch))
-        ours = _outputs(made.model(**slice_batch(batch, axis)))
-    if simulating():  # nothing has values that could differ: a real run compares them
-        return
+        ours = _outputs(made.model(**slice_batch(batch, made.axis)))
+    return comparison.current(lambda: "; ".join(_differing_outputs(made, kind, batch, whole, ours)))
+
+
+def _differing_outputs(
+    made: SequenceModel,
+    kind: str,
+    batch: dict[str, Any],
+    whole: list[tuple[str, torch.Tensor]],
+    ours: list[tuple[str, torch.Tensor]],
+) -> Iterator[str]:
+    axis, tokens = made.axis, batch["input_ids"].shape[1]
     part = tokens // axis.size
     mine = slice(axis.rank * part, (axis.rank + 1) * part)
     counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, mine]

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.foundation.fake_mode import with_values
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.trace import ShardableRegion, owner
@@ -190,19 +189,6 @@ def floating(call: ModuleInputs, grad: bool = False) -> tuple[ModuleInputs, dict
         return found[path].view_as(found[path]) if grad else found[path]
 
     return call.mapped(change), found
-
-
-def drawn(call: ModuleInputs) -> ModuleInputs:
-    """The call with random values, for one that was noted where tensors have none."""
-    generator = torch.Generator().manual_seed(13)
-
-    def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        with with_values():
-            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-    return call.mapped(change)
 
 
 @contextlib.contextmanager

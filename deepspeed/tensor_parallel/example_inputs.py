@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import accepts, caches_at_all, without_cache
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.pytree import tensors_in
@@ -204,7 +203,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
         inputs: of the model.
     """
     caching = caches_at_all(model, inputs)
-    if simulating() or not calls or not (caching != inputs or _configs(model)):
+    if not calls or not (caching != inputs or _configs(model)):
         return set()
     modules = dict(model.named_modules())
     kinds: set[type] = set()

@@ -19,13 +19,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.fake_mode import simulating, with_values
+from deepspeed.foundation.fake_mode import Replaceable, with_values
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
     Segments,
-    drawn,
     heads_in,
     share_out,
 )
@@ -147,8 +146,10 @@ class Fitted:
     numbers: Numbers
 
 
-_known_of_shapes: dict[Any, Fitted | str] = {}
-"""Of simulations, which draw the same values: a search over plans asks once for each kind of region."""
+Calls = dict[str, list[ModuleInputs]]
+KnownRegions = dict[Any, "Fitted | str"]
+probes: Replaceable[Callable[[Calls], tuple[Calls, KnownRegions]]] = Replaceable(lambda calls: (calls, {}))
+"""From the calls of modules, those whose values are traced, and the regions that are known from earlier traces."""
 
 
 @dataclass
@@ -327,12 +328,10 @@ def make_plan(
     homes = list(of_units)
     calls, output, unpadded = all_calls(model, homes, inputs)
     recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
-    if simulating():
-        calls = {home: list(map(drawn, each)) for home, each in calls.items()}
+    calls, known = probes.current(calls)
     shapes = shapes_of(model)
     modules = dict(model.named_modules())
     heads = sorted(set(heads_in(getattr(model, "config", None))))
-    known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
     inside_of, units = by_module(shapes), list[Unit]()
     for home, mine in of_units.items():
         own = {name: shapes[name] for name in inside_of.get(home, ())}

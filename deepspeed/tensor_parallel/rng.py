@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.torch_api import all_gather_objects, broadcast
+from deepspeed.comm.collectives.torch_api import all_gather_objects, broadcast, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import log_rank0
 from deepspeed.tensor_parallel.trace import OpTrace
 
@@ -174,12 +173,11 @@ def draw_alike(axis: Axis) -> None:
 
 
 def _check_apart(forks: Forks, axis: Axis) -> None:
-    if simulating():  # the other ranks are not there, and have no seeds
-        return
-    everyone = all_gather_objects(axis, forks.own_seed(1))
-    for at, seed in enumerate(everyone):
-        if seed in everyone[:at]:
+    first: dict[int, int] = {}  # by seed
+    for at, seed in object_exchange.current.gather_present(axis, forks.own_seed(1)).items():
+        other = first.setdefault(seed, at)
+        if other != at:
             raise TensorParallelError(
-                f"ranks {axis.ranks[everyone.index(seed)]} and {axis.ranks[at]} (tp) would drop their own channels "
+                f"ranks {axis.ranks[other]} and {axis.ranks[at]} (tp) would drop their own channels "
                 f"alike: their random states are equal"
             )

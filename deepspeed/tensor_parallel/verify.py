@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
-from deepspeed.comm.collectives.same_error import Outcome, run_collectively
+from deepspeed.comm.collectives.same_error import Outcome, comparison, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, floating, same_draws
@@ -111,7 +110,7 @@ def _seen(module: nn.Module, call: ModuleInputs) -> UnitResult:
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """What a forward leaves in a module, such as counts, is put back: not every rank has called it as often."""
     before = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
-    buffers = {} if simulating() else {b: b.clone() for b in module.buffers()}
+    buffers = {b: b.clone() for b in module.buffers()}
     try:
         yield
     finally:
@@ -151,13 +150,15 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
     All ranks of the axis call, inside `run_collectively`.
     """
-    if simulating():  # nothing has values that could differ: a real run compares them
-        return ""
-    found = []
-    for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
-        way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
-        found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
-    return "; ".join(found[:3])
+
+    def compare() -> str:
+        found = []
+        for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
+            way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
+            found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
+        return "; ".join(found[:3])
+
+    return comparison.current(compare)
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
@@ -290,11 +291,7 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     """
     from deepspeed.tensor_parallel.example_inputs import quiet
 
-    def differs() -> str:
-        with quiet(model):
-            found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
-        if simulating():
-            return ""
+    def differences_of(found: list[torch.Tensor]) -> str:
         wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         texts = [
@@ -302,6 +299,11 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
             for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
         ]  # fmt: skip
         return "; ".join(texts[:3])
+
+    def differs() -> str:
+        with quiet(model):
+            found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
+        return comparison.current(lambda: differences_of(found))
 
     ended = run_collectively(axis, differs)
     everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts

@@ -34,7 +34,7 @@ from deepspeed.comm.shared_memory.transport import require
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, StorageError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import logger
 
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
@@ -142,7 +142,9 @@ class FetchService:
                     self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
             return works
 
-        return Handle(self.axis, label, post(self.axis, label, start), None, full, _of_others(self.axis, full, cuts))
+        return Handle(
+            self.axis, label, post(self.axis, label, start), None, full, bytes_of_others(self.axis, full, cuts)
+        )
 
     def _ask(self, rank: int, request: bytes, label: str) -> None:
         try:
@@ -241,24 +243,6 @@ def _own_address() -> str:
         return "127.0.0.1"
 
 
-class _SimulatedService(FetchService):
-    """The service of an axis whose other ranks are not there: each would pull when this one does."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
-
-    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Lend the own slice as a peer would have it, and have the others'."""
-        slice_ = self._served[channel].slice
-        if not isinstance(slice_, torch.Tensor):
-            with slice_():
-                pass
-        return Handle(self.axis, label, [], None, full, _of_others(self.axis, full, cuts))
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
-
 class SharedSlices:
     """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
 
@@ -292,11 +276,11 @@ class SharedSlices:
                 if not shared.level(r, channel):
                     raise watchdog.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 
-        received = _of_others(self.axis, full, cuts)
+        received = bytes_of_others(self.axis, full, cuts)
         return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full, received)
 
 
-def _of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
+def bytes_of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
     """Bytes of the others' slices."""
     return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
 
@@ -341,13 +325,14 @@ def _release(axis: Axis, service: FetchService | None) -> None:
             service.withdraw(channel)
 
 
+fetch_services: Replaceable[type[FetchService]] = Replaceable(FetchService)
 _services: dict[int, FetchService] = {}
 
 
 def service_of(axis: Axis) -> FetchService:
     """The service of an axis, started on first use; the engines on the axis share it."""
     if id(axis) not in _services:
-        _services[id(axis)] = _SimulatedService(axis) if simulating() else FetchService(axis)
+        _services[id(axis)] = fetch_services.current(axis)
     return _services[id(axis)]
 
 

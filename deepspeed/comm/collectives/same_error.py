@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives.collectives import SMALL, has_host_backend
 from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, DataError, DeepSpeedError, OrderError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import describe_error
 
 T = TypeVar("T")
@@ -72,7 +73,9 @@ class Outcome(Generic[T]):
         raise wrong(self.texts) from self.error
 
 
-class _Run:
+class CollectiveRun:
+    """One call of `run_collectively` on this rank."""
+
     def __init__(self, axis: Axis) -> None:
         self.axis, self.texts = axis, [""] * axis.size
         self.ranks = frozenset(axis.ranks)
@@ -86,7 +89,7 @@ class _Run:
         if any(self.texts):
             raise _Apart
         axis = self.axis
-        if axis.group is None or simulating():
+        if axis.group is None:
             self.texts[axis.rank] = error
             return
         device = "cpu" if axis.tagged else get_accelerator().current_device_name()
@@ -101,7 +104,8 @@ class _Run:
         raise _Apart
 
 
-_underway: list[_Run] = []
+runs: Replaceable[type[CollectiveRun]] = Replaceable(CollectiveRun)
+_underway: list[CollectiveRun] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
@@ -121,7 +125,7 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     Raises:
         CommError: a rank is gone.
     """
-    run, result, error = _Run(axis), None, None
+    run, result, error = runs.current(axis), None, None
     _underway.append(run)
     try:
         try:
@@ -136,6 +140,10 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     finally:
         _underway.pop()
     return Outcome(result, run.texts, error)
+
+
+comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda differences: differences())
+"""Calls a function that compares values with expected ones and says in words what differs."""
 
 
 def sent_among(axis: Axis) -> int:
@@ -234,15 +242,10 @@ class OrderCheck:
             OrderError: they are not; it says what each rank is about to do.
         """
         self.compared += 1
-        if simulating():  # the other ranks would say the same
-            return
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
-        table = torch.zeros(axis.size * _BYTES, dtype=torch.uint8)
-        table[axis.rank * _BYTES :][: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        cuts = [rank * _BYTES for rank in range(axis.size + 1)]
-        spread(axis, table, cuts, tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}").wait()
-        rows = [bytes(row) for row in table.view(axis.size, _BYTES).tolist()]
+        tag, label = tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}"
+        rows = scalars.current.rows(axis, own.ljust(_BYTES, bytes(1)), tag, label, torch.device("cpu"))
         if len(set(rows)) > 1:
             raise OrderError(_difference(axis, rows))
 

@@ -17,7 +17,7 @@ from deepspeed.comm.process_groups.process_group import require_group
 from deepspeed.comm.watchdog.collective_event import ClientCollective
 from deepspeed.comm.watchdog.comms_logger import comms_logger
 from deepspeed.comm.watchdog.desync import trail
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
@@ -131,12 +131,27 @@ gather_object = timed_op(dist.gather_object)
 scatter_object_list = timed_op(dist.scatter_object_list)
 
 
+class ObjectExchange:
+    """How ranks exchange pickled objects."""
+
+    def gather(self, axis: Axis, local: Any) -> list[Any]:
+        """The object of each rank, by position."""
+        everyone: list[Any] = [local] * axis.size
+        if axis.size > 1:
+            all_gather_object(everyone, local, group=axis.group)
+        return everyone
+
+    def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
+        """The same by position, of the ranks that exist."""
+        return dict(enumerate(self.gather(axis, local)))
+
+
+object_exchange = Replaceable(ObjectExchange())
+
+
 def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
-    """What each rank of an axis says, by position; they call together. Objects are pickled."""
-    everyone: list[Any] = [local] * axis.size
-    if axis.size > 1 and not simulating():  # else the other ranks would say the same
-        all_gather_object(everyone, local, group=axis.group)
-    return everyone
+    """The object of each rank of an axis, by position; all call together. Objects are pickled."""
+    return object_exchange.current.gather(axis, local)
 
 
 allgather_fn = all_gather_into_tensor

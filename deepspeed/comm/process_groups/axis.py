@@ -22,15 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
 from deepspeed.comm.shared_memory.transport import SharedMemory, forget_shared_memory, shared_memory_of
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.collective_event import CollectiveEvent
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.fake_mode import of_device, per_host, simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.spans import WAIT
-from deepspeed.native import library
 
 PUBLIC = 1  # the channel of the public collectives of each axis
 # Ranks of a host from which on sums are formed within hosts first: with two, as many bytes cross hosts in fp32 (half
@@ -161,9 +159,7 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     cut = [tuple(sorted(row)) for row in rows]
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
-    where = "cpu" if device is None else device.type
-    if where != "meta" and not _of_nobody(where):
-        registry.make_groups(cut)
+    registry.make_groups(cut, "cpu" if device is None else device.type)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
 
@@ -220,32 +216,8 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
         axes: in any order; all of `everyone` call together.
         everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
     """
-    backend, world = _device_backend(everyone.group), _registry().size
     lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
-    if simulating() and not everyone.tagged:  # the other ranks would say the same, and nobody has to be asked
-        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
-        for axis in lacking:
-            rows = _by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
-            own = [row for row in rows if axis.ranks[axis.rank] in row]
-            reductions = {
-                (on, ranks): make_group(list(ranks), watchdog.timeout(), backend)
-                for on, ranks in _sets(axis.ranks, own)
-            }
-            axis._reductions = _reducing(axis, rows, reductions)
-        return
-    if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
-        return
-    lacking = [axis for axis in lacking if _device_backend(axis.group) == backend]
-    asked: list[Any] = [None] * world
-    with _watched("all_gather_object of the axes that reduce"):
-        dist.all_gather_object(asked, (_own_place(), [axis.ranks for axis in lacking]))
-    hosts = _hosts([place for place, _ in asked])
-    wanted = {
-        members for _, rank_sets in asked for ranks in rank_sets for members in _sets(ranks, _by_host(ranks, hosts))
-    }
-    groups = {members: make_group(list(members[1]), watchdog.timeout(), backend) for members in sorted(wanted)}
-    for axis in lacking:
-        axis._reductions = _reducing(axis, _by_host(axis.ranks, hosts), groups)
+    _registry().separate_reductions(lacking, everyone)
 
 
 def _own_place() -> tuple[str, int]:
@@ -262,19 +234,21 @@ def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
     return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
 
 
-def _by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
     """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
     rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
     alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
     return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
 
 
-def _sets(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
     """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
     return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
 
 
-def _reducing(axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]) -> Axis:
+def reducing_axis(
+    axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]
+) -> Axis:
     """An axis for reductions, over communicators that were made for it."""
     hosts, me = None, axis.ranks[axis.rank]
     for row in rows:
@@ -303,7 +277,7 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
         rows: list[Any] = [None] * _registry().size
         with _watched("all_gather_object of the axes that send messages"):
             dist.all_gather_object(rows, axis.ranks)
-        backend, known = _device_backend(axis.group), []
+        backend, known = device_backend(axis.group), []
         for ranks in sorted(set(rows)):
             groups = [make_group([ranks[position] for position in edge], watchdog.timeout(), backend) for edge in edges]
             known = groups if ranks == axis.ranks else known
@@ -311,7 +285,7 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
     return list(known)
 
 
-def _device_backend(group: dist.ProcessGroup | None) -> str | None:
+def device_backend(group: dist.ProcessGroup | None) -> str | None:
     """What moves the tensors of a group's device; None where nothing does."""
     devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
     return group._get_backend(devices[0]).name() if group is not None and devices else None
@@ -327,7 +301,7 @@ def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
     return key
 
 
-class _Registry:
+class AxisRegistry:
     """The axes and groups of one world."""
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
@@ -336,9 +310,14 @@ class _Registry:
         self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
 
-    def make_groups(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands."""
-        for row in rows:
+    def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
+        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands.
+
+        Args:
+            rows: ranks of each group.
+            where: type of the device of the tensors; those of "meta" have no bytes that could travel.
+        """
+        for row in rows if where != "meta" else ():
             if 1 < len(row) < self.size and row not in self.made:
                 self.made[row] = make_group(list(row), watchdog.timeout())
 
@@ -349,18 +328,15 @@ class _Registry:
         where = "cpu" if device is None else device.type
         known = self.axes.get((ranks, where))
         if known is None or not _alive(known.group):
-            known = self.axes[ranks, where] = self._new(ranks, name, where, group)
+            known = self.axes[ranks, where] = self.new_axis(ranks, name, where, group)
         return known.also(name)
 
-    def _new(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
+    def new_axis(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
         me = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, ranks, 0, None, True)
         if where == "meta":  # a simulation: nothing has bytes that could travel
             return Axis(name, ranks, me, None, False)
-        if _of_nobody(where):
-            shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
-            return Axis(name, ranks, me, None, True, shared)
         group = self._group(ranks, name, where, group)
         tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
         return Axis(name, ranks, me, group, tagged, shared_memory_of(group) if tagged else None)
@@ -376,10 +352,21 @@ class _Registry:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
         return next((candidate for candidate in alive if _moves(candidate, where)), alive[0])
 
-
-def _of_nobody(where: str) -> bool:
-    """Whether the ranks that are not there would share memory: a device's have a backend, which moves nothing here."""
-    return simulating() and where == "cpu" and not of_device()
+    def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
+        """See the function of the same name; `lacking` have no communicator for reductions."""
+        backend = device_backend(everyone.group)
+        if everyone.tagged or everyone.size < self.size or backend in (None, "fake", "mpi"):
+            return
+        lacking = [axis for axis in lacking if device_backend(axis.group) == backend]
+        needs: list[Any] = [None] * self.size
+        with _watched("all_gather_object of the axes that reduce"):
+            dist.all_gather_object(needs, (_own_place(), [axis.ranks for axis in lacking]))
+        hosts = _hosts([place for place, _ in needs])
+        rank_sets = {ranks for _, sets in needs for ranks in sets}
+        wanted = {each for ranks in rank_sets for each in communicators_of(ranks, by_host(ranks, hosts))}
+        groups = {ranks: make_group(list(ranks[1]), watchdog.timeout(), backend) for ranks in sorted(wanted)}
+        for axis in lacking:
+            axis._reductions = reducing_axis(axis, by_host(axis.ranks, hosts), groups)
 
 
 def _alive(group: dist.ProcessGroup | None) -> bool:
@@ -392,15 +379,16 @@ def _moves(group: dist.ProcessGroup, where: str) -> bool:
     return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
 
 
-_registries: dict[dist.ProcessGroup | None, _Registry] = {}  # by world; one at a time
+registries: Replaceable[type[AxisRegistry]] = Replaceable(AxisRegistry)
+_registries: dict[dist.ProcessGroup | None, AxisRegistry] = {}  # by world; one at a time
 
 
-def _registry() -> _Registry:
+def _registry() -> AxisRegistry:
     """The registry of this world; that of an earlier world goes."""
     world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     if world not in _registries:
         forget_axes()
-        _registries[world] = _Registry(world)
+        _registries[world] = registries.current(world)
     return _registries[world]
 
 
