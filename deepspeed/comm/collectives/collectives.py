@@ -47,7 +47,6 @@ def sum_in_rank_order(
         parts: one contribution per rank, any floating dtype.
         out: the accumulator, any floating dtype.
         scale: factor on the sum.
-        add: add to what `out` holds instead of replacing it.
         any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
             same in every run; a kernel per part reads and writes several times as much.
     """
@@ -143,11 +142,7 @@ class Handle:
     """Messages in flight, and what is to be done once they are there.
 
     Args:
-        axis: where they travel; names the ranks in error reports.
-        label: what is moved, for error reports.
-        works: the backend's handles.
         then: called once, when all messages have arrived; may return the handle of a next phase.
-        payload: the tensor that travels.
         received: bytes that come from other ranks.
         began: when it did, on the recorder's clock; now, unless it is over already.
     """
@@ -273,12 +268,8 @@ def exchange(
     """Send every peer its slice of `flat`, receive theirs of mine.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D, all slices, any dtype.
         cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
-        tag: the message tag.
-        label: for reports.
-        scratch: makes the buffers to receive into, like the tensor it is given.
 
     Returns:
         (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
@@ -323,13 +314,9 @@ def reduce_to_owners(
     """Bring every rank's contribution to each slice to its owner.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D contribution of this rank, not to be touched until the handle is done.
         cuts: slice boundaries.
-        tag: the message tag.
-        label: for reports.
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
-        scratch: makes the buffers to receive into.
         in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
     """
     if axis.shared is not None:
@@ -372,11 +359,8 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
 
     Args:
-        axis: ranks that take part.
         full: 1-D; holds the own slice, receives the others.
         cuts: slice boundaries.
-        tag: the message tag.
-        label: for reports.
     """
     CollectiveEvent(label).order("internal", axis, full.numel())
     return _spread(axis, full, cuts, tag, label)
@@ -408,7 +392,6 @@ def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label
 
 
 def _others(slices: Sequence[torch.Tensor], own: torch.Tensor) -> int:
-    """Bytes of everybody's slices but the own one."""
     return sum(part.nbytes for part in slices) - own.nbytes
 
 
@@ -479,11 +462,7 @@ def all_reduce_sum(
     """The sum in place, where `can_all_reduce` says so: the backend's own, or reduce to owners, then share.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D.
-        cuts: who sums what.
-        tags: of the two phases.
-        label: for reports.
         then: called once, when `flat` holds the sum.
     """
     if axis.shared is not None:
@@ -512,9 +491,6 @@ def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, c
     """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
 
     Args:
-        axis: ranks that take part.
-        tensors: changed in place on all but rank 0.
-        label: for reports.
         chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
     """
     if axis.size == 1:

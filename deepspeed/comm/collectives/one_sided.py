@@ -57,11 +57,7 @@ class _Served:
 
 
 class FetchService:
-    """Serves the slices of this rank and pulls those of others.
-
-    Args:
-        axis: a tagged axis of more than one rank.
-    """
+    """Serves the slices of this rank and pulls those of others."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -123,10 +119,8 @@ class FetchService:
         """Ask every owner for its slice of `full`.
 
         Args:
-            channel: the group's channel.
             full: 1-D; the slices of the others are received into it.
             cuts: slice boundaries.
-            label: for reports.
         """
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
@@ -244,11 +238,7 @@ def _own_address() -> str:
 
 
 class SharedSlices:
-    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
-
-    Args:
-        axis: an axis with a shared.
-    """
+    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._window = axis, require(axis.shared)
@@ -281,7 +271,6 @@ class SharedSlices:
 
 
 def bytes_of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
-    """Bytes of the others' slices."""
     return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
 
 
@@ -289,10 +278,7 @@ def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
     """Wait until every rank has come to this point: what they pulled before it, they have. All ranks call together.
 
     Args:
-        axis: the ranks that pull from each other.
-        channel: of a group.
         seq: tells meetings on the channel apart, the same on all ranks.
-        label: for reports.
     """
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()

@@ -46,12 +46,7 @@ class _TensorRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says of itself.
-
-    Args:
-        tree: the nest, pickled, with numbers for tensors.
-        leaves: the tensors.
-    """
+    """What a message says of itself."""
 
     tree: bytes
     leaves: tuple[_TensorRef, ...]
@@ -119,12 +114,7 @@ def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class P2PChannel:
-    """Carries tensors from one device to another, in one direction.
-
-    Args:
-        group: of the two ranks; nothing else travels on it.
-        device: of this rank.
-    """
+    """Carries tensors from one device to another, in one direction."""
 
     group: Any
     device: torch.device
@@ -134,9 +124,7 @@ class Sender:
     """Sends to one rank.
 
     Args:
-        axis: of both.
         peer: position of the receiver.
-        channel: the receiver has the same.
         wire: between devices; None: tensors are in host memory.
     """
 
@@ -150,13 +138,7 @@ class Sender:
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
-        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once.
-
-        Args:
-            header: of the nest.
-            tensors: in it.
-            label: for reports.
-        """
+        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once."""
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
@@ -212,7 +194,6 @@ class Sender:
         return torch.device("cpu") if self.wire is None else self.wire.device
 
     def _collect(self) -> None:
-        """Take back the buffers that have been read."""
         if self.axis.shared is not None:
             self.axis.shared.drain()
         left: deque[tuple[list[Any], torch.Tensor]] = deque()
@@ -251,9 +232,6 @@ class Receiver:
 
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
         """The next message; see `put_together`. Its tensors may lie in the sender's memory, and are this rank's alone.
-
-        Args:
-            label: for reports.
 
         Raises:
             CommError: it did not come in time; says what all ranks were doing.

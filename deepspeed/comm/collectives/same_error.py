@@ -47,7 +47,6 @@ class Outcome(Generic[T]):
     Args:
         result: of the action; None where it raised, or was left because another rank did.
         texts: by position on the axis, what a rank raised, or where it was while others were elsewhere; empty: nothing.
-        error: of this rank, if it raised.
     """
 
     result: T | None
@@ -61,9 +60,6 @@ class Outcome(Generic[T]):
 
     def result_or_raise(self, wrong: Callable[[list[str]], Exception]) -> T:
         """This rank's result.
-
-        Args:
-            wrong: the error that all ranks raise where one has none; gets `texts`.
 
         Raises:
             Exception: `wrong`, on every rank, from what this one raised.
@@ -118,7 +114,6 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
 
     Args:
-        axis: its ranks call together.
         action: its collectives over `axis`, or over rows that `axis` consists of, are those of `differentiable` and
             gathers of sharded parameters; in one order on all ranks.
 
@@ -163,8 +158,6 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
     """What an action returns, where it raises on no rank; all ranks of the axis call together.
 
     Args:
-        axis: its ranks do not meet inside, or all raise before they do.
-        action: of this rank.
         elsewhere: the error of this rank where another one raised; gets its global rank, and its words.
 
     Raises:
@@ -196,10 +189,6 @@ def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -
     """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
 
     Nothing can be sent between the ranks afterwards.
-
-    Args:
-        label: what was being done, in the others' reports.
-        alike: errors that all ranks raise, of which none has to be told.
     """
     try:
         yield
@@ -216,11 +205,7 @@ _DIGEST = 8
 
 
 class OrderCheck:
-    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags.
-
-    Args:
-        axis: of a device, with a backend for the host too (`possible`).
-    """
+    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = Axis(axis.name, axis.ranks, axis.rank, axis.group, tagged=True)
@@ -269,12 +254,7 @@ COMPARED = 10  # micro-batches
 
 
 class BatchCheck:
-    """Compares what the ranks of an axis are given.
-
-    Args:
-        axis: ranks of one data-parallel coordinate.
-        share: what they do, for the error.
-    """
+    """Compares what the ranks of an axis are given."""
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
@@ -283,7 +263,6 @@ class BatchCheck:
         """One micro-batch. All ranks of the axis call together.
 
         Args:
-            inputs: arguments of forward.
             in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
 
         Raises:
@@ -307,10 +286,6 @@ class BatchCheck:
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
     """What a rank of an axis lists otherwise than its first one; all call together.
-
-    Args:
-        axis: ranks that should list the same.
-        lines: of this rank; they travel only where their digests differ.
 
     Returns:
         Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line

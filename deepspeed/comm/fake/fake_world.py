@@ -59,12 +59,7 @@ class _There(Until):
 
 
 class SimulatedMemory(SharedMemory):
-    """The shared memory of ranks that are not there.
-
-    Args:
-        rank: of this process in the group.
-        size: ranks of the group.
-    """
+    """The shared memory of ranks that are not there."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -76,7 +71,6 @@ class SimulatedMemory(SharedMemory):
         self._one = torch.zeros(1)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor that posts without a copy."""
         tensor = torch.empty(numel, dtype=dtype)
         storage = tensor.untyped_storage()
         self._lent.add(storage._cdata)
@@ -87,7 +81,6 @@ class SimulatedMemory(SharedMemory):
         return tensor.untyped_storage()._cdata in self._lent
 
     def drain(self) -> bool:
-        """Nothing arrives."""
         return True
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
@@ -97,7 +90,6 @@ class SimulatedMemory(SharedMemory):
             self._staged[tag] = self.empty(flat.numel(), flat.dtype)
 
     def posted(self, tag: int, peers: Sequence[int]) -> Until:
-        """All have."""
         return _There()
 
     def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +102,6 @@ class SimulatedMemory(SharedMemory):
         """It was read."""
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
-        """All have read it."""
         self._posted.pop(tag, None)
         self._staged.pop(tag, None)
         return _There()
@@ -120,22 +111,18 @@ class SimulatedMemory(SharedMemory):
         return tensor.numel() == 0 or self._readable(tensor)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Keep what is served."""
         self.serving[channel] = tensor
 
     def advance(self, channel: int) -> None:
         """Versions agree."""
 
     def reached(self, channel: int, peers: Sequence[int]) -> Until:
-        """All have."""
         return _There()
 
     def level(self, peer: int, channel: int) -> bool:
-        """Always."""
         return True
 
     def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
-        """One element, which fits any slice."""
         return self._one.to(dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -151,7 +138,6 @@ class SimulatedMemory(SharedMemory):
         """In place."""
 
     def close(self) -> None:
-        """Let what is served go."""
         self.serving.clear()
 
 
@@ -159,11 +145,7 @@ _arrived: set[int] = set()  # addresses of memory that a peer would hold
 
 
 class UnheardError(CommError):
-    """A stage would be sent what nobody knows yet.
-
-    Args:
-        rank: that would send it.
-    """
+    """A stage would be sent what nobody knows yet."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} has not been run without values yet: what it sends is not known")
@@ -175,7 +157,6 @@ class FakeMessage:
     """What is known of one.
 
     Args:
-        header: of it.
         integers: what its tensors hold, those that are not floating-point ones; None for the others.
     """
 
@@ -184,7 +165,6 @@ class FakeMessage:
 
     @classmethod
     def of(cls, header: Header, tensors: list[torch.Tensor]) -> FakeMessage:
-        """One that is sent."""
         arrays = [None if t.is_floating_point() or t.is_complex() else t.detach().numpy().copy() for t in tensors]
         return cls(header, arrays)
 
@@ -195,11 +175,7 @@ class FakeMessage:
         return FakeMessage(header, [None] * len(tensors))
 
     def arrive(self, shared: bool) -> list[torch.Tensor]:
-        """Its tensors at the receiver.
-
-        Args:
-            shared: they lie in the sender's memory, and are none of this rank's; else in memory of its own.
-        """
+        """Its tensors at the receiver."""
         if not shared:
             payload = torch.empty(self.header.nbytes, dtype=torch.uint8)
         else:
@@ -244,15 +220,12 @@ class SimulatedSender(Sender):
         self._name: Any = None
 
     def name(self, message: Any) -> None:
-        """What the next message is called."""
         self._name = message
 
     def unread(self) -> list[Any]:
-        """Names of the messages that are under way."""
         return list(self._reads)
 
     def read(self, message: Any) -> None:
-        """The peer has read it."""
         self._reads.pop(message).over = True
 
     def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
@@ -311,7 +284,6 @@ class FakeAxisRegistry(AxisRegistry):
         return Axis(name, ranks, me, None, True, shared)
 
     def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
-        """The other ranks need the same communicators."""
         if everyone.tagged:
             return
         backend = axes.device_backend(everyone.group)
@@ -368,12 +340,7 @@ def fake_ranks(
     """Inside, this process is one rank of a world that has no other.
 
     Args:
-        rank: which.
-        size: ranks of the world.
         late: the others answer only when they are waited for; else at once.
-        device: the CPU's tensors stand for those of a device.
-        per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
-        stage_outputs: what stages of a pipeline that were run before hand on; is added to.
 
     Raises:
         UsageError: this process has a process group.

@@ -43,12 +43,7 @@ def tag_of(channel: int, kind: int, seq: int) -> int:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of an axis that spans hosts: neighbours on each, and as many.
-
-    Args:
-        count: of hosts.
-        within: the ranks of this rank's host, over a communicator of their own.
-    """
+    """The ranks of an axis that spans hosts: neighbours on each, and as many."""
 
     count: int
     within: Axis
@@ -59,13 +54,10 @@ class Axis:
     """The ranks of one mesh dimension, or of several that are the same ranks.
 
     Args:
-        name: `dp`, `shard`, `replicate`, …; the names it was asked for by, joined with "+". For reports.
         ranks: global ranks, ascending.
         rank: position of this process in `ranks`.
         group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
-        shared: the memory its ranks share, where they are on one machine's CPU.
-        hosts: its ranks by host, where sums over a device's ranks are to be formed within hosts first.
     """
 
     name: str
@@ -134,7 +126,6 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
     Args:
         ranks: global ranks in any order, this one among them; all ranks, one rank, or a set that `make_axes` or
             `group_axis` has met before.
-        name: what reports call it.
         device: where its tensors live; None is the CPU.
 
     Raises:
@@ -149,7 +140,6 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
 
     Args:
         rows: global ranks; every rank of the world is in exactly one row. The same on every rank.
-        name: what reports call the axes.
         device: where tensors live; None is the CPU.
 
     Raises:
@@ -165,9 +155,6 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
 
 def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Axis, Axis]:
     """Split the world into a shard axis of `shard_size` neighbours and a replicate axis across them (MiCS, HSDP).
-
-    Args:
-        shard_size: ranks that hold one copy of the state together; must divide the world size.
 
     Returns:
         (shard axis, replicate axis) of this process.
@@ -214,7 +201,6 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
 
     Args:
         axes: in any order; all of `everyone` call together.
-        everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
     """
     lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
     _registry().separate_reductions(lacking, everyone)
@@ -264,7 +250,6 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
     would each wait for the other to receive first. Where messages carry tags nothing is made.
 
     Args:
-        axis: of this rank; every rank of the world has one of this kind.
         edges: (sender, receiver) as positions on the axis; the same on all ranks.
 
     Returns:
@@ -314,7 +299,6 @@ class AxisRegistry:
         """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands.
 
         Args:
-            rows: ranks of each group.
             where: type of the device of the tensors; those of "meta" have no bytes that could travel.
         """
         for row in rows if where != "meta" else ():

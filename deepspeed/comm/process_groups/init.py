@@ -51,11 +51,6 @@ _stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may 
 def meet(world: World, limit: timedelta, init_method: str | None) -> Store:
     """The store of a new group, with keys of its own. A world of one needs no port.
 
-    Args:
-        world: this process's place.
-        limit: how long the other ranks may take.
-        init_method: a rendezvous URL in place of the address.
-
     Raises:
         CommTimeoutError: not all ranks arrived in time.
         CommError: see `shake`.
@@ -86,13 +81,7 @@ def forget_stores() -> None:
 
 
 def open_store(world: World, limit: timedelta, init_method: str | None) -> Store:
-    """The store of the run, before anything is agreed on.
-
-    Args:
-        world: this process's place.
-        limit: how long to wait for the rank that keeps the store.
-        init_method: a rendezvous URL in place of the address.
-    """
+    """The store of the run, before anything is agreed on."""
     if init_method is not None and not init_method.startswith("tcp://"):
         return next(dist.rendezvous(init_method, world.rank, world.size, timeout=limit))[0]
     host, port = meeting_address(world), world.port
@@ -107,11 +96,6 @@ def open_store(world: World, limit: timedelta, init_method: str | None) -> Store
 
 def shake(store: Store, rank: int, size: int, limit: timedelta) -> str:
     """Agree with the other ranks on who is there.
-
-    Args:
-        store: that all of them reach.
-        rank: this process, of `size`.
-        limit: how long the others may take to arrive.
 
     Returns:
         A name that these processes alone know, for the prefix of their keys.
@@ -137,7 +121,6 @@ def shake(store: Store, rank: int, size: int, limit: timedelta) -> str:
 
 
 def _claim_store(store: Store, rank: int, job: str) -> None:
-    """Rank 0 writes whose store this is."""
     if rank == 0:
         store.set("deepspeed.meet.owner", job)
 
@@ -299,7 +282,6 @@ def _one_per_task() -> bool:
 
 
 def _join(world: World, backend: str, limit: timedelta, init_method: str | None) -> None:
-    """Meet the other ranks and make the group."""
     try:
         store = meet(world, limit, init_method)
         watchdog.start(store, world.rank, world.size, limit)
@@ -321,7 +303,6 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
 
 
 def _adopt(rank: int, size: int) -> None:
-    """Watch over a group that the caller made."""
     here, world = dist.get_rank(), dist.get_world_size()
     if (size > 0 and size != world) or (rank >= 0 and rank != here):
         raise ArgumentError(

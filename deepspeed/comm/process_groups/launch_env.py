@@ -34,13 +34,7 @@ class World:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says of this process.
-
-    Args:
-        source: who says so.
-        values: by the names RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as text.
-        names: the variables those were read from, for messages.
-    """
+    """What one source says of this process."""
 
     source: str
     values: dict[str, str]
@@ -58,13 +52,6 @@ class Claim:
 
 def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
     """This process's place, from the arguments, RANK and WORLD_SIZE, or whatever else started it; all are compared.
-
-    Args:
-        rank: the caller's, or negative.
-        size: the caller's, or not positive.
-        port: where rank 0 listens when no variable says so.
-        look_further: ask schedulers, MPI and platforms too.
-        root: folder of /opt.
 
     Raises:
         ArgumentError: a value is not a number or is missing, two sources contradict each other, or several ranks have
@@ -231,7 +218,6 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """algo-2 before algo-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -301,7 +287,6 @@ def from_pmi(env: Environment) -> Claim | None:
 
 
 def _alone_here(claim: Claim) -> Claim:
-    """All ranks on this machine meet here."""
     if claim.values.get("LOCAL_WORLD_SIZE") == claim.values.get("WORLD_SIZE"):
         claim.values["MASTER_ADDR"] = "127.0.0.1"
     return claim

@@ -142,9 +142,7 @@ class SharedMemory:
         """Let `peers` read `flat` where it lies (or a copy), until all have acknowledged.
 
         Args:
-            tag: known to the peers; no other post under way has it.
             flat: contiguous; not to be changed meanwhile.
-            peers: ranks of the group that will take it.
         """
         where = self._locate(flat)
         if where is None:
@@ -277,7 +275,6 @@ class SharedMemory:
             full: contiguous.
             cuts: size + 1 boundaries, in elements.
             own: contiguous, this rank's slice; may lie in its place in `full`.
-            mark: tells collectives of one size apart, so that ranks that run different ones find out.
         """
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
@@ -319,7 +316,6 @@ def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float,
 
 
 def _declare(native: ctypes.CDLL) -> None:
-    """The argument types of the functions used here."""
     pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
     functions: dict[str, tuple[list[Any], Any]] = {
         "ds_shm_bytes": ([u64, u64], u64),
@@ -349,11 +345,7 @@ _shared_memories: dict[
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together.
-
-    Args:
-        group: at least two ranks.
-    """
+    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together."""
     known = _shared_memories.get(id(group))
     if known is None or known[0] is not group:
         known = _shared_memories[id(group)] = (group, _open(group))

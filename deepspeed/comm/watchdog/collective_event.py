@@ -35,9 +35,7 @@ class CollectiveEvent:
     """A collective, or a part of one: the host is inside of it between `begin` and `end`, or in a `with` statement.
 
     Args:
-        label: operation and tensor, as reports and spans have it.
         ranks: global ranks that the report of a failure lists; None: all.
-        category: of the span: CALL or WAIT.
     """
 
     __slots__ = ("label", "ranks", "category")
@@ -50,9 +48,7 @@ class CollectiveEvent:
 
         Args:
             kind: who calls (`public`, `internal`, `groups`); each kind has an order of its own.
-            owner: axis or process group.
             size: elements, the same on every rank; 0 where the label says it.
-            label: in place of the event's own.
         """
         if trail.interval:
             world = isinstance(owner, dist.ProcessGroup)
@@ -107,10 +103,7 @@ class ClientCollective(CollectiveEvent):
         """Have the comms logger time it.
 
         Args:
-            operation: its name.
-            message: the tensors that travel.
             group: as the client gave it; None: all ranks.
-            note: for the logger's line.
         """
         begun, count = comms_logger.begin(message), dist.get_world_size(group)
         self._timed = (begun, operation, _nbytes(message), count, note, dist.group.WORLD if group is None else group)
@@ -134,11 +127,9 @@ class MessageEvent(CollectiveEvent):
     """A message of this package's own, which has started.
 
     Args:
-        label: operation and tensor; the first word is the operation that the comms logger lists.
         ranks: global ranks between which it travels.
         payload: the tensor that travels; None: nothing to record.
         received: bytes that come from other ranks.
-        on_device: the current stream will wait for the message, and not the host.
         began: when it did, on the recorder's clock; 0: now.
     """
 

@@ -70,7 +70,6 @@ class DesyncDetector:
         """Enter a collective, before it begins.
 
         Args:
-            owner: axis or process group.
             kind: who calls; each kind has an order of its own.
             ranks: gives the global ranks of `owner`.
             label: what travels, the same on every rank.
@@ -157,7 +156,6 @@ trail = DesyncDetector()
 
 
 def _caller() -> tuple[CodeType | None, int]:
-    """The innermost frame that is the user's."""
     frame = sys._getframe(2)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -171,11 +169,7 @@ def _place(code: CodeType | None, line: int) -> str:
 
 
 def parting(marks: Mapping[int, bytes]) -> str:
-    """Where trails part, in lines; empty where they do not, as far as is known.
-
-    Args:
-        marks: what `DesyncDetector.recent` gave, by rank.
-    """
+    """Where trails part, in lines; empty where they do not, as far as is known."""
     read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
     hosts = {rank: record["host"] for rank, record in read.items()}
     partings: list[tuple[bool, str]] = []

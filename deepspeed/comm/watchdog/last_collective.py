@@ -161,12 +161,7 @@ class PendingDeviceWork:
         self._spent: deque[Any] = deque(maxlen=_MOST)  # events to be used again: making one costs more than recording
 
     def add(self, label: str, tensor: torch.Tensor) -> None:
-        """The current stream has just been made to wait for a message.
-
-        Args:
-            label: of the message.
-            tensor: what travels; nothing is remembered of messages between hosts, which are awaited by the host.
-        """
+        """The current stream has just been made to wait for a message."""
         if tensor.device.type in ("cpu", "meta"):
             return
         try:

@@ -216,8 +216,6 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     """Raise the alarm, hear the other ranks and compose the error for the caller to raise.
 
     Args:
-        label: the collective that failed.
-        error: what the backend raised.
         ranks: ranks the report lists; None means all.
 
     Returns:
@@ -234,13 +232,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout.
-
-    Args:
-        store: the store of the process group; the watch clones it.
-        rank: this process, of `world`.
-        timeout: how long one collective may take.
-    """
+    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout."""
     if here.watcher is not None:
         return
     here.timeout = timeout
@@ -432,7 +424,6 @@ class _Watcher:
             return None
 
     def _round(self) -> bool:
-        """One look; True when the watch is over."""
         if self._question is not None:
             self._sound(self._question)
             return True
@@ -520,13 +511,11 @@ class _Watcher:
         self._collect()
 
     def _collect(self) -> None:
-        """Answer, hear the others, and keep the report."""
         self._with_store(self._hear)
         self._report = self._compose()
         self._reported.set()
 
     def _compose(self) -> str:
-        """A line for each listed rank."""
         lines = []
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
