@@ -83,7 +83,7 @@ class CachingAllocator:
         for other in (piece.after, piece.before):
             if other is not None and other.free:
                 self._forget(other)
-                piece = _join(*sorted((piece, other), key=lambda each: each.place))
+                piece = self._join(*sorted((piece, other), key=lambda each: each.place))
         self._keep(piece)
 
     def empty(self) -> None:
@@ -123,13 +123,13 @@ class CachingAllocator:
         kept = self._free[piece.pool]
         kept.pop(bisect.bisect_left(kept, piece.key, key=lambda entry: entry[0]))
 
-
-def _join(left: _Piece, right: _Piece) -> _Piece:
-    left.size += right.size
-    left.after = right.after
-    if right.after is not None:
-        right.after.before = left
-    return left
+    @staticmethod
+    def _join(left: _Piece, right: _Piece) -> _Piece:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        return left
 
 
 @dataclass(frozen=True)

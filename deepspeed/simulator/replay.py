@@ -76,7 +76,7 @@ class SimulatedTimeline:
     def exposed(self, kind: str = MESSAGE, beside: tuple[str, ...] = (KERNEL,)) -> float:
         """Seconds in which something of a kind ran, and nothing of those that it can hide behind."""
         stretches = self.busy(kind)
-        return length(stretches) - _shared(stretches, joined(one for other in beside for one in self.busy(other)))
+        return length(stretches) - self._shared(stretches, joined(one for other in beside for one in self.busy(other)))
 
     @property
     def idle(self) -> float:
@@ -84,6 +84,18 @@ class SimulatedTimeline:
         return self.seconds - length(
             joined((p.begin, p.end) for p in self.pieces if p.kind in (KERNEL, MESSAGE, COPY, DISK))
         )
+
+    @staticmethod
+    def _shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+        total, at = 0.0, 0
+        for begin, end in one:
+            while at < len(other) and other[at][1] <= begin:
+                at += 1
+            here = at
+            while here < len(other) and other[here][0] < end:
+                total += min(end, other[here][1]) - max(begin, other[here][0])
+                here += 1
+        return total
 
 
 def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -100,18 +112,6 @@ def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def length(stretches: list[tuple[float, float]]) -> float:
     """Seconds together."""
     return sum(end - begin for begin, end in stretches)
-
-
-def _shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    total, at = 0.0, 0
-    for begin, end in one:
-        while at < len(other) and other[at][1] <= begin:
-            at += 1
-        here = at
-        while here < len(other) and other[here][0] < end:
-            total += min(end, other[here][1]) - max(begin, other[here][0])
-            here += 1
-    return total
 
 
 class _Link:

@@ -76,7 +76,7 @@ class StepRecorder(DispatchMode):
         elif name == "_local_scalar_dense":
             if self.here(args[0]):
                 self.wait(self.behind())
-        elif name not in _FREE and name not in _VIEWS and not _is_view(func):
+        elif name not in _FREE and name not in _VIEWS and not self._is_view(func):
             self._operator(func, name, args, kwargs, out, tensors)
         return out
 
@@ -94,12 +94,12 @@ class StepRecorder(DispatchMode):
             if nbytes > _SMALL and any(tensor.device.type == "cpu" for tensor in tensors):
                 self.add(HostEvent(HOST, name, nbytes=nbytes))
             return
-        nbytes += _read_as_well(func, name, args, kwargs)
+        nbytes += self._read_as_well(func, name, args, kwargs)
         if name in _PARTS:
             nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in _PARTS[name](args, out))
         formula = self._formulas.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-        if flops and "flash_attention" in name and _is_causal(func, args, kwargs):
+        if flops and "flash_attention" in name and self._is_causal(func, args, kwargs):
             flops /= 2  # formulas count the masked half, which the kernel leaves out
         dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
         self.add(HostEvent(KERNEL, name, self.current(), flops, nbytes, dtype))
@@ -220,29 +220,29 @@ class StepRecorder(DispatchMode):
         self._undo.close()
         self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
 
+    @staticmethod
+    def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
+        """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
+        if name in _OVERWRITES or "out" in kwargs:
+            return 0.0
+        schema = zip(func._schema.arguments, args, strict=False)
+        return _traffic([t for a, value in schema if a.alias_info and a.alias_info.is_write for t in tensors_in(value)])
+
+    @staticmethod
+    def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        place = next((at for at, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
+        return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+    @staticmethod
+    @functools.cache
+    def _is_view(func: Any) -> bool:
+        return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
 
 def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference: Any) -> None:
     this = recorder()
     if this is not None and this._alive.pop(key, None) is not None:
         this._block(number, 0)
-
-
-def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
-    """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
-    if name in _OVERWRITES or "out" in kwargs:
-        return 0.0
-    schema = zip(func._schema.arguments, args, strict=False)
-    return _traffic([t for a, value in schema if a.alias_info and a.alias_info.is_write for t in tensors_in(value)])
-
-
-def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    place = next((at for at, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
-    return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _traffic(tensors: list[torch.Tensor]) -> float:

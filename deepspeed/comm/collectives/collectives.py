@@ -388,11 +388,9 @@ def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label
         ]
 
     began = now()
-    return Handle(axis, label, post(axis, label, start), None, full, _others(slices, own), began)
-
-
-def _others(slices: Sequence[torch.Tensor], own: torch.Tensor) -> int:
-    return sum(part.nbytes for part in slices) - own.nbytes
+    return Handle(
+        axis, label, post(axis, label, start), None, full, sum(part.nbytes for part in slices) - own.nbytes, began
+    )
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
@@ -412,7 +410,7 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
         return Handle(axis, label, [shared.acknowledged(tag, takers)])
 
     works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
-    return Handle(axis, label, works, arrived, full, _others(slices, own))
+    return Handle(axis, label, works, arrived, full, sum(part.nbytes for part in slices) - own.nbytes)
 
 
 def swap(

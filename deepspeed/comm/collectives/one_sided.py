@@ -76,7 +76,7 @@ class FetchService:
 
     def _meet(self) -> None:
         """Listen, exchange addresses and a token, connect to every rank on first need."""
-        host = os.environ.get("DEEPSPEED_FETCH_HOST") or _own_address()
+        host = os.environ.get("DEEPSPEED_FETCH_HOST") or self._own_address()
         self._listener = socket.create_server((host, 0), backlog=self.axis.size)
         self._selector.register(self._listener, selectors.EVENT_READ)
         address = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
@@ -177,11 +177,11 @@ class FetchService:
 
     def _read(self, sock: socket.socket, strangers: set[socket.socket]) -> None:
         if sock in strangers:
-            if not hmac.compare_digest(_exactly(sock, _TOKEN_BYTES), self._token):
+            if not hmac.compare_digest(self._exactly(sock, _TOKEN_BYTES), self._token):
                 raise CommError("a stranger knocked at the fetch service")
             strangers.discard(sock)
             return
-        rank, channel, version, seq = _REQUEST.unpack(_exactly(sock, _REQUEST.size))
+        rank, channel, version, seq = _REQUEST.unpack(self._exactly(sock, _REQUEST.size))
         delay(f"serve channel {channel}")
         with self._lock:
             served = self._served.get(channel)
@@ -218,23 +218,23 @@ class FetchService:
         self._selector.close()
         self._served.clear()
 
+    @staticmethod
+    def _own_address() -> str:
+        """The address the other ranks reach this host by: the one that leads to the master."""
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 9))
+                return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = sock.recv(count, socket.MSG_WAITALL)
-    if len(data) != count:
-        raise ConnectionResetError("closed by the other rank")
-    return data
-
-
-def _own_address() -> str:
-    """The address the other ranks reach this host by: the one that leads to the master."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))
-            return probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+    @staticmethod
+    def _exactly(sock: socket.socket, count: int) -> bytes:
+        data = sock.recv(count, socket.MSG_WAITALL)
+        if len(data) != count:
+            raise ConnectionResetError("closed by the other rank")
+        return data
 
 
 class SharedSlices:

@@ -198,7 +198,7 @@ class Sender:
             self.axis.shared.drain()
         left: deque[tuple[list[Any], torch.Tensor]] = deque()
         for works, buffer in self._underway:
-            if all(_is_over(work) for work in works):
+            if all(self._is_over(work) for work in works):
                 self._keep(buffer)
             else:
                 left.append((works, buffer))
@@ -218,6 +218,10 @@ class Sender:
     def _keep(self, buffer: torch.Tensor) -> None:
         if buffer.device.type == self._device.type:
             self._idle.append(buffer)
+
+    @staticmethod
+    def _is_over(work: Any) -> bool:
+        return work.ready() if hasattr(work, "ready") else work.is_completed()
 
 
 class Receiver:
@@ -302,10 +306,6 @@ class Receiver:
 def place(buffer: torch.Tensor, leaf: _TensorRef) -> torch.Tensor:
     """A tensor of a message: where it lies in the bytes of all."""
     return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
-
-
-def _is_over(work: Any) -> bool:
-    return work.ready() if hasattr(work, "ready") else work.is_completed()
 
 
 def _check(axis: Axis, wire: P2PChannel | None) -> None:

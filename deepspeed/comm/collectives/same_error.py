@@ -232,22 +232,22 @@ class OrderCheck:
         tag, label = tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}"
         rows = scalars.current.rows(axis, own.ljust(_BYTES, bytes(1)), tag, label, torch.device("cpu"))
         if len(set(rows)) > 1:
-            raise OrderError(_difference(axis, rows))
+            raise OrderError(self._difference(axis, rows))
 
-
-def _difference(axis: Axis, rows: list[bytes]) -> str:
-    by_words: dict[bytes, list[str]] = {}
-    for rank, row in zip(axis.ranks, rows, strict=True):
-        by_words.setdefault(row, []).append(str(rank))
-    diffs = "; ".join(
-        f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
-        for row, ranks in by_words.items()
-    )
-    return (
-        f"ranks are about to do different things where all must do the same, because the device's messages carry no "
-        f"names: {diffs}. Let every rank use the same modules in the same order (a module that a rank does not need "
-        f"can run on zeros); on stages 0 to 2 ranks may differ"
-    )
+    @staticmethod
+    def _difference(axis: Axis, rows: list[bytes]) -> str:
+        by_words: dict[bytes, list[str]] = {}
+        for rank, row in zip(axis.ranks, rows, strict=True):
+            by_words.setdefault(row, []).append(str(rank))
+        diffs = "; ".join(
+            f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
+            for row, ranks in by_words.items()
+        )
+        return (
+            "ranks are about to do different things where all must do the same, because the device's messages carry "
+            f"no names: {diffs}. Let every rank use the same modules in the same order (a module that a rank does not "
+            "need can run on zeros); on stages 0 to 2 ranks may differ"
+        )
 
 
 COMPARED = 10  # micro-batches
@@ -269,7 +269,7 @@ class BatchCheck:
             DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
-        everyone = all_gather_objects(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
+        everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
         first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
         for rank, digests in zip(self._axis.ranks, everyone, strict=True):
             for entry, digest_of_entry in digests.items():
@@ -282,6 +282,19 @@ class BatchCheck:
                     f"to data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or "
                     f"pass training_data to initialize"
                 )
+
+    @staticmethod
+    def _digests(inputs: Any) -> dict[str, int]:
+        """A digest for each entry of a batch that is not None."""
+        entries = (
+            inputs.items()
+            if isinstance(inputs, dict)
+            else enumerate(inputs)
+            if isinstance(inputs, (list, tuple))
+            else ()
+        )
+        digests = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
+        return digests or ({} if inputs is None else {"": digest(inputs)})
 
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
@@ -296,15 +309,6 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
     everyone = all_gather_objects(axis, lines)
     index = next(index for index, row in enumerate(everyone) if row != everyone[0])
     return index, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[index]) if pair[0] != pair[1])
-
-
-def _digests(inputs: Any) -> dict[str, int]:
-    """A digest for each entry of a batch that is not None."""
-    entries = (
-        inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
-    )
-    digests = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
-    return digests or ({} if inputs is None else {"": digest(inputs)})
 
 
 def digest(value: Any) -> int:

@@ -206,20 +206,6 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     _registry().separate_reductions(lacking, everyone)
 
 
-def _own_place() -> tuple[str, int]:
-    """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
-    return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
-
-
-def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
-    """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
-
-    A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
-    """
-    numbered = {name for name, local in places if local}
-    return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
-
-
 def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
     """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
     rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
@@ -311,7 +297,7 @@ class AxisRegistry:
         """The axis of `ranks`; its first call makes it, over the group at hand."""
         where = "cpu" if device is None else device.type
         known = self.axes.get((ranks, where))
-        if known is None or not _alive(known.group):
+        if known is None or not self._alive(known.group):
             known = self.axes[ranks, where] = self.new_axis(ranks, name, where, group)
         return known.also(name)
 
@@ -331,10 +317,10 @@ class AxisRegistry:
         """The world's group, one that was made here, one that another device's axis has, or the client's."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
-        alive = [candidate for candidate in own if candidate is not None and _alive(candidate)]
+        alive = [candidate for candidate in own if candidate is not None and self._alive(candidate)]
         if not alive:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
-        return next((candidate for candidate in alive if _moves(candidate, where)), alive[0])
+        return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
     def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
         """See the function of the same name; `lacking` have no communicator for reductions."""
@@ -344,23 +330,37 @@ class AxisRegistry:
         lacking = [axis for axis in lacking if device_backend(axis.group) == backend]
         needs: list[Any] = [None] * self.size
         with _watched("all_gather_object of the axes that reduce"):
-            dist.all_gather_object(needs, (_own_place(), [axis.ranks for axis in lacking]))
-        hosts = _hosts([place for place, _ in needs])
+            dist.all_gather_object(needs, (self._own_place(), [axis.ranks for axis in lacking]))
+        hosts = self._hosts([place for place, _ in needs])
         rank_sets = {ranks for _, sets in needs for ranks in sets}
         wanted = {each for ranks in rank_sets for each in communicators_of(ranks, by_host(ranks, hosts))}
         groups = {ranks: make_group(list(ranks[1]), watchdog.timeout(), backend) for ranks in sorted(wanted)}
         for axis in lacking:
             axis._reductions = reducing_axis(axis, by_host(axis.ranks, hosts), groups)
 
+    @staticmethod
+    def _moves(group: dist.ProcessGroup, where: str) -> bool:
+        """Whether the group's backend moves tensors of that device: a client's may where the world's does not."""
+        return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
 
-def _alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group has not been destroyed by its maker."""
-    return group is None or group in dist.distributed_c10d._world.pg_map
+    @staticmethod
+    def _alive(group: dist.ProcessGroup | None) -> bool:
+        """Whether a group has not been destroyed by its maker."""
+        return group is None or group in dist.distributed_c10d._world.pg_map
 
+    @staticmethod
+    def _own_place() -> tuple[str, int]:
+        """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
+        return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
 
-def _moves(group: dist.ProcessGroup, where: str) -> bool:
-    """Whether the group's backend moves tensors of that kind of device: a client's may where the world's does not."""
-    return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
+    @staticmethod
+    def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
+        """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
+
+        A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
+        """
+        numbered = {name for name, local in places if local}
+        return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
 
 
 registries: Replaceable[type[AxisRegistry]] = Replaceable(AxisRegistry)

@@ -39,12 +39,6 @@ _JOB_NAMES = (
 )  # fmt: skip
 
 
-def job_id() -> str:
-    """What tells this job from others: its launcher's or scheduler's name for it."""
-    names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
-    return names[0] if names else "unnamed"
-
-
 _stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there
 
 
@@ -104,10 +98,12 @@ def shake(store: Store, rank: int, size: int, limit: timedelta) -> str:
         CommTimeoutError: not all ranks arrived; names the missing ones.
         CommError: two processes say that they are one rank, or the store belongs to another job.
     """
-    job = job_id()
+    names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
+    job = names[0] if names else "unnamed"
     own = dist.PrefixStore(f"deepspeed.meet/{job}", store)
     nonce = secrets.token_hex(8)
-    _claim_store(store, rank, job)
+    if rank == 0:
+        store.set("deepspeed.meet.owner", job)  # whose store this is
     own.set(f"hello/{rank}", nonce)
     end = time.monotonic() + limit.total_seconds()
     pause, end_pause = _POLL_S
@@ -118,11 +114,6 @@ def shake(store: Store, rank: int, size: int, limit: timedelta) -> str:
         time.sleep(pause)
         pause = min(pause * 1.5, end_pause)
     return agreed
-
-
-def _claim_store(store: Store, rank: int, job: str) -> None:
-    if rank == 0:
-        store.set("deepspeed.meet.owner", job)
 
 
 def _lead(own: Store, rank: int, size: int) -> Callable[[], str | None]:
@@ -267,18 +258,15 @@ def _bind_device(world: World) -> None:
     if accelerator.device_name() == "cpu":
         return
     devices = accelerator.device_count()
-    if world.local_rank >= devices and not (devices == 1 and _one_per_task()):
+    # The scheduler may show each process its own device, which is then device 0 for all of them.
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    one_per_task = len(names) == 1 or os.environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1"
+    if world.local_rank >= devices and not (devices == 1 and one_per_task):
         raise ArgumentError(
             f"LOCAL_RANK={world.local_rank} has no device: this process sees {devices} "
             f"{accelerator.device_name()} device(s). Start at most one rank per device."
         )
     accelerator.set_device(min(world.local_rank, devices - 1))
-
-
-def _one_per_task() -> bool:
-    """Whether the scheduler shows each process its own device, which is then device 0 for all of them."""
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return len(names) == 1 or os.environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1"
 
 
 def _join(world: World, backend: str, limit: timedelta, init_method: str | None) -> None:

@@ -63,8 +63,10 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
         claim = Claim("RANK and WORLD_SIZE", {})
     others = claims(env, root) if look_further else []
     if claim is not None:
-        claim = _with_environment(claim, env)
-        others = [] if _nested(env) else others
+        named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
+        claim = Claim(claim.source, {**named, **claim.values})
+        # A launcher between this process and what the scheduler started gives other ranks, rightly.
+        others = [] if env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID") else others
     elif others:
         claim, others = others[0], others[1:]
     if claim is None:
@@ -74,7 +76,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
     _compare(claim, others)
     for other in others:  # what one does not say, another may
         claim = Claim(claim.source, {**other.values, **claim.values}, {**other.names, **claim.names})
-    place = _check({**claim.values, **_set(env)}, claim.source, port)
+    place = _check({**claim.values, **{key: value for key, value in env.items() if value}}, claim.source, port)
     if place.size != size > 0 or (place.rank != rank >= 0):
         raise ArgumentError(
             f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
@@ -105,21 +107,6 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
         if claim is not None:
             valid.append(claim)
     return valid
-
-
-def _with_environment(claim: Claim, env: Environment) -> Claim:
-    """RANK and WORLD_SIZE of the environment beside what the arguments say."""
-    named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
-    return Claim(claim.source, {**named, **claim.values})
-
-
-def _set(env: Environment) -> dict[str, str]:
-    return {key: value for key, value in env.items() if value}
-
-
-def _nested(env: Environment) -> bool:
-    """Whether a launcher stands between this process and what the scheduler started: its ranks are others, rightly."""
-    return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID"))
 
 
 def _compare(claim: Claim, others: list[Claim]) -> None:

@@ -69,7 +69,14 @@ class SharedMemory:
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: _while_waiting(this()))  # kept: native code calls it
         self._context = ctypes.c_void_p(
             native.ds_shm_open(
-                rank, self.size, slot, spin, doorbell.NAP_US, _addresses(segments), _addresses(bells), self._callback
+                rank,
+                self.size,
+                slot,
+                spin,
+                doorbell.NAP_US,
+                self._addresses(segments),
+                self._addresses(bells),
+                self._callback,
             )
         )
         weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
@@ -294,13 +301,13 @@ class SharedMemory:
         if self in groups.memories:
             groups.memories.remove(self)
 
+    @staticmethod
+    def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
+
 
 def _while_waiting(memory: SharedMemory | None) -> int:
     return _STOPPED if memory is None else memory.while_waiting()
-
-
-def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
