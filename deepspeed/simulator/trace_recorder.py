@@ -63,14 +63,14 @@ class StepRecorder(DispatchMode):
         if func.namespace == "c10d":
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
-        given, made = [*tensors_in((args, kwargs))], [*tensors_in(out)]
-        if is_fake(map(type, made)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+        inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(out)]
+        if is_fake(map(type, outputs)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
             return out
-        for tensor in given:
+        for tensor in inputs:
             self._see(tensor)
-        for tensor in made:  # those that are views of what was given, or the same, are known by now
-            self._see(tensor, made=True)
-        tensors = given + made
+        for tensor in outputs:  # those that are views of what was given, or the same, are known by now
+            self._see(tensor, is_output=True)
+        tensors = inputs + outputs
         if name == "record_stream":
             self._used(args[0], args[1].stream_id)
         elif name == "_local_scalar_dense":
@@ -160,7 +160,7 @@ class StepRecorder(DispatchMode):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _see(self, tensor: torch.Tensor, made: bool = False) -> None:
+    def _see(self, tensor: torch.Tensor, is_output: bool = False) -> None:
         if not self.here(tensor) or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -175,11 +175,13 @@ class StepRecorder(DispatchMode):
             if before == storage.nbytes():
                 return
         self._alive[storage._cdata] = (reference, number, storage.nbytes())
-        self._block(number, storage.nbytes(), new=made and known is None)
+        self._block(number, storage.nbytes(), new=is_output and known is None)
 
     def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False, new: bool = False) -> None:
-        at = len(self.recording.entries)
-        self.recording.blocks.append(MemoryEvent(at, number, nbytes, stream if used else self.current(), used, new))
+        entry_count = len(self.recording.entries)
+        self.recording.blocks.append(
+            MemoryEvent(entry_count, number, nbytes, stream if used else self.current(), used, new)
+        )
 
     def _used(self, tensor: torch.Tensor, stream: int) -> None:
         known = self._alive.get(tensor.untyped_storage()._cdata)
@@ -199,9 +201,9 @@ class StepRecorder(DispatchMode):
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
-            made = plain(storage, *size)
+            resized = plain(storage, *size)
             this._resized(storage)
-            return made
+            return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
         undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
@@ -230,7 +232,7 @@ class StepRecorder(DispatchMode):
 
     @staticmethod
     def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        place = next((at for at, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
+        place = next((index for index, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
         return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
     @staticmethod
@@ -247,7 +249,7 @@ def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference
 
 def _traffic(tensors: list[torch.Tensor]) -> float:
     """Bytes of tensors, each place once: broadcast dimensions are read once, and a storage is not longer than it is."""
-    found: dict[tuple[int, int, int], float] = {}
+    bytes_by_view: dict[tuple[int, int, int], float] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:
             continue
@@ -255,5 +257,5 @@ def _traffic(tensors: list[torch.Tensor]) -> float:
             prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
         )
         storage = tensor.untyped_storage()
-        found[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
-    return float(sum(found.values()))
+        bytes_by_view[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
+    return float(sum(bytes_by_view.values()))

@@ -291,11 +291,11 @@ class FakeAxisRegistry(AxisRegistry):
         for axis in lacking:
             rows = axes.by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
             own = [row for row in rows if axis.ranks[axis.rank] in row]
-            made = {
+            groups = {
                 (on, ranks): axes.make_group(list(ranks), watchdog.timeout(), backend)
                 for on, ranks in axes.communicators_of(axis.ranks, own)
             }
-            axis._reductions = axes.reducing_axis(axis, rows, made)
+            axis._reductions = axes.reducing_axis(axis, rows, groups)
 
 
 class FakeNumbers(scalars.FakeScalars):
