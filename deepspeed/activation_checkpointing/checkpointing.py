@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import rng
 from deepspeed.activation_checkpointing.recompute import Checkpointer, calls
 from deepspeed.activation_checkpointing.rng import RNGTracker
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.script_helpers import detach_variable  # noqa: F401  programs import it from here
 
 _OF_TORCH = ("preserve_rng_state", "determinism_check", "debug")
 
@@ -125,6 +129,15 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def get_cuda_rng_tracker() -> RNGTracker:
     """The named random states of the current device, whichever kind it is."""
     return rng.tracker
+
+
+_CUDA_RNG_STATE_TRACKER = rng.tracker
+_MODEL_PARALLEL_RNG_TRACKER_NAME = rng.MODEL_PARALLEL
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Put back a random state of the current device, or of another one by number."""
+    get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
 def _mpu() -> Any:

@@ -40,6 +40,7 @@ from deepspeed.comm.collectives.torch_api import (
     send,
     timed_op,
 )
+from deepspeed.comm.collectives.torch_backend import TorchBackend
 from deepspeed.comm.process_groups.init import init_distributed
 from deepspeed.comm.process_groups.process_group import (
     destroy_process_group,
@@ -73,6 +74,7 @@ __all__ = [
     "P2POp",
     "ProcessGroup",
     "ReduceOp",
+    "TorchBackend",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",

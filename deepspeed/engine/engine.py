@@ -54,6 +54,7 @@ from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
+from deepspeed.engine.program_attributes import ProgramAttributes, warn_of_replaced_methods
 from deepspeed.engine.sequence_parallel import BARE, Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.engine.tensor_parallel import asked_by_model, check_elementwise_optimizer, pack_weights, slice_model
@@ -188,7 +189,7 @@ for _name in GETTERS:
     setattr(EngineSurface, _name, by("_settings", getattr(ConfigAccessors, _name)))
 
 
-class DeepSpeedEngine(EngineSurface, ModuleWrapper):
+class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -241,6 +242,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self.module = model
         close_previous_engine(model)
         share_sequence(model, mesh, mpu)
+        warn_of_replaced_methods(type(self))
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer()

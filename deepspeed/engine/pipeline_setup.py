@@ -18,6 +18,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
+from deepspeed.foundation.equivalence import example_inputs
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_tensors
@@ -26,7 +27,6 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.partition_cost import seconds
 from deepspeed.pipe.split_model import Meter, ModelSplit, find_layout
 from deepspeed.pipe.stage import keep_stage
-from deepspeed.tensor_parallel.example_inputs import inputs_of
 from deepspeed.zero.api.materialize import is_without_values
 from deepspeed.zero.api.reshard import check_not_served, is_born, resettle
 from deepspeed.zero.layout.placement import Relation, placement_of
@@ -130,7 +130,7 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
     """Where to cut. All ranks call together; what one of them alone raises ends all."""
 
     def find(method: str, meter: Meter | None = None) -> ModelSplit:
-        return find_layout(model, stages, inputs_of(model), method, section.chunks, meter)
+        return find_layout(model, stages, example_inputs(model), method, section.chunks, meter)
 
     if not is_born(model):
         make_error = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
@@ -151,7 +151,7 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         tokens = min(_PROFILED_TOKENS, limit - 2 if isinstance(limit, int) and limit > 2 else _PROFILED_TOKENS)
         rows = config.train_micro_batch_size_per_gpu
-        measured_seconds = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
+        measured_seconds = seconds(model, blocks, example_inputs(model, shape=(rows, tokens)))
         return [
             statistics.median(column)
             for column in zip(*all_gather_objects(mesh.axis(*DIMS), measured_seconds), strict=True)

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterable
 
+from deepspeed.errors import ArgumentError
+
 
 class _LateStderr(logging.StreamHandler):  # type: ignore[type-arg]
     """A handler that looks `sys.stderr` up at each line, so that redirections made later are followed."""
@@ -50,6 +52,22 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
     wanted = None if ranks is None else set(ranks)
     if wanted is None or -1 in wanted or current_rank() in wanted:
         logger.log(level, "[rank %d] %s", current_rank(), message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of the package's logger, or of another one.
+
+    Args:
+        log_level_str: "debug", "info", "warning", "error" or "critical", in any case.
+        custom_logger: the other one.
+
+    Raises:
+        ArgumentError: no level has that name.
+    """
+    levels = ("debug", "info", "warning", "error", "critical")
+    if log_level_str.lower() not in levels:
+        raise ArgumentError(f"log level {log_level_str!r} is none of {', '.join(levels)}")
+    (custom_logger or logger).setLevel(log_level_str.upper())
 
 
 def describe_error(error: Exception, most: int = 120) -> str:

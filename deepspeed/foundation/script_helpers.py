@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation.pytree import map_tensors
 
 T = TypeVar("T")
@@ -51,6 +52,48 @@ def noop_decorator(func: T) -> T:
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """A call as it would be written, as for log lines: `base(1, key=2)`."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether a script has marked a parameter as a slice: `model_parallel` or `tensor_model_parallel` is True."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
+    """Inputs without their history: leaves that ask for gradients as the inputs did.
+
+    Args:
+        inputs: tensors, and other values, which are handed on.
+        device: where the tensors are to be; None: where they are.
+
+    Raises:
+        ArgumentError: the inputs are not a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise ArgumentError(f"detach_variable takes a tuple, not a {type(inputs).__name__}")
+    leaves: list[Any] = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            asks, value = value.requires_grad, value if device is None else value.to(device)
+            value = value.detach().requires_grad_(asks)
+        leaves.append(value)
+    return tuple(leaves)
+
+
+class MultiTensorApply:
+    """Calls an operator on lists of tensors with a fixed chunk size, as Apex's kernels are called.
+
+    Args:
+        chunk_size: elements that a kernel takes at a time.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        """Keep the chunk size."""
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        """The result of `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 class DummyOptim:

@@ -137,6 +137,20 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
     return hosts
 
 
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Hosts:
+    """`select` over hosts with a number of slots each, as scripts that start ranks themselves call it.
+
+    Args:
+        resource_pool: the number of slots by host, as `fetch_hostfile` gives it.
+        inclusion: see `select`.
+        exclusion: see `select`.
+
+    Raises:
+        LaunchError: as `select`.
+    """
+    return select({host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion)
+
+
 def _parse_selection(flag: str, text: str, pool: Hosts) -> Hosts:
     selection: Hosts = {}
     for part in _parts(text, pool):

@@ -21,7 +21,7 @@ from deepspeed.launcher.controller import Control
 from deepspeed.launcher.elastic import ElasticControl, valid_sizes
 from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
 from deepspeed.launcher.foreground import run_behind
-from deepspeed.launcher.hosts import Hosts, fetch_hostfile, is_this_machine, select
+from deepspeed.launcher.hosts import Hosts, fetch_hostfile, is_this_machine, parse_inclusion_exclusion, select
 from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.rank_logs import terminal_size
 from deepspeed.monitor.progress import VARIABLE as PROGRESS
@@ -34,6 +34,7 @@ __all__ = [
     "exported_variables",
     "fetch_hostfile",
     "main",
+    "parse_inclusion_exclusion",
 ]
 
 PDSH_MAX_FAN_OUT = 1024

@@ -230,6 +230,10 @@ class PipelineModule(nn.Module):
                 for param in module.parameters():
                     place(param, Placement(relations={"pp": Relation.PARTIAL}, stages=frozenset(stages)))
 
+    def _count_layer_params(self) -> list[int]:
+        """Elements of the parameters that train, by layer; those of other stages are counted too."""
+        return [int(_weight(spec)) for spec in self._specs]
+
     def stages_of(self, key: str) -> list[int]:
         """Stages with a layer of a tied key."""
         return sorted(

@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.torch_api import all_gather_object
 from deepspeed.comm.process_groups.mesh import ranks_started
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.equivalence import evaluating
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.partition import partition_balanced
@@ -30,7 +31,6 @@ from deepspeed.foundation.pytree import map_tensors, tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
 from deepspeed.pipe.schedule import warmup
-from deepspeed.tensor_parallel.example_inputs import quiet
 
 _NEAR = 4  # an item goes over to parts this far away at most, so that the search stays linear in the number of parts
 
@@ -110,7 +110,7 @@ def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, 
     Returns:
         Of what runs before the blocks, of each block, of what runs after them.
     """
-    with _Counter() as counter, quiet(model):
+    with _Counter() as counter, evaluating(model, use_cache=False):
         return _Crossings(model, blocks, inputs, lambda: counter.total).forward()
 
 
@@ -131,7 +131,7 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
         given["labels"] = given["input_ids"]
     params = [param for param in model.parameters() if param.requires_grad]
     rows: list[list[float]] = []
-    with quiet(model), torch.set_grad_enabled(bool(params)):
+    with evaluating(model, use_cache=False), torch.set_grad_enabled(bool(params)):
         for _ in range(repeats + 1):
             run = _Crossings(model, blocks, given, _now)
             forward = run.forward()

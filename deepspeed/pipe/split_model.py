@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import PipelineError
+from deepspeed.foundation.equivalence import evaluating
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.transformers_model import outermost
 from deepspeed.pipe.partition_cost import costs_of_parts, deal, operations
 from deepspeed.pipe.placeholders import Elsewhere, Final, Handover, Skipped, Slot, poisoned, replaced, without_values
-from deepspeed.tensor_parallel.example_inputs import quiet
 
 
 @dataclass
@@ -225,7 +226,7 @@ def _block_list(model: nn.Module, parts: int) -> str:
         for name, module in model.named_modules()
         if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
     }
-    outer = {n: m for n, m in lists.items() if not any(n.startswith(other + ".") for other in lists)}
+    outer = outermost(lists)
     long = {name: module for name, module in outer.items() if len(module) >= parts}
     if not long:
         found = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
@@ -279,7 +280,10 @@ def _order(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any]) -> Any:
     container = model.get_submodule(layout.container)
     units, count = dict(_around(model, layout.container)), len(list(container.children()))
     noted: list[tuple[str, bool]] = []
-    with quiet(model), _watched({**units, **{str(at): one for at, one in enumerate(container.children())}}, noted):
+    with (
+        evaluating(model, use_cache=False),
+        _watched({**units, **{str(at): one for at, one in enumerate(container.children())}}, noted),
+    ):
         wanted = model(**inputs)
     events = [name for name, _ in noted]
     if [name for name in events if name.isdigit()] != [str(at) for at in range(count)]:
@@ -332,7 +336,7 @@ def _wrong(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted:
     """What is other than whole when the parts run one after another; empty: nothing."""
     stand_ins = stand_ins_of(model, list(dict.fromkeys([*layout.before, *layout.after])))
     value: Any = None
-    with quiet(model):
+    with evaluating(model, use_cache=False):
         for part in range(layout.parts):
             try:
                 value = View(model, layout, part, stand_ins).run(value, inputs)

@@ -15,6 +15,7 @@ from deepspeed.comm.process_groups.init import init_distributed
 from deepspeed.comm.process_groups.mesh import Mesh, mesh_for, ranks_started, resolve
 from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.transformers_model import HEAD_KEYS, config_number, text_config
 from deepspeed.sequence.layer import check_heads
 from deepspeed.sequence.transformers_adapter import cut_sequence
 
@@ -91,9 +92,7 @@ class UlyssesSPAttentionHF:
         mesh = initialize_sequence_parallel(sequence_parallel_size)
         model = model_name_or_path if isinstance(model_name_or_path, nn.Module) else None
         config: Any = getattr(model, "config", None) if model is not None else _config_of(model_name_or_path)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        heads = getattr(text, "num_attention_heads", None)
-        if isinstance(heads, int):
+        if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
             check_heads(heads, mesh.axis("sp"))
         unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
         _asked[unit] = settings = SequenceSettings(core_attn_implementation, disable_in_eval)

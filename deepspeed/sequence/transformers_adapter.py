@@ -27,6 +27,13 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import DataError, NotAvailableError
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
+from deepspeed.foundation.transformers_model import (
+    HEAD_KEYS,
+    config_number,
+    is_instance_of,
+    pretrained_models,
+    text_config,
+)
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
 from deepspeed.sequence.layer import attend, check_heads
 from deepspeed.zero.parameters.module_hooks import Hook
@@ -132,7 +139,6 @@ class SequenceModel:
 
     def install(self, core: str) -> None:
         """Have the model compute with attention `core` over slices."""
-        from transformers import PreTrainedModel
         from transformers.loss.loss_utils import ForMaskedLMLoss
 
         self._core = core.removeprefix(_PREFIX)
@@ -143,7 +149,7 @@ class SequenceModel:
         self._names = {id(module): name for name, module in self.model.named_modules()}
         # First of all hooks: what others see of a forward are slices.
         for module in self.model.modules():  # those inside may be called without the outermost
-            if isinstance(module, PreTrainedModel):
+            if is_instance_of(module, "PreTrainedModel"):
                 self._hooks += [
                     module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
                     module.register_forward_hook(Hook(self.leave), always_call=True),
@@ -296,20 +302,15 @@ def cut_sequence(
     """
     if axis.size == 1 or "transformers" not in sys.modules:
         return []
-    from transformers import PreTrainedModel
-
-    inside: set[str] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, PreTrainedModel) or any(name.startswith(outer) for outer in inside):
-            continue
-        inside.add(f"{name}." if name else "")
+    for module in pretrained_models(model).values():
+        config: Any = module.config
         known: SequenceModel | None = vars(module).get(_MARK)
         if known is not None and known.axis is not axis:  # of an engine on other ranks
             known.remove()
             known = None
         if known is None:
             _check_model(module, axis)
-            SequenceModel(module, axis, disable_in_eval).install(core or str(module.config._attn_implementation))
+            SequenceModel(module, axis, disable_in_eval).install(core or str(config._attn_implementation))
     return sequence_models(model)
 
 
@@ -329,8 +330,7 @@ def _check_model(model: Any, axis: Axis) -> None:
         why = "its attention does not go by AttentionInterface"
     if why:
         raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
-    text = config.get_text_config()
-    if isinstance(heads := getattr(text, "num_attention_heads", None), int):
+    if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
         check_heads(heads, axis)
 
 

@@ -11,12 +11,12 @@ from deepspeed.comm.collectives.same_error import comparison, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import SequenceParallelError
+from deepspeed.foundation.equivalence import evaluating, example_tokens, relative_difference, tolerance
 from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.transformers_model import text_config
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.sequence.transformers_adapter import SequenceModel
 
-# Of the largest value, by the precision the model computes in.
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _TOKENS = 5  # per rank
 PACKED = "packed"
 T = TypeVar("T")
@@ -35,18 +35,13 @@ def prove(made: SequenceModel, everyone: Axis) -> None:
     Raises:
         SequenceParallelError: on every rank, with what differs on which, or what one of them alone has raised.
     """
-    model, disabled, made.disable_in_eval = made.model, made.disable_in_eval, False
-    training = [module for module in model.modules() if module.training]
-    states = torch.get_rng_state()
-    model.eval()
+    disabled, made.disable_in_eval = made.disable_in_eval, False
     try:
-        batches = _together(made, everyone, lambda: list(_batches(made)))
-        found = [texts for kind, batch in batches for texts in [_compared(made, everyone, kind, batch)]]
+        with evaluating(made.model):
+            batches = _together(made, everyone, lambda: list(_batches(made)))
+            found = [_compared(made, everyone, kind, batch) for kind, batch in batches]
     finally:
         made.disable_in_eval = disabled
-        torch.set_rng_state(states)
-        for module in training:
-            module.training = True
     wrong = ["; ".join(filter(None, texts)) for texts in zip(*found, strict=True)]
     if any(wrong):
         raise _wrong(made, everyone, wrong)
@@ -67,12 +62,9 @@ def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> Sequenc
 
 def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
     """Two sequences each: padded on the left, and packed of two documents."""
-    config = made.model.config.get_text_config()
-    device = next(made.model.parameters()).device
-    vocabulary, tokens = min(int(config.vocab_size), 1000), _TOKENS * made.axis.size
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, tokens), generator=draw)
-    mask, padding = torch.ones_like(ids), getattr(config, "pad_token_id", None)
+    device, tokens = next(made.model.parameters()).device, _TOKENS * made.axis.size
+    ids = example_tokens(made.model.config, 2, tokens)
+    mask, padding = torch.ones_like(ids), getattr(text_config(made.model), "pad_token_id", None)
     mask[1, :3] = 0
     padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
     yield "padded", {"input_ids": padded.to(device), "attention_mask": mask.to(device), **made.without_cache}
@@ -97,10 +89,9 @@ def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, A
 
 
 def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> str:
-    with torch.no_grad():
-        with made.plainly():
-            whole = _outputs(made.model(**batch))
-        ours = _outputs(made.model(**slice_batch(batch, made.axis)))
+    with made.plainly():
+        whole = _outputs(made.model(**batch))
+    ours = _outputs(made.model(**slice_batch(batch, made.axis)))
     return comparison.current(lambda: "; ".join(_differing_outputs(made, kind, batch, whole, ours)))
 
 
@@ -115,7 +106,7 @@ def _differing_outputs(
     part = tokens // axis.size
     mine = slice(axis.rank * part, (axis.rank + 1) * part)
     counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, mine]
-    tolerance = TOLERANCES[next(p.dtype for p in made.model.parameters() if p.is_floating_point())]
+    dtype = next(p.dtype for p in made.model.parameters() if p.is_floating_point())
     for at, ((name, wanted), (_, got)) in enumerate(zip(whole, ours, strict=False)):
         by_token = wanted.dim() > 1 and wanted.shape[1] == tokens and got.shape[1] == part
         if not at and not (by_token and wanted.dim() > 2):
@@ -129,10 +120,8 @@ def _differing_outputs(
             continue
         else:  # of one token that it takes for the first or last
             what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
-        wanted, got = wanted.float(), got.float()
-        gap, scale = float((wanted - got).abs().max()), float(wanted.abs().max())
-        if not gap <= tolerance * scale:
-            yield f"{what} by {gap / max(scale, 1e-30):.2g} of their largest value"
+        if (relative := relative_difference(got, wanted)) > tolerance(dtype):
+            yield f"{what} by {relative:.2g} of their largest value"
 
 
 def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:

@@ -427,14 +427,3 @@ def largest_part(module: nn.Module, shares: ChannelDependencies) -> float:
 
 def _length(segments: Segments) -> int:
     return sum(length for _, length in segments)
-
-
-def heads_in(config: Any) -> list[int]:
-    """Numbers of heads that a config, or one inside it, says."""
-    found: list[int] = []
-    for key, value in (vars(config) if hasattr(config, "__dict__") else {}).items():
-        if "head" in key and isinstance(value, int) and not isinstance(value, bool) and value > 1:
-            found.append(value)
-        elif hasattr(value, "to_dict"):
-            found += heads_in(value)
-    return found

@@ -1,115 +1,20 @@
-"""Makes a small example input for a model, and records its modules' inputs."""
+"""Records what the modules of a model are called with on a small example input."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.errors import ArgumentError
-from deepspeed.foundation.hf_forward import accepts, caches_at_all, without_cache
+from deepspeed.foundation.equivalence import evaluating
+from deepspeed.foundation.hf_forward import accepts, caches_at_all
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.transformers_model import caching_configs
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
-
-TOKENS = 12
-
-
-def inputs_of(model: nn.Module, example: Any = None, shape: tuple[int, int] = (1, TOKENS)) -> dict[str, Any]:
-    """Arguments of the model's forward: the example, or made up from the config of a Transformers model.
-
-    Args:
-        model: to be called.
-        example: a dict of arguments, or positional ones: a tensor or a tuple.
-        shape: of tokens that are made up: rows, and their length.
-
-    Raises:
-        ArgumentError: nothing says what the model takes.
-    """
-    example = getattr(model, "example_input_array", None) if example is None else example
-    if example is not None:
-        names = list(inspect.signature(model.forward).parameters)
-        given = example if isinstance(example, dict) else dict(zip(names, _tuple(example), strict=False))
-        return {name: _here(value, model) for name, value in given.items()}
-    config = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        raise ArgumentError(
-            f"cutting a model follows one forward of it, and {type(model).__name__} does not say what it "
-            f"takes: give it an attribute example_input_array (a tensor, or a tuple of forward's arguments)"
-        )
-    made = _made_up(model, config, *shape) | without_cache(model)
-    return {name: _here(value, model) for name, value in made.items()}
-
-
-def _made_up(model: nn.Module, config: Any, rows: int, tokens: int) -> dict[str, Any]:
-    main = getattr(model, "main_input_name", "input_ids")
-    generator = torch.Generator().manual_seed(1)
-    if main == "input_ids":
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        vocabulary = min(int(getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 32), 1000)
-        draw = lambda count: torch.randint(min(3, vocabulary - 1), vocabulary, (rows, count), generator=generator)  # noqa: E731
-        given: dict[str, Any] = {"input_ids": draw(tokens)}
-        if getattr(config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = draw(tokens - 2)
-        return given
-    if main == "pixel_values":
-        size = getattr(config, "image_size", 32)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {main: torch.randn(rows, getattr(config, "num_channels", 3), height, width, generator=generator)}
-    raise ArgumentError(
-        f"the input {main!r} of {type(model).__name__} cannot be made up: give the model an attribute "
-        f"example_input_array, a dict of forward's arguments"
-    )
-
-
-def _tuple(example: Any) -> tuple[Any, ...]:
-    return example if isinstance(example, tuple) else (example,)
-
-
-def _here(value: Any, model: nn.Module) -> Any:
-    """Where the model is, in its dtype."""
-    param = next(model.parameters(), None)
-    if not isinstance(value, torch.Tensor) or param is None:
-        return value
-    return value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
-
-
-@contextlib.contextmanager
-def quiet(model: nn.Module, caches: bool = False) -> Iterator[None]:
-    """Evaluation mode, no gradients, and random states as they were; nothing is cached, or everything.
-
-    A cache that a module was called with would be longer each time it is called so again. Wrappers such as PEFT's hide
-    the argument `use_cache`, so the configs say it.
-    """
-    before = [module for module in model.modules() if module.training]
-    configs = _configs(model)
-    said = [config.use_cache for config in configs]
-    model.eval()
-    try:
-        for config in configs:
-            config.use_cache = caches
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for config, value in zip(configs, said, strict=True):
-            config.use_cache = value
-        for module in before:
-            module.training = True
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Those that say whether to cache."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "to_dict") and isinstance(getattr(config, "use_cache", None), bool):
-            found[id(config)] = config
-    return list(found.values())
-
 
 PADDED = 3  # tokens at the end of the masked input
 
@@ -172,7 +77,7 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
         if name not in found:
             found[name] = call.apart()
 
-    with quiet(model):
+    with evaluating(model, use_cache=False):
         return found, _noted(model, names, inputs, note)
 
 
@@ -203,7 +108,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
         inputs: of the model.
     """
     caching = caches_at_all(model, inputs)
-    if not calls or not (caching != inputs or _configs(model)):
+    if not calls or not (caching != inputs or caching_configs(model)):
         return set()
     modules = dict(model.named_modules())
     kinds: set[type] = set()
@@ -213,7 +118,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
             kinds.add(type(modules[name]))
 
     # A model may do without a cache, and raise what it likes.
-    with quiet(model, caches=True), contextlib.suppress(Exception):
+    with evaluating(model, use_cache=True), contextlib.suppress(Exception):
         _noted(model, calls, caching, note)
     return {name for name in calls if type(modules[name]) in kinds}
 

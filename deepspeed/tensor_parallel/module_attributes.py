@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
@@ -40,7 +41,6 @@ from deepspeed.tensor_parallel.layers import (
 from deepspeed.tensor_parallel.trace import lies_in, owner
 
 TRIES = 600
-TOLERANCE = 1e-4
 Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
 
 
@@ -154,8 +154,7 @@ def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
 
 def _alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) > 0 and all(
-        a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * float(b.abs().max().clamp(min=1e-6))
-        for a, b in zip(found, wanted, strict=True)
+        relative_difference(a, b, floor=1e-6) <= tolerance(torch.float32) for a, b in zip(found, wanted, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.comm.collectives.autograd import enter, reduce_from
 from deepspeed.errors import DeepSpeedError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.channel_dependencies import (
@@ -31,8 +32,6 @@ from deepspeed.tensor_parallel.channel_dependencies import (
 from deepspeed.tensor_parallel.layers import SliceLocation, cut_tensor, mark_partial
 from deepspeed.tensor_parallel.module_attributes import Numbers, combinations, set_numbers, settable, spied
 from deepspeed.tensor_parallel.trace import ShardableRegion
-
-TOLERANCE = 1e-4
 
 
 class PackedParallel(nn.Module):
@@ -197,7 +196,7 @@ def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInput
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
             reason = reason or describe_error(why)
             continue
-        if float((total - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()):
+        if relative_difference(total, wanted) <= tolerance(torch.float32):
             return {k: numbers[k] // whole * shares.rows[rank][0][1] for k in chosen}
         reason = reason or "the ranks' outputs do not add up to the dense one"
     return reason

@@ -19,16 +19,17 @@ import torch
 from torch import nn
 
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.equivalence import evaluating, example_inputs
 from deepspeed.foundation.fake_mode import Replaceable, with_values
 from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.foundation.transformers_model import head_counts
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
     Segments,
-    heads_in,
     share_out,
 )
-from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states, inputs_of, quiet
+from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states
 from deepspeed.tensor_parallel.module_attributes import Numbers, fit
 from deepspeed.tensor_parallel.packed_experts import fit_packed, share_packed
 from deepspeed.tensor_parallel.rng import Draws
@@ -319,8 +320,8 @@ def make_plan(
         ArgumentError: nothing says what the model takes.
         TensorParallelError: none of its matrices can be cut.
     """
-    inputs = inputs_of(model, example)
-    with OpTrace(model, inputs) as trace, quiet(model):
+    inputs = example_inputs(model, example)
+    with OpTrace(model, inputs) as trace, evaluating(model, use_cache=False):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
     regions = _asked_for(regions, whole, specs)
@@ -331,7 +332,7 @@ def make_plan(
     calls, known = probes.current(calls)
     shapes = shapes_of(model)
     modules = dict(model.named_modules())
-    heads = sorted(set(heads_in(getattr(model, "config", None))))
+    heads = sorted(set(head_counts(getattr(model, "config", None))))
     inside_of, units = by_module(shapes), list[Unit]()
     for home, mine in of_units.items():
         own = {name: shapes[name] for name in inside_of.get(home, ())}

@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.equivalence import example_inputs
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
@@ -25,7 +26,7 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     TensorSharding,
     largest_part,
 )
-from deepspeed.tensor_parallel.example_inputs import all_calls, inputs_of
+from deepspeed.tensor_parallel.example_inputs import all_calls
 from deepspeed.tensor_parallel.layers import is_linear, is_transposed
 from deepspeed.tensor_parallel.module_attributes import Numbers
 from deepspeed.tensor_parallel.plan import (
@@ -225,7 +226,7 @@ def read_plan(
     reader = _PlanReader(model, ranks, rank)
     found = [unit for entry in units.entries() for unit in reader.units(entry)]
     reasons = reader.reasons(whole)
-    return _planned(model, reader, found, reasons, (inputs_of(model, example), specs), at)
+    return _planned(model, reader, found, reasons, (example_inputs(model, example), specs), at)
 
 
 def _planned(

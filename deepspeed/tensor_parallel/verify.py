@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from deepspeed.comm.collectives.same_error import Outcome, comparison, run_colle
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.equivalence import evaluating, largest_value, relative_difference, tolerance
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, floating, same_draws
@@ -25,9 +25,7 @@ from deepspeed.tensor_parallel.gradient_sketch import Sketches, Watch, dims_of, 
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.zero.layout.placement import Relation, placement_of
 
-# Of the largest value, by the precision of what is computed.
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-TOLERANCE = TOLERANCES[torch.float32]  # of units
+TOLERANCE = tolerance(torch.float32)  # of units
 T = TypeVar("T")
 
 
@@ -128,17 +126,14 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """In evaluation mode, with gradients of frozen parameters too; the parameters by name."""
     params = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
     frozen = [p for p in params.values() if not p.requires_grad]
-    training = [m for m in module.modules() if m.training]
-    module.eval()
     try:
         for p in frozen:
             p.requires_grad_(True)
-        yield params
+        with evaluating(module):
+            yield params
     finally:
         for p in frozen:
             p.requires_grad_(False)
-        for m in training:
-            m.training = True
 
 
 def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -208,7 +203,9 @@ def _differences(dense: UnitResult, cut: UnitResult, module: nn.Module, axis: Ax
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
-    peaks = {name: {along: _largest(one) for along, one in (of or {}).items()} for name, of in dense.params.items()}
+    peaks = {
+        name: {along: largest_value(one) for along, one in (of or {}).items()} for name, of in dense.params.items()
+    }
     largest = max((peak for of_param in peaks.values() for peak in of_param.values()), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
@@ -252,14 +249,6 @@ def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: 
     return {dim: summed(part, axis, label) for dim, part in parts.items()}
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value, in one pass; NaN where there is one."""
-    if not tensor.numel():
-        return 0.0
-    low, high = map(float, tensor.aminmax())
-    return high if math.isnan(high) else max(-low, high)
-
-
 def _apart(
     what: str,
     wanted: torch.Tensor,
@@ -269,7 +258,7 @@ def _apart(
     peak: float | None = None,
 ) -> Iterator[str]:
     if ours is None:
-        if _largest(wanted) > tolerance * largest:
+        if largest_value(wanted) > tolerance * largest:
             yield f"{what} is missing"
         return
     if wanted.shape != ours.shape:
@@ -277,10 +266,9 @@ def _apart(
         return
     if not wanted.numel():
         return
-    scale = max(_largest(wanted) if peak is None else peak, 1e-3 * largest, 1e-30)
-    gap = _largest(ours.float() - wanted.float().to(ours.device))
-    if not gap <= tolerance * scale:
-        yield f"{what} differs by {gap / scale:.2g} of its largest value"
+    scale = max(largest_value(wanted) if peak is None else peak, 1e-3 * largest)
+    if (relative := relative_difference(ours, wanted, scale)) > tolerance:
+        yield f"{what} differs by {relative:.2g} of its largest value"
 
 
 def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
@@ -289,19 +277,18 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     Raises:
         TensorParallelError: they differ.
     """
-    from deepspeed.tensor_parallel.example_inputs import quiet
 
     def differences_of(found: list[torch.Tensor]) -> str:
         wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         texts = [
             text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
-            for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
+            for text in _apart(f"output {at}", a, b, 0.0, tolerance(dtype))
         ]  # fmt: skip
         return "; ".join(texts[:3])
 
     def differs() -> str:
-        with quiet(model):
+        with evaluating(model, use_cache=False):
             found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
         return comparison.current(lambda: differences_of(found))
 

@@ -17,6 +17,7 @@ from deepspeed.comm.collectives.same_error import comparison, meet_before, run_c
 from deepspeed.comm.collectives.torch_api import all_gather_objects, all_reduce
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError, NotAvailableError, TensorParallelError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.hf_forward import counts_items
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import (
@@ -27,7 +28,6 @@ from deepspeed.tensor_parallel.layers import (
     even_sizes,
     is_linear,
 )
-from deepspeed.tensor_parallel.verify import TOLERANCES
 from deepspeed.zero.parameters.grouping import release
 
 
@@ -310,9 +310,9 @@ def _embedding_differs(embedding: Any, dense: torch.Tensor, axis: Axis, name: st
         cotangent = torch.randn(wanted.shape, generator=generator).to(wanted)
         (ours,) = torch.autograd.grad((found * cotangent).sum(), [embedding.weight])
         (theirs,) = torch.autograd.grad((wanted * cotangent).sum(), [table])
-    if _apart(found, wanted):
+    if relative_difference(found, wanted) > tolerance(wanted.dtype):
         yield f"rows of '{name}' differ"
-    if _apart(ours, _own(theirs, axis)):
+    if relative_difference(ours, _own(theirs, axis)) > tolerance(theirs.dtype):
         yield f"the gradient of '{name}' differs"
 
 
@@ -329,15 +329,9 @@ def _head_differs(head: Any, dense: Sequence[Any], axis: Axis, name: str) -> Ite
         head.sizes = before
         ours = torch.autograd.grad(found, [head.weight, hidden])
         theirs = torch.autograd.grad(wanted, [table, hidden])
-    if _apart(found, wanted):
+    if relative_difference(found, wanted) > tolerance(wanted.dtype):
         yield f"the loss of '{name}' differs"
-    if _apart(ours[0], _own(theirs[0], axis)):
+    if relative_difference(ours[0], _own(theirs[0], axis)) > tolerance(theirs[0].dtype):
         yield f"the gradient of '{name}' differs"
-    if _apart(ours[1], theirs[1]):
+    if relative_difference(ours[1], theirs[1]) > tolerance(theirs[1].dtype):
         yield f"the gradient of what '{name}' reads differs"
-
-
-def _apart(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
-    bar = TOLERANCES.get(wanted.dtype, 6e-2)
-    ours, wanted = ours.detach().float(), wanted.detach().float()
-    return not float((ours - wanted).abs().max()) <= bar * max(float(wanted.abs().max()), 1e-30)

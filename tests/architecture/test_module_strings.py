@@ -12,8 +12,8 @@ from tests.architecture.test_public_names import _look_up
 DOTTED = re.compile(r"deepspeed(\.[A-Za-z_]\w*)+")
 # Strings of this form that name something else.
 OTHERS = {"deepspeed.accelerators", "deepspeed.meet.owner", "deepspeed.pt", "deepspeed.status"}
-# They name what is not there: what comes later; what upstream pickles.
-ABSENT = ("foundation/unavailable.py", "checkpoint/compat/upstream_read.py")
+# Names of later features, and the table that test_addresses.py reads; what upstream pickles.
+ABSENT = ("foundation/addresses.py", "checkpoint/compat/upstream_read.py")
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -33,5 +33,5 @@ def test_strings_that_name_modules_name_modules() -> None:
                 _look_up(text)
             except (ImportError, AttributeError) as error:
                 wrong.append(f"{path}:{line}: {text}: {error}")
-    assert len(seen) > 50  # it looks at something
+    assert len(seen) > 20  # it looks at something
     assert not wrong, "\n".join(wrong)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepspeed.foundation.addresses import ADDRESSES
+
 FROZEN = (Path(__file__).parent / "public_names.txt").read_text().splitlines()
-ROOMS = ("deepspeed.ops", "deepspeed.runtime", "deepspeed.utils")  # every module in them is a public address
+ROOMS = ("deepspeed.ops",)  # every module in them is a public address, and every row of the table of addresses
 FRONT = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.git_version_info", "deepspeed.zero")
 
 
@@ -36,12 +38,11 @@ def _signature(found: Any) -> str:
 
 
 def _public() -> Iterator[str]:
-    found = [_look_up(name) for name in (*FRONT, *ROOMS)]
+    modules = [*FRONT, *ROOMS, *ADDRESSES]
     for room in ROOMS:
-        path = _look_up(room).__path__
-        found += [_look_up(info.name) for info in pkgutil.walk_packages(path, f"{room}.")]
-    for module in found:
-        yield from (f"{module.__name__}.{name}" for name in getattr(module, "__all__", ()))
+        modules += [info.name for info in pkgutil.walk_packages(_look_up(room).__path__, f"{room}.")]
+    for module in modules:
+        yield from (f"{module}.{name}" for name in getattr(_look_up(module), "__all__", ()))
 
 
 def test_every_frozen_name_is_where_it_was() -> None:

@@ -62,9 +62,9 @@ def stage_toy(model: Any, stages: int) -> dict[str, Any]:
     """Cut a toy into stages, by a rank of a group, and compare it with itself."""
     from deepspeed.comm.process_groups.mesh import mesh_for
     from deepspeed.errors import DeepSpeedError
+    from deepspeed.foundation.equivalence import example_inputs
     from deepspeed.pipe.split_model import find_layout
     from deepspeed.pipe.stage import keep_stage
-    from deepspeed.tensor_parallel.example_inputs import inputs_of
 
     warnings.simplefilter("ignore")
     for module in model.modules():  # Phimoe's routers draw; a stage and the whole model draw at other times
@@ -72,7 +72,7 @@ def stage_toy(model: Any, stages: int) -> dict[str, Any]:
             setattr(module, name_of, 0.0)
     axis = mesh_for({"pp": stages}).axis("pp")
     try:
-        layout = find_layout(model, stages, inputs_of(model))
+        layout = find_layout(model, stages, example_inputs(model))
     except DeepSpeedError as error:
         return {"verdict": "refused", "why": f"{type(error).__name__}: {error}"[:300]}
     dense = copy.deepcopy(model).train()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -202,10 +203,27 @@ def ask_current(unit: str, question: str) -> Callable[[], Any]:
     return ask
 
 
+def _broadcast_source() -> int:
+    """Global rank of the first of the ranks with the same slice of the model: the one whose parameters are sent."""
+    return current_mesh().axis(*UNITS["sequence_data_parallel"]).ranks[0]
+
+
 def _ask(axis: Axis, what: str) -> Any:
     if what == "group":
         return axis.group if axis.group is not None else get_own_group()
     return axis.rank if what == "rank" else axis.size
+
+
+# what scripts ask by name: `get_data_parallel_group()`, with an underscore in front too
+CURRENT_GROUPS = SimpleNamespace(
+    _get_broadcast_src_rank=_broadcast_source,
+    **{
+        f"{prefix}get_{unit}_{question}": ask_current(unit, question)
+        for prefix in ("", "_")
+        for unit in UNITS
+        for question in _QUESTIONS
+    },
+)
 
 
 # -- one mesh for the process ---------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import importlib
 from types import ModuleType
 from typing import ClassVar
 
+import torch
+
 from deepspeed.errors import NotAvailableError
 
 
@@ -30,6 +32,11 @@ class OpBuilder:
     def absolute_name(self) -> str:
         """The import path of the operator, or where it would be."""
         return self.MODULE or f"deepspeed.ops.{self.NAME}"
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether this torch is built for AMD's devices."""
+        return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether `load` gives the operator on this machine."""

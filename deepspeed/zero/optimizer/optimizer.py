@@ -32,6 +32,7 @@ from deepspeed.zero.optimizer.optimizer_shard import (
     whole_state,
 )
 from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
+from deepspeed.zero.optimizer.program_attributes import ProgramAttributes
 from deepspeed.zero.optimizer.published_methods import PublishedMethods
 from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
@@ -60,8 +61,12 @@ class TrainingEngine(Protocol):
         """Bring it back."""
         ...
 
+    def full_hp_param(self, param: Parameter, optim_state_key: str | None) -> torch.Tensor | None:
+        """The master of a parameter, or a tensor of its optimizer state."""
+        ...
 
-class OptimizerSurface:
+
+class OptimizerSurface(ProgramAttributes):
     """What an optimizer over slices can be asked."""
 
     optimizer: torch.optim.Optimizer  # over the leaves
@@ -118,6 +123,18 @@ class OptimizerSurface:
             non_blocking: do not wait until the copies are over.
         """
         self._attached().reload_states(non_blocking)
+
+    def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
+        """The master of a parameter, or a tensor of its optimizer state. All ranks call together.
+
+        Args:
+            param: of the engine's model.
+            optim_state_key: None: the master; or `exp_avg`, `momentum_buffer`, …
+
+        Returns:
+            float32, of the global shape; None for a parameter that is not updated, and before the first step for state.
+        """
+        return self._attached().full_hp_param(param, optim_state_key)
 
     def _attached(self) -> TrainingEngine:
         if self.engine is None:

@@ -23,6 +23,13 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3  # a fragment in another tier
 
 
+class GatherHandle:
+    """Stands for an all-gather that is over."""
+
+    def wait(self, **_: Any) -> None:
+        """Return at once."""
+
+
 class ClientSurface:
     """What a managed parameter can be asked; it adds no field, so that parameters may change their class."""
 
@@ -82,6 +89,26 @@ class ClientSurface:
                 group.gather_together()
             group.users += 1
             group.editors += 1
+
+    def all_gather_coalesced(self, params: list[Any], **_: Any) -> GatherHandle:
+        """Make parameters whole until `partition`, as `all_gather` does; the handle has nothing left to wait for.
+
+        Args:
+            params: they are gathered in groups that travel together.
+        """
+        self.all_gather(params)
+        return GatherHandle()
+
+    @property
+    def param_idx_in_group(self) -> int:
+        """Position among the parameters of its group of the optimizer."""
+        owner: Any = self._ds_member.owner
+        groups: list[list[Any]] = [] if owner is None else owner.bit16_groups
+        for group in groups:
+            for index, param in enumerate(group):
+                if param is self:
+                    return index
+        raise AttributeError(f"'{self._ds_member.name}' is updated by no optimizer")
 
     def partition(self, param_list: list[Any] | None = None, has_been_updated: bool = False) -> None:
         """End what `all_gather` began.

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.foundation.equivalence import example_inputs
 from deepspeed.pipe.partition_cost import costs_of_parts, deal, operations, seconds
 from deepspeed.pipe.schedule import make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
 from deepspeed.pipe.split_model import find_layout
-from deepspeed.tensor_parallel.example_inputs import inputs_of
 
 WIDTH = 8
 
@@ -54,7 +54,7 @@ class Model(nn.Module):
 def test_operations_are_those_of_the_matrices() -> None:
     model = Model([nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))], head=20)
     model.train()
-    found = operations(model, list(model.blocks), inputs_of(model))
+    found = operations(model, list(model.blocks), example_inputs(model))
     assert found == [2 * 2 * WIDTH * n for n in (WIDTH, WIDTH, 2 * 3, 20)]
     assert model.training
 
@@ -66,7 +66,7 @@ def test_time_is_charged_to_the_block_that_takes_it(frozen: str) -> None:
         module.requires_grad_(False)
     model.above.weight.grad = kept = torch.ones(WIDTH, WIDTH)
     states = torch.get_rng_state()
-    found = seconds(model, list(model.blocks), inputs_of(model), repeats=2)
+    found = seconds(model, list(model.blocks), example_inputs(model), repeats=2)
     assert len(found) == 6
     assert found[2] >= 0.04 and found[4] >= 0.06 and sorted(found)[-2:] == sorted([found[2], found[4]]), found
     assert model.above.weight.grad is kept and bool((kept == 1).all()) and model.below.weight.grad is None
@@ -76,7 +76,7 @@ def test_time_is_charged_to_the_block_that_takes_it(frozen: str) -> None:
 
 def test_a_frozen_model_is_timed_forward() -> None:
     model = Model([Slow(forward=0.03), Slow(backward=0.03)]).requires_grad_(False)
-    found = seconds(model, list(model.blocks), inputs_of(model), repeats=1)
+    found = seconds(model, list(model.blocks), example_inputs(model), repeats=1)
     assert found[1] >= 0.03 and max(found) == found[1], found
 
 
@@ -86,7 +86,7 @@ def test_blocks_that_torch_fuses_are_counted() -> None:
     blocks = [nn.Sequential(layer) for layer in layers]  # a hook on the layer itself would be asking
     model, before = Model(list(blocks)), torch.backends.mha.get_fastpath_enabled()
     model.example_input_array = torch.randn(2, 3, WIDTH)
-    found = operations(model, blocks, inputs_of(model))
+    found = operations(model, blocks, example_inputs(model))
     assert found[1] == found[2] > 0 and found[3] - found[1] == 2 * 6 * 2 * WIDTH * (64 - 16)
     assert torch.backends.mha.get_fastpath_enabled() == before
 
@@ -94,7 +94,7 @@ def test_blocks_that_torch_fuses_are_counted() -> None:
 def test_a_heavy_head_moves_the_cut() -> None:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     model = Model(blocks, head=3 * WIDTH)
-    inputs = inputs_of(model)
+    inputs = example_inputs(model)
     assert find_layout(model, 2, inputs, "parameters").bounds == [0, 3, 6]
     layout = find_layout(model, 2, inputs, "best")
     assert layout.bounds == [0, 4, 6] and layout.costs == [
@@ -125,7 +125,7 @@ def test_what_nothing_is_known_of_is_dealt_by_parameters() -> None:
                 x = block(x)
             return x
 
-    layout = find_layout(model := Bare(), 2, inputs_of(model))
+    layout = find_layout(model := Bare(), 2, example_inputs(model))
     assert layout.bounds == [0, 2, 4] and layout.costs == [1.0, 1.0]
 
 

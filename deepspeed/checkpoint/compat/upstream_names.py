@@ -1,0 +1,103 @@
+"""Keys and file names of the reference's checkpoints, and the reader and writer of one file, as programs name them.
+
+The keys stand in files that other programs write; their values never change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CheckpointError
+
+# of the files of optimizer and model states
+BUFFER_NAMES = "buffer_names"
+DS_VERSION = "ds_version"
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+PARAM_SHAPES = "param_shapes"
+PARTITION_COUNT = "partition_count"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+ZERO_STAGE = "zero_stage"
+# of Megatron's files
+ARGS_KEY = "args"
+CHECKPOINT_INFO_KEY = "checkpoint_info"
+ITERATION_KEY = "iteration"
+# of the block that says how parameters are joined over slices
+ORIGINAL_VOCAB_SIZE = "original_vocab_size"
+PADDED_VOCAB_SIZE = "padded_vocab_size"
+PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
+UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Path of the model states of a rank of slices, such as "00"."""
+    return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Path of the optimizer states of a data-parallel rank within a rank of slices."""
+    return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int, tp_rank: int) -> str:
+    """Path of the states of a layer's slice."""
+    return str(Path(base_folder, f"layer_{layer_id:02d}-model_{tp_rank:02d}-model_states.pt"))
+
+
+class TorchCheckpointEngine:
+    """Writes and reads single files with `torch.save` and `torch.load`. Engines here do not use it."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        """Nothing is kept.
+
+        Args:
+            config_params: accepted, without effect.
+        """
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder and those above it."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def create(self, info: Any) -> None:
+        """Start a checkpoint; nothing is to be done."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a nest of tensors and plain values."""
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read what `save` wrote: tensors and plain values only, no code runs.
+
+        Args:
+            path: of the file.
+            map_location: the device that tensors come to, as for `torch.load`.
+
+        Raises:
+            CheckpointError: the file has other objects in it, or is none.
+        """
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except (RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        except Exception as error:
+            if isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"{path} has objects other than tensors and plain values, and reading those would run code of the "
+                f"file: {error}"
+            ) from error
+
+    def commit(self, info: Any) -> bool:
+        """End a checkpoint: every file is there once `save` has returned."""
+        return True

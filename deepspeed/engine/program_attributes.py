@@ -1,0 +1,113 @@
+"""Attributes and methods that programs read of an engine, under the reference's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.compat.upstream_names import TorchCheckpointEngine
+from deepspeed.checkpoint.compat.upstream_write import SCRIPTS
+from deepspeed.comm.process_groups.axis import get_own_group
+from deepspeed.comm.process_groups.process_group import get_backend
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.log import log_rank0, warn_once
+from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+# Methods that programs put in the place of the reference's. No engine here has them, so the replacement has no effect.
+_REPLACED = (
+    "_broadcast_model",
+    "_configure_optimizer",
+    "_create_checkpoint_file",
+    "_save_checkpoint",
+    "clip_fp32_gradients",
+)
+
+
+def warn_of_replaced_methods(engine: type) -> None:
+    """Say which methods a program has set on the class of engines without effect."""
+    for name in _REPLACED:
+        if hasattr(engine, name):
+            warn_once(
+                f"{engine.__name__}.{name} was set by the program; this engine does not call it: see docs/names.md"
+            )
+
+
+class ProgramAttributes:
+    """What programs read, from an engine's state.
+
+    Attributes:
+        warn_unscaled_loss: accepted: a loss that was scaled by hand is refused here, see `backward`.
+    """
+
+    _state: EngineState
+    global_steps: int
+    warn_unscaled_loss = True
+    checkpoint_engine = TorchCheckpointEngine()
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration."""
+        return self._state.ds_config
+
+    @property
+    def dist_backend(self) -> str:
+        """Name of the communication backend."""
+        return get_backend()
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The process group of the ranks with the same slice of the model."""
+        group = self._state.axes.dp_sp_group.group
+        return get_own_group() if group is None else group
+
+    @property
+    def _support_torch_style_backward(self) -> bool:
+        """Whether `loss.backward()` does what `engine.backward(loss)` does, where losses are not scaled."""
+        return True
+
+    def random_ltd_enabled(self) -> bool:
+        """Whether layers drop tokens at random: never."""
+        return False
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        """Whether masters and gradients are fp16."""
+        return self._state.ds_config.fp16.fp16_master_weights_and_grads
+
+    def get_compile_time(self) -> float:
+        """Seconds that compiling a graph has taken: nothing is compiled here unless `engine.compile()` is called."""
+        return 0.0
+
+    def set_data_post_process_func(self, post_process_func: Any) -> None:
+        """Not available.
+
+        Raises:
+            NotAvailableError: always.
+        """
+        raise NotAvailableError("set_data_post_process_func is not available yet: it belongs to data efficiency")
+
+    def print_forward_breakdown(self, fwd_time: float) -> None:
+        """Log the time of a forward pass.
+
+        Args:
+            fwd_time: milliseconds.
+        """
+        log_rank0(f"forward: {fwd_time:.2f} ms")
+
+    def _report_progress(self: Any, step: int) -> None:
+        """Log the step, what was skipped, and the learning rates."""
+        log_rank0(f"step={step}, skipped={self._state.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Write `zero_to_fp32.py`, which turns the checkpoints beside it into fp32 weights, into a folder."""
+        for name, text in SCRIPTS.items():
+            Path(save_path, name).write_bytes(text)
+
+    def full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None) -> torch.Tensor | None:
+        """The master of a parameter, or a tensor of its optimizer state; see `deepspeed.utils.safe_get_full_*`."""
+        if optim_state_key is None:
+            return safe_get_full_fp32_param(param)
+        return safe_get_full_optimizer_state(param, optim_state_key)

@@ -1,0 +1,458 @@
+"""Import paths and names that programs know the package's parts by: one table, and the finder that serves it.
+
+A row of `ADDRESSES` is a module with the names in it and the modules where they are defined; its names are looked up on
+first use, so that importing it costs nothing. Modules that have no file of their own are made when they are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import CodeType, ModuleType
+from typing import Any
+
+from deepspeed.errors import NotAvailableError
+
+# module: {where its names are defined: the names, `name=original` where it has another one there}.
+# "" stands for the module itself: the names are its submodules.
+ADDRESSES: dict[str, dict[str, str]] = {
+    "deepspeed": {
+        "deepspeed.engine.initialize": "initialize add_config_arguments",
+        "deepspeed.comm.process_groups.init": "init_distributed",
+        "deepspeed.engine.engine": "DeepSpeedEngine",
+        "deepspeed.engine.pipeline_engine": "PipelineEngine",
+        "deepspeed.pipe": "PipelineModule",
+        "deepspeed.engine.data_loading": "DeepSpeedDataLoader",
+        "deepspeed.config": "DeepSpeedConfig",
+        "deepspeed.errors": "DeepSpeedConfigError",
+        "deepspeed.zero.optimizer.optimizer": "DeepSpeedOptimizer=ZeroOptimizer",
+        "deepspeed.tensor_parallel.init": "tp_model_init set_autotp_mode",
+        "deepspeed.inference.engine": "init_inference InferenceEngine",
+        "deepspeed.inference.config": "DeepSpeedInferenceConfig default_inference_config",
+        "deepspeed.accelerator": "get_accelerator",
+        "deepspeed.foundation.log": "log_dist logger",
+        "deepspeed.foundation.script_helpers": "OnDevice",
+        "deepspeed": "dist=comm",
+        "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference",
+    },
+    "deepspeed.checkpoint": {
+        "deepspeed.checkpoint.compat.upstream_names": (
+            "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank "
+            "ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+            "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+            "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+            "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS"
+        ),
+    },
+    "deepspeed.checkpoint.constants": {
+        "deepspeed.checkpoint.compat.upstream_names": (
+            "BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES "
+            "OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT SINGLE_PARTITION_OF_FP32_GROUPS ZERO_STAGE "
+            "ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+            "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+            "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+            "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS"
+        ),
+    },
+    "deepspeed.checkpoint.deepspeed_checkpoint": {
+        "deepspeed.checkpoint.compat.upstream_names": "ARGS_KEY CHECKPOINT_INFO_KEY ITERATION_KEY",
+    },
+    "deepspeed.constants": {
+        "deepspeed.foundation.constants": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
+    },
+    "deepspeed.io": {
+        "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
+    },
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": {
+        "deepspeed.foundation.expert_marks": (
+            "has_moe_layers is_moe_param is_moe_param_group "
+            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
+        ),
+    },
+    "deepspeed.ops.adam.multi_tensor_apply": {
+        "deepspeed.foundation.script_helpers": "MultiTensorApply",
+    },
+    "deepspeed.runtime.checkpoint_engine": {},
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
+        "deepspeed.checkpoint.compat.upstream_names": "TorchCheckpointEngine",
+    },
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.config": {
+        "deepspeed.config.sections.memory": "DeepSpeedActivationCheckpointingConfig=ActivationCheckpointing",
+    },
+    "deepspeed.runtime.base_optimizer": {
+        "deepspeed.zero.optimizer.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer",
+    },
+    "deepspeed.runtime.bf16_optimizer": {
+        "deepspeed.zero.optimizer.optimizer": "BF16_Optimizer=ZeroOptimizer",
+    },
+    "deepspeed.runtime.config": {
+        "deepspeed.config": "DeepSpeedConfig DeepSpeedConfigError",
+        "deepspeed.foundation.constants": (
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS LAMB_OPTIMIZER LION_OPTIMIZER "
+            "MUON_OPTIMIZER"
+        ),
+    },
+    "deepspeed.runtime.config_utils": {
+        "deepspeed.config.base_model": (
+            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
+        ),
+    },
+    "deepspeed.runtime.dataloader": {
+        "deepspeed.engine.data_loading": "DeepSpeedDataLoader RepeatingLoader",
+    },
+    "deepspeed.runtime.engine": {
+        "deepspeed.engine.engine": "DeepSpeedEngine",
+    },
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.fused_optimizer": {
+        "deepspeed.zero.optimizer.optimizer": "FP16_Optimizer=ZeroOptimizer",
+    },
+    "deepspeed.runtime.fp16.loss_scaler": {
+        "deepspeed.optim.loss_scale": (
+            "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
+            "LossScaler MIN_LOSS_SCALE SCALE_WINDOW"
+        ),
+    },
+    "deepspeed.runtime.fp16.unfused_optimizer": {
+        "deepspeed.zero.optimizer.optimizer": "FP16_UnfusedOptimizer=ZeroOptimizer",
+    },
+    "deepspeed.runtime.lr_schedules": {
+        "deepspeed.optim.lr_schedules": (
+            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
+            "get_config_from_args get_lr_from_config get_torch_optimizer override_params parse_arguments"
+        ),
+    },
+    "deepspeed.runtime.pipe": {
+        "deepspeed.pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
+    },
+    "deepspeed.runtime.pipe.engine": {
+        "deepspeed.engine.engine": "DeepSpeedEngine",
+        "deepspeed.engine.pipeline_engine": "PipelineEngine",
+        "deepspeed.errors": "PipelineError",
+    },
+    "deepspeed.runtime.pipe.module": {
+        "deepspeed.pipe": "LayerSpec PipelineModule TiedLayerSpec",
+    },
+    "deepspeed.runtime.pipe.schedule": {
+        "deepspeed.pipe.legacy_schedule": (
+            "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch "
+            "OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads "
+            "SendActivation SendGrad TrainSchedule"
+        ),
+    },
+    "deepspeed.runtime.pipe.topology": {
+        "deepspeed.pipe": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        "deepspeed.pipe.topology": "PipelineParallelGrid",
+    },
+    "deepspeed.runtime.precision_config": {
+        "deepspeed.config.sections.precision": (
+            "DeepSpeedBF16Config=BF16 DeepSpeedFP16Config=FP16 DeepSpeedTorchAutocastConfig=TorchAutocast"
+        ),
+    },
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "deepspeed.sequence.parallel_state": "initialize_sequence_parallel",
+        "deepspeed.comm.process_groups.mesh.CURRENT_GROUPS": (
+            "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+            "get_sequence_data_parallel_group get_sequence_data_parallel_rank "
+            "get_sequence_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
+            "get_model_parallel_world_size get_sequence_parallel_group get_sequence_parallel_rank "
+            "get_sequence_parallel_world_size"
+        ),
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "deepspeed.sequence.tiled": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
+        "deepspeed.sequence.parallel_state": "UlyssesSPAttentionHF",
+        "deepspeed.sequence.batches": "UlyssesSPDataLoaderAdapter",
+    },
+    "deepspeed.runtime.utils": {
+        "deepspeed.optim.grad_norm": "CheckOverflow clip_grad_norm_ get_global_norm get_grad_norm",
+        "deepspeed.foundation.script_helpers": (
+            "DummyOptim call_to_str ensure_directory_exists is_model_parallel_parameter move_to_device noop_decorator "
+            "set_random_seed"
+        ),
+        "deepspeed.comm.collectives.torch_backend": "all_gather_dp_groups",
+        "deepspeed.comm.collectives.partitioned_tensor": "PartitionedTensor",
+        "deepspeed.accelerator.instruments": "empty_cache get_ma_status memory_status see_memory_usage",
+        "deepspeed.foundation.partition": "partition_balanced partition_uniform",
+    },
+    "deepspeed.runtime.zero": {
+        "deepspeed.zero.api.gathered_parameters": (
+            "GatheredParameters register_external_parameter unregister_external_parameter unwrap_model_for_generation"
+        ),
+        "deepspeed.zero.api.init_context": "Init",
+        "deepspeed.zero.parameters.ds_attributes": "ZeroParamStatus ZeroParamType",
+    },
+    "deepspeed.runtime.zero.config": {
+        "deepspeed.config.sections.zero": "DeepSpeedZeroConfig=Zero ZeroStageEnum get_zero_config",
+    },
+    "deepspeed.runtime.zero.leaf_module_config": {
+        "deepspeed.config.sections.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule",
+    },
+    "deepspeed.runtime.zero.offload_config": {
+        "deepspeed.config.sections.zero": (
+            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizer DeepSpeedZeroOffloadParamConfig=OffloadParam"
+        ),
+        "deepspeed.engine.offload_states": "OffloadDeviceEnum OffloadStateTypeEnum",
+    },
+    "deepspeed.runtime.zero.parameter_offload": {
+        "deepspeed.zero.parameters.module_hooks": "DeepSpeedZeRoOffload=ModuleHooks",
+    },
+    "deepspeed.runtime.zero.partition_parameters": {
+        "deepspeed.zero.api.gathered_parameters": (
+            "GatheredParameters register_external_parameter unregister_external_parameter"
+        ),
+        "deepspeed.zero.parameters.ds_attributes": "ZeroParamStatus ZeroParamType",
+    },
+    "deepspeed.runtime.zero.partitioned_param_profiler": {
+        "deepspeed.zero.parameters.all_gather_stats": "PartitionedParameterProfiler",
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "deepspeed.zero.optimizer.optimizer": "DeepSpeedZeroOptimizer_Stage3=ZeroOptimizer",
+        "deepspeed.zero.api.memory_estimate": (
+            "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
+            "estimate_zero3_model_states_mem_needs_all_live"
+        ),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "deepspeed.zero.optimizer.optimizer": "DeepSpeedZeroOptimizer=ZeroOptimizer",
+        "deepspeed.zero.api.memory_estimate": (
+            "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
+            "estimate_zero2_model_states_mem_needs_all_live"
+        ),
+    },
+    "deepspeed.utils": {
+        "deepspeed.foundation.script_helpers": "OnDevice",
+        "deepspeed.engine.data_loading": "RepeatingLoader",
+        "deepspeed.zero.layout.units": (
+            "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+            "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
+        ),
+        "deepspeed.comm": "init_distributed",
+        "deepspeed.accelerator.instruments": "instrument_w_nvtx",
+        "deepspeed.foundation.log": "log_dist logger set_log_level_from_string",
+        "deepspeed.zero.api.tensor_access": (
+            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+            "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+            "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+            "safe_set_local_optimizer_state"
+        ),
+    },
+    "deepspeed.utils.comms_logging": {
+        "deepspeed.comm.watchdog.comms_logger": "CommsLogger calc_bw_log convert_size trim_mean=trimmed_mean",
+    },
+    "deepspeed.utils.debug": {
+        "deepspeed.profiling.debug_names": (
+            "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name "
+            "debug_module2name_class debug_module2name_id debug_param2name debug_param2name_id "
+            "debug_param2name_id_numel debug_param2name_id_shape debug_param2name_id_shape_device "
+            "debug_param2name_id_shape_status ds_id ds_shape log_rank_file print_backward_tensors print_rank "
+            "print_rank0 printflock"
+        ),
+    },
+    "deepspeed.utils.groups": {
+        "deepspeed.comm.process_groups.mesh.CURRENT_GROUPS": (
+            "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+            "get_sequence_data_parallel_group get_sequence_data_parallel_rank "
+            "get_sequence_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
+            "get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+            "get_tensor_model_parallel_world_size get_sequence_parallel_group get_sequence_parallel_rank "
+            "get_sequence_parallel_world_size _get_data_parallel_group _get_data_parallel_rank "
+            "_get_data_parallel_world_size _get_sequence_data_parallel_group _get_sequence_data_parallel_rank "
+            "_get_sequence_data_parallel_world_size _get_model_parallel_group _get_model_parallel_rank "
+            "_get_model_parallel_world_size _get_tensor_model_parallel_group _get_tensor_model_parallel_rank "
+            "_get_tensor_model_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
+            "_get_sequence_parallel_world_size _get_broadcast_src_rank"
+        ),
+    },
+    "deepspeed.utils.logging": {
+        "deepspeed.foundation.log": "log_dist logger set_log_level_from_string",
+    },
+    "deepspeed.utils.timer": {
+        "deepspeed.engine.metrics": (
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER "
+            "STEP_GLOBAL_TIMER STEP_MICRO_TIMER"
+        ),
+        "deepspeed.foundation.timer": "NoopTimer",
+        "deepspeed.accelerator.instruments": "SynchronizedWallClockTimer ThroughputTimer",
+    },
+    "deepspeed.utils.torch": {
+        "deepspeed.foundation.torch_version": "required_torch_version",
+    },
+    "deepspeed.utils.zero_to_fp32": {
+        "deepspeed.checkpoint.compat.zero_to_fp32": (
+            "GatheredTensor convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+            "get_checkpoint_files get_fp32_state_dict_from_zero_checkpoint get_model_state_file "
+            "get_model_state_files get_optim_files load_state_dict_from_zero_checkpoint main"
+        ),
+    },
+    "deepspeed.module_inject": {"deepspeed.tensor_parallel.init": "LinearAllreduce LinearLayer set_autotp_mode"},
+    "deepspeed.module_inject.layers": {
+        "deepspeed.tensor_parallel.init": "LinearAllreduce LinearLayer set_autotp_mode",
+    },
+    "deepspeed.autotuning": {
+        "deepspeed.planner.autotuner": "Autotuner",
+    },
+}
+
+# modules that are the very modules of the package, so that a name patched there is in use
+ALIASES = {
+    "deepspeed.checkpointing": "deepspeed.activation_checkpointing.checkpointing",
+    "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero.api.init_context",
+}
+
+# Names that programs import without a fallback, of features that are not here: each stands for the name until it is
+# used. module: (the feature, the names); the module can be imported.
+PLACEHOLDERS: dict[str, tuple[str, str]] = {
+    "deepspeed.checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
+    "deepspeed.checkpoint.deepspeed_checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
+    "deepspeed.moe.layer": ("mixture of experts", "MoE"),
+    "deepspeed.runtime.data_pipeline": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": ("data efficiency", "CurriculumScheduler"),
+    "deepspeed.runtime.data_pipeline.data_routing": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": (
+        "data efficiency",
+        "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling": ("data efficiency", ""),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": ("data efficiency", "DataAnalyzer"),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": ("data efficiency", "MMapIndexedDataset"),
+    "deepspeed.runtime.state_dict_factory": ("checkpoints of Megatron", "MegatronSDLoader"),
+    "deepspeed.sequence.fpdt_layer": (
+        "chunks of a sequence",
+        "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss",
+    ),
+}
+
+# Modules and names of features that are not here, and of which programs can do without: the import ends with the
+# feature's name, `hasattr` is False.
+LATER = {
+    "deepspeed.DeepSpeedHybridEngine": "the hybrid engine",
+    "deepspeed.DeepSpeedTransformerConfig": "fused transformer layers",
+    "deepspeed.DeepSpeedTransformerLayer": "fused transformer layers",
+    "deepspeed.compile": "compiler passes over the graph of a step",
+    "deepspeed.linear": "low-rank linear layers",
+    "deepspeed.model_implementations": "the inference engine",
+    "deepspeed.module_inject.replace_policy": "policies of kernel injection",
+    "deepspeed.module_inject.replace_transformer_layer": "policies of kernel injection",
+    "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
+    "deepspeed.ops.transformer": "fused transformer layers",
+    "deepspeed.replace_transformer_layer": "policies of kernel injection",
+    "deepspeed.runtime.domino": "tensor parallelism in overlapped halves",
+    "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
+    "deepspeed.runtime.hybrid_engine": "the hybrid engine",
+    "deepspeed.runtime.tensor_parallel": "tensor parallelism",
+}
+
+
+class _Placeholder(type):
+    """Type of placeholder classes: every use raises, `isinstance` against one is False, a subclass may be defined."""
+
+    feature: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_available(f"{cls.__module__}.{cls.__name__}", cls.feature)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise not_available(f"{cls.__module__}.{cls.__name__}.{name}", cls.feature)
+
+
+def not_available(name: str, feature: str) -> NotAvailableError:
+    """The error that says which feature a name belongs to."""
+    error = NotAvailableError(f"{name} is not available yet: it belongs to {feature}")
+    error.name = name
+    return error
+
+
+def names_of(module: str) -> dict[str, tuple[str, str]]:
+    """Each name of a module with the module that defines it ("" for a submodule) and its name there."""
+    rows = [(target, entry) for target, names in ADDRESSES.get(module, {}).items() for entry in names.split()]
+    names = {entry.partition("=")[0]: (target, entry.rpartition("=")[2]) for target, entry in rows}
+    children = (*ADDRESSES, *ALIASES, *PLACEHOLDERS)
+    return names | {
+        child: ("", child) for parent, _, child in (c.rpartition(".") for c in children) if parent == module
+    }
+
+
+def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
+    """`__getattr__` and `__all__` of a module in the table."""
+    names = names_of(module)
+    feature, listed = PLACEHOLDERS.get(module, ("", ""))
+    placeholders = listed.split()
+
+    def look_up(name: str) -> Any:
+        if name in placeholders:
+            value: Any = _Placeholder(name, (), {"__module__": module, "feature": feature})
+        elif name in names:
+            target, original = names[name]
+            value = _resolve(target, original) if target else importlib.import_module(f"{module}.{original}")
+        else:  # `from module import name` asks the finder next, which raises NotAvailableError for what comes later
+            later = LATER.get(f"{module}.{name}")
+            reason = f"it belongs to {later}, which is not available yet" if later else "there is none"
+            raise AttributeError(f"module {module!r} has no attribute {name!r}: {reason}")
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return look_up, sorted(names)
+
+
+def _resolve(target: str, name: str) -> Any:
+    """A name of a module, or of an object in one."""
+    try:
+        return getattr(importlib.import_module(target), name)
+    except ModuleNotFoundError as error:
+        if error.name != target:
+            raise
+    owner, _, attribute = target.rpartition(".")
+    return getattr(_resolve(owner, attribute), name)
+
+
+class AddressFinder:
+    """The last of Python's finders, and the loader of the modules it finds: those that have no file."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The module of a row; NotAvailableError, which is an ImportError, for one of `LATER`."""
+        if fullname in LATER:
+            raise not_available(fullname, LATER[fullname])
+        if fullname not in ADDRESSES and fullname not in ALIASES and fullname not in PLACEHOLDERS:
+            return None
+        package = any(row.startswith(f"{fullname}.") for row in (*ADDRESSES, *ALIASES, *PLACEHOLDERS))
+        return spec_from_loader(fullname, cls(), origin=f"{fullname.rpartition('.')[2]}.py", is_package=package)  # pyright: ignore[reportArgumentType]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Python makes it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it the row's names; an alias is replaced by the module that it stands for."""
+        name = module.__name__
+        if name in ALIASES:
+            sys.modules[name] = module = importlib.import_module(ALIASES[name])
+        else:
+            module.__doc__ = f"Names that programs know by this address: {', '.join(names_of(name))}."
+            module.__dir__ = lambda: sorted({*vars(module), *names_of(name)})  # pyright: ignore[reportAttributeAccessIssue]
+        if name not in ALIASES or name in ADDRESSES:
+            module.__getattr__, names = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
+            module.__dict__.setdefault("__all__", names)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """A program for `python -m`: the `main` of the row."""
+        target, name = names_of(fullname)["main"]
+        return compile(f"from {target} import {name} as main\nmain()", f"<{fullname}>", "exec")
+
+
+def install() -> None:
+    """Have Python ask `AddressFinder` when nobody else knows a module."""
+    if AddressFinder not in sys.meta_path:
+        sys.meta_path.append(AddressFinder)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,138 @@
+"""Files for `torch.save(state, writer)`: plain, counted only, and through a page-locked buffer."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.errors import ArgumentError
+
+
+class PyFileWriter:
+    """Writes to a file by Python's own means.
+
+    Args:
+        file_path: of the file, which is made or emptied.
+    """
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        """Open the file."""
+        self._path = os.fspath(file_path)
+        self._file: io.BufferedWriter | None = open(self._path, "wb")
+
+    def write(self, buffer: Any) -> int:
+        """Append bytes; the number that was written.
+
+        Raises:
+            ArgumentError: the writer is closed.
+        """
+        return self._open_file().write(buffer)
+
+    def flush(self) -> None:
+        """Hand what is buffered to the system."""
+        self._open_file().flush()
+
+    def fileno(self) -> int:
+        """The number of the open file."""
+        return self._open_file().fileno()
+
+    def file_path(self) -> str:
+        """Where it is."""
+        return self._path
+
+    def close(self) -> None:
+        """Write the rest and close; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open_file(self) -> io.BufferedWriter:
+        if self._file is None:
+            raise ArgumentError(f"the writer of {self._path} is closed")
+        return self._file
+
+
+class MockFileWriter(PyFileWriter):
+    """Writes nowhere: for the time that making the bytes takes.
+
+    Args:
+        file_path: kept, not made.
+    """
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        """Open the null device."""
+        super().__init__(os.devnull)
+        self._path = os.fspath(file_path)
+
+
+@dataclass
+class FastFileWriterConfig:
+    """How `FastFileWriter` writes.
+
+    Attributes:
+        dnvme_handle: an asynchronous I/O handle (`AsyncIOBuilder().load().aio_handle()`), whose settings are kept.
+        pinned_tensor: memory that bytes are collected in, 1-D.
+        double_buffer: accepted: two halves of the buffer take turns in the reference, here the system's cache does it.
+        num_parallel_writers: ranks that write files at the same time; accepted.
+        writer_rank: which of them this is; accepted.
+        global_rank: accepted.
+    """
+
+    dnvme_handle: Any
+    pinned_tensor: torch.Tensor
+    double_buffer: bool = True
+    num_parallel_writers: int = 1
+    writer_rank: int = 0
+    global_rank: int = 0
+
+
+class FastFileWriter(PyFileWriter):
+    """Collects bytes in the pinned tensor and writes each full buffer at once.
+
+    Args:
+        file_path: of the file, which is made or emptied.
+        config: see `FastFileWriterConfig`.
+
+    Raises:
+        ArgumentError: the buffer is empty, not contiguous or not on the CPU.
+    """
+
+    def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
+        """Open the file."""
+        buffer = config.pinned_tensor
+        if buffer.numel() == 0 or not buffer.is_contiguous() or buffer.device.type != "cpu":
+            raise ArgumentError("pinned_tensor is the buffer of the file: a contiguous tensor on the CPU with elements")
+        super().__init__(file_path)
+        self._buffer = memoryview(buffer.detach().view(-1).view(torch.uint8).numpy())
+        self._filled = 0
+
+    def write(self, buffer: Any) -> int:
+        """Append bytes; the number that was taken."""
+        file, data = self._open_file(), memoryview(buffer).cast("B")
+        for start in range(0, len(data), len(self._buffer)):
+            piece = data[start : start + len(self._buffer)]
+            if len(piece) > len(self._buffer) - self._filled:
+                self._write_out(file)
+            self._buffer[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand what is collected to the system."""
+        file = self._open_file()
+        self._write_out(file)
+        file.flush()
+
+    def close(self) -> None:
+        """Write the rest and close; a second call does nothing."""
+        if self._file is not None:
+            self._write_out(self._file)
+        super().close()
+
+    def _write_out(self, file: io.BufferedWriter) -> None:
+        file.write(self._buffer[: self._filled])
+        self._filled = 0

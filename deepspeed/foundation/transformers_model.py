@@ -1,0 +1,123 @@
+"""Reads a model of Transformers: its configs, its vocabulary, its blocks. Transformers is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+# Keys of a config, the commonest first.
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "n_hidden", "model_dim", "word_embed_proj_dim")
+FFN_KEYS = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "encoder_ffn_dim",
+    "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim", "inner_dim", "dim_feedforward",
+    "d_inner", "ffn_size", "expert_ffn_hidden_size", "n_ffn", "feed_forward_size", "dense_intermediate_size",
+    "time_mix_extra_dim",
+)  # fmt: skip
+HEAD_KEYS = (
+    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
+    "num_decoder_heads",
+)  # fmt: skip
+KEY_VALUE_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+HEAD_DIM_KEYS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim")
+LAYER_KEYS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"
+)  # fmt: skip
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "moe_top_k", "moe_k")
+LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions", "n_ctx"
+)  # fmt: skip
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def config_of(model: nn.Module) -> Any:
+    """The config of a model of Transformers; None for other modules."""
+    config: Any = getattr(model, "config", None)
+    return config if hasattr(config, "to_dict") and hasattr(config, "model_type") else None
+
+
+def text_config(model: Any, decoder: bool | None = None) -> Any:
+    """The config of the part that reads and writes text, of a model or of its config; None where there is none.
+
+    Args:
+        model: any module, or a config.
+        decoder: of two parts the one that writes; None: as Transformers decides.
+    """
+    config: Any = getattr(model, "config", None) if isinstance(model, nn.Module) else model
+    return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+
+
+def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:
+    """Rows of a model's embedding, else the tokens that its config says; None where neither says it.
+
+    Args:
+        model: any module, or a config, which has no embedding.
+        decoder: as of `text_config`.
+    """
+    table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    text = text_config(model, decoder)
+    return getattr(table, "num_embeddings", None) or getattr(text, "vocab_size", None)
+
+
+def config_number(config: Any, keys: Sequence[str]) -> int | None:
+    """The first whole number that a config has under one of the keys; None where it has none."""
+    numbers = (getattr(config, key, None) for key in keys)
+    return next((number for number in numbers if isinstance(number, int)), None)
+
+
+def head_counts(config: Any) -> list[int]:
+    """Numbers of heads, above one, that a config or one inside it says."""
+    counts: list[int] = []
+    entries = cast("dict[str, Any]", vars(config) if hasattr(config, "__dict__") else {})
+    for key, entry in entries.items():
+        if "head" in key and isinstance(entry, int) and not isinstance(entry, bool) and entry > 1:
+            counts.append(entry)
+        elif hasattr(entry, "to_dict"):
+            counts += head_counts(entry)
+    return counts
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """The configs inside a model that say whether forward keeps keys and values (`use_cache`), each once."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "to_dict") and isinstance(getattr(config, "use_cache", None), bool):
+            configs[id(config)] = config
+    return list(configs.values())
+
+
+def is_instance_of(module: nn.Module, class_name: str) -> bool:
+    """Whether a module's class, or one that it inherits from, has this name: its library is not imported."""
+    return any(kind.__name__ == class_name for kind in type(module).__mro__)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+
+
+def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, the outermost models of Transformers in a module, which may be one itself."""
+    return outermost({name: module for name, module in _named(model) if is_instance_of(module, "PreTrainedModel")})
+
+
+def outermost(modules: Mapping[str, Module]) -> dict[str, Module]:
+    """Those of some modules, in the order of `named_modules`, that lie in no other of them."""
+    outer: dict[str, Module] = {}
+    for name, module in modules.items():
+        if not any(not around or name.startswith(f"{around}.") for around in outer):
+            outer[name] = module
+    return outer
+
+
+def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """By name, the outermost lists of two or more blocks of one class, the longest first."""
+    lists = {
+        name: module
+        for name, module in _named(model)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1
+    }
+    return dict(sorted(outermost(lists).items(), key=lambda entry: -len(entry[1])))

@@ -1,7 +1,0 @@
-"""Old address of the configuration."""
-
-from __future__ import annotations
-
-from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
-
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
