@@ -100,13 +100,13 @@ def masks() -> None:
 
     import torch
 
-    from deepspeed.compression.pruning import bitmask
+    from deepspeed.compression.pruning.masks import apply_mask, pack_flags
 
     torch.set_num_threads(1)
     numel = 10_000_000
     keep, values = torch.rand(numel) > 0.5, torch.randn(numel)
-    packed, whole = bitmask.pack(keep), keep.float()
-    for name, act in (("bits", lambda: bitmask.apply(packed, values)), ("floats", lambda: values.mul_(whole))):
+    packed, whole = pack_flags(keep), keep.float()
+    for name, act in (("bits", lambda: apply_mask(packed, values)), ("floats", lambda: values.mul_(whole))):
         started = time.process_time()
         for _ in range(5):
             act()

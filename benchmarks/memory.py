@@ -93,7 +93,7 @@ def make_rank() -> Callable[..., Any]:
             engine.backward(engine(batch_of(SHAPE, step, rank)))
             if step == 0:
                 engine.step()
-        wire = engine._components.reducer.wire
+        wire = engine._components.reducer.reduce_scatter
         wire.settle()  # until no gradient is on its way
         still_whole = whole_bytes(model) if stage == 3 and ranks > 1 else 0
         kept = [buffer for kind in (wire._pool, wire._received) for pool in kind.values() for buffer in pool]

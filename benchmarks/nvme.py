@@ -26,8 +26,7 @@ from torch import Tensor
 from deepspeed.native import library
 from deepspeed.ops.aio.files import BlockFile
 from deepspeed.ops.aio.memory import aligned_bytes
-from deepspeed.ops.aio.native import NativeQueue
-from deepspeed.ops.aio.queue import BlockQueue, cause_of
+from deepspeed.ops.aio.queue import BlockQueue, NativeQueue, cause_of
 from deepspeed.ops.aio.threads import ThreadQueue
 
 LEAST_RATIO = 0.9

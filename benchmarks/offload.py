@@ -113,7 +113,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
         id(tier.pool): tier.pool for g in engine._components.groups for tier in vars(g.tiers).values() if tier.pool
     }
     buffers = sum(pool.nbytes for pool in pools.values()) if case["optimizer"] == "nvme" else 0
-    transit = sum(b.nbytes for free in engine._components.reducer.wire._pool.values() for b in free)
+    transit = sum(b.nbytes for free in engine._components.reducer.reduce_scatter._pool.values() for b in free)
     at_rest = predicted[DEVICE] + predicted[HOST]
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.blocks[0].parameters())

@@ -118,7 +118,7 @@ def measure(name: str, keys: str, layers: int | None) -> dict[str, Any]:
         engine.step()
         after = engine.zero_report()
         ahead_in_passes.append({key: after[key] - before[key] for key in ("gathers", "late")})
-    limits, report = lifecycle.keeper.limits, engine.zero_report()
+    limits, report = lifecycle.prefetcher.limits, engine.zero_report()
     engine.destroy()
     bound = max(limits.live, neighbours)
     # Without prefetching, nothing but the first gather of a pass is expected to be there.

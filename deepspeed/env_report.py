@@ -59,16 +59,16 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({title: dict(rows) for title, rows in parts.items()}, indent=2))
         return 0
-    print("\n\n".join(_part(title, rows) for title, rows in parts.items() if rows))
+    texts: list[str] = []
+    for title, rows in parts.items():
+        width = max((len(name) for name, _ in rows), default=0)
+        wrap = functools.partial(
+            textwrap.fill, width=_WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False
+        )
+        if rows:
+            texts.append("\n".join([title, *(wrap(f"  {name:<{width}}  {value}") for name, value in rows)]))
+    print("\n\n".join(texts))
     return 0
-
-
-def _part(title: str, rows: Rows) -> str:
-    width = max(len(name) for name, _ in rows)
-    margin = " " * (width + 4)
-    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-    wrap = functools.partial(textwrap.fill, width=_WIDTH, subsequent_indent=margin, break_on_hyphens=False)
-    return "\n".join([title, *map(wrap, lines)])
 
 
 def _software() -> Rows:
@@ -84,10 +84,13 @@ def _software() -> Rows:
 
 def _machine() -> Rows:
     memory = psutil.virtual_memory()
+    information = Path("/proc/cpuinfo")
+    words = set(information.read_text().split()) if information.exists() else set[str]()
+    flags = [flag for flag in _CPU_FLAGS if flag in words]
     return [
         ("system", platform.platform()),
         ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
-        ("CPU features", ", ".join(_cpu_flags()) or "unknown"),
+        ("CPU features", ", ".join(flags) or "unknown"),
         ("memory", f"{_gib(memory.available)} free of {_gib(memory.total)}"),
         ("/dev/shm", f"{_gib(_shared_memory())} free"),
     ]
@@ -95,13 +98,17 @@ def _machine() -> Rows:
 
 def _accelerator() -> Rows:
     accelerator = get_accelerator()
+    backends: list[str] = []
+    for name in dict.fromkeys(("gloo", accelerator.communication_backend_name())):
+        with contextlib.suppress(NotAvailableError):
+            backends.append(choose_backend(name))
     fast = {"bf16": accelerator.is_bf16_fast(), "fp16": accelerator.is_fp16_fast()}
     return [
         ("kind", accelerator.device_name()),
         ("devices", ", ".join(_gib(accelerator.total_memory(i)) for i in range(accelerator.device_count()))),
         ("fast dtypes", ", ".join(["fp32", *(name for name, is_fast in fast.items() if is_fast)])),
         ("slow dtypes", ", ".join(name for name, is_fast in fast.items() if not is_fast) or "none"),
-        ("communication", ", ".join(_backends())),
+        ("communication", ", ".join(backends)),
         ("set for it", backend_settings() or "nothing (NCCL_*, GLOO_*)"),
     ]
 
@@ -113,7 +120,7 @@ def _features() -> Rows:
         block, dot, _ = key.path.partition(".")
         if dot:
             statuses.setdefault(block.removesuffix("[]"), set()).add(key.note.status)
-    missing = {block for block, found in statuses.items() if "implemented" not in found}
+    missing = {block for block, seen in statuses.items() if "implemented" not in seen}
     return [
         ("available", ", ".join(sorted(statuses.keys() - missing))),
         ("not yet", ", ".join(sorted(missing))),
@@ -132,22 +139,8 @@ def _remarks() -> Rows:
     return remarks
 
 
-def _cpu_flags() -> list[str]:
-    information = Path("/proc/cpuinfo")
-    words = set(information.read_text().split()) if information.exists() else set()
-    return [flag for flag in _CPU_FLAGS if flag in words]
-
-
 def _shared_memory() -> int:
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-
-
-def _backends() -> list[str]:
-    found: list[str] = []
-    for name in dict.fromkeys(("gloo", get_accelerator().communication_backend_name())):
-        with contextlib.suppress(NotAvailableError):
-            found.append(choose_backend(name))
-    return found
 
 
 def _gib(size: int) -> str:

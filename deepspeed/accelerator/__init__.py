@@ -1,4 +1,4 @@
-"""The only room that says torch.cuda: devices, streams, memory and RNG state behind one small surface."""
+"""The only package that names torch.cuda: devices, streams, memory and RNG state behind one small surface."""
 
 from __future__ import annotations
 

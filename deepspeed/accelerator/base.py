@@ -1,4 +1,4 @@
-"""What every accelerator answers, whatever the device; a device's file adds its facts and its own methods."""
+"""The interface of all accelerators; the file of a device adds its facts and its own methods."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class Accelerator:
 
     def create_op_builder(self, class_name: str) -> Any:
         """A builder of that name, None where there is none."""
-        found = self.get_op_builder(class_name)
-        return None if found is None else found()
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
 
     def build_extension(self) -> type:
         """The setuptools command that builds torch extensions."""

@@ -117,7 +117,7 @@ class CpuAccelerator(Accelerator):
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """What the machine can still give without swapping, in bytes."""
+        """Memory that the machine can still give without swapping, in bytes."""
         import psutil
 
         return psutil.virtual_memory().available

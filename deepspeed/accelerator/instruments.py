@@ -1,4 +1,4 @@
-"""What a user sees of the device: memory figures, an emptied cache, functions as ranges of a device trace."""
+"""Instruments of the device: memory figures, an emptied cache, functions as ranges of a device trace, timers."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class SynchronizedWallClockTimer(timer.HostWallClockTimer):
 
     @staticmethod
     def memory_usage() -> str:
-        """What tensors hold of the device and what torch holds, now and at most, in one line."""
+        """Memory that tensors and torch hold on the device, now and at most, in one line."""
         device = get_accelerator()
-        held, kept = device.memory_allocated(), device.memory_reserved()
-        most, most_kept = device.max_memory_allocated(), device.max_memory_reserved()
+        allocated, reserved = device.memory_allocated(), device.memory_reserved()
+        max_allocated, max_reserved = device.max_memory_allocated(), device.max_memory_reserved()
         return (
-            f"mem_allocated: {held / GB:.4f} GB | max_mem_allocated: {most / GB:.4f} GB | "
-            f"cache_allocated: {kept / GB:.4f} GB | max_cache_allocated: {most_kept / GB:.4f} GB"
+            f"mem_allocated: {allocated / GB:.4f} GB | max_mem_allocated: {max_allocated / GB:.4f} GB | "
+            f"cache_allocated: {reserved / GB:.4f} GB | max_cache_allocated: {max_reserved / GB:.4f} GB"
         )
 
 

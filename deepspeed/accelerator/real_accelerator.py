@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: the one set by hand, the one DS_ACCELERATOR names, else what torch sees.
+"""Chooses the accelerator of this process: set by hand, named by DS_ACCELERATOR, else the device that torch sees.
 
 A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
 a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point
@@ -59,23 +59,23 @@ def is_current_accelerator_supported() -> bool:
     return get_accelerator().device_name() in KINDS
 
 
-def _choose(asked: str) -> Accelerator:
-    if not asked:
-        return next(found for found in (kind() for kind in KINDS.values()) if found.is_available())
+def _choose(name: str) -> Accelerator:
+    if not name:
+        return next(accelerator for accelerator in (kind() for kind in KINDS.values()) if accelerator.is_available())
     known = _known()
-    if asked not in known:
-        raise NotAvailableError(f"DS_ACCELERATOR={asked!r} is not available: choose one of {list(known)} or unset it.")
-    accelerator = known[asked]()
+    if name not in known:
+        raise NotAvailableError(f"DS_ACCELERATOR={name!r} is not available: choose one of {list(known)} or unset it.")
+    accelerator = known[name]()
     if not accelerator.is_available():
-        raise NotAvailableError(f"DS_ACCELERATOR={asked!r}, but torch sees no such device on this machine. Unset it.")
+        raise NotAvailableError(f"DS_ACCELERATOR={name!r}, but torch sees no such device on this machine. Unset it.")
     return accelerator
 
 
 def _known() -> dict[str, Callable[[], Any]]:
     """Factories by name: what is installed, what was registered, this package's own; the later hide the earlier."""
     installed = {entry.name.lower(): _loader(entry) for entry in entry_points(group=ENTRY_POINTS)}
-    strangers = {name: made for name, made in {**installed, **_registered}.items() if name not in KINDS}
-    return {**KINDS, **strangers}
+    foreign = {name: factory for name, factory in {**installed, **_registered}.items() if name not in KINDS}
+    return {**KINDS, **foreign}
 
 
 def _loader(entry: Any) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Modules that see quantized weights and inputs: the module stays the object it was, with another class.
+"""Modules that compute with quantized weights and inputs: the module stays the object it was, with another class.
 
 Parameters, hooks, ties and subclasses are kept: the class of a module becomes a subclass of the one it had, and a
 quantized weight shadows the parameter for the length of a forward.
@@ -15,22 +15,22 @@ from deepspeed.compression.utils import quantize, straight_through
 
 
 class Compressed:
-    """What the classes of this file add to a module: quantizers, switched on by a schedule."""
+    """Adds quantizers to a module, which a schedule switches on."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward, on quantized weight and input."""
-        mine: Any = self
-        watch: QuantAct | None = mine.__dict__.get("_activation")
-        if watch is not None and inputs and isinstance(inputs[0], torch.Tensor):
-            inputs = (watch(inputs[0], mine.training), *inputs[1:])
-        weigh: WeightQuantizer | None = mine.__dict__.get("_weigh")
-        if weigh is None or not weigh.bits:
+        module: Any = self
+        input_quantizer: QuantAct | None = module.__dict__.get("_activation")
+        if input_quantizer is not None and inputs and isinstance(inputs[0], torch.Tensor):
+            inputs = (input_quantizer(inputs[0], module.training), *inputs[1:])
+        weight_quantizer: WeightQuantizer | None = module.__dict__.get("_weight_quantizer")
+        if weight_quantizer is None or not weight_quantizer.bits:
             return super().forward(*inputs, **kwargs)  # type: ignore[misc]
-        mine.__dict__["weight"] = weigh(mine._parameters["weight"])
+        module.__dict__["weight"] = weight_quantizer(module._parameters["weight"])
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[misc]
         finally:
-            del mine.__dict__["weight"]
+            del module.__dict__["weight"]
 
 
 class LinearLayer_Compress(Compressed, nn.Linear):  # noqa: N801
@@ -50,29 +50,30 @@ class BNLayer_Compress(Compressed, nn.BatchNorm2d):  # noqa: N801
 
 
 _CLASSES = (LinearLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, BNLayer_Compress)
-_made: dict[type, type] = {}
+_compressed_classes: dict[type, type] = {}  # by the class that a module had
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Give a module the class that knows quantizers; itself."""
+    """Give a module the class with quantizers; gives the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module
-    if own not in _made:
+    if own not in _compressed_classes:
         plain = next((c for c in _CLASSES if c.__mro__[2] is own), None)
         base = next((c for c in _CLASSES if issubclass(own, c.__mro__[2])), Compressed)
         # Named as before: clients look modules up by the names of their classes.
-        _made[own] = plain or type(own.__name__, (base, own), {"__module__": own.__module__, "_plain": own})
-    module.__class__ = _made[own]
+        compressed = plain or type(own.__name__, (base, own), {"__module__": own.__module__, "_plain": own})
+        _compressed_classes[own] = compressed
+    module.__class__ = _compressed_classes[own]
     return module
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Undo `compress_module`; itself."""
+    """Undo `compress_module`; gives the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
-        module.__dict__.pop("_weigh", None)
-        module.__class__ = next(plain for plain, made in _made.items() if made is type(module))
+        module.__dict__.pop("_weight_quantizer", None)
+        module.__class__ = next(plain for plain, own in _compressed_classes.items() if own is type(module))
     return module
 
 
@@ -88,16 +89,15 @@ class WeightQuantizer:
     def __init__(self, kind: str, groups: int, stochastic: bool) -> None:
         self.kind, self.groups, self.stochastic = kind, groups, stochastic
         self.bits = 0  # 0: not yet
-        self.full = 0.0  # share of the full weight that is mixed in
+        self.dense_share = 0.0  # of the full weight that is mixed in
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """What forward sees."""
         with torch.no_grad():
             dense = weight.detach()
-            seen = quantize(dense, self.bits, self.kind, self.groups, self.stochastic)
-            if self.full > 0.0:
-                seen = dense * self.full + seen * (1.0 - self.full)
-        return straight_through(weight, seen)
+            quantized = quantize(dense, self.bits, self.kind, self.groups, self.stochastic)
+            if self.dense_share > 0.0:
+                quantized = dense * self.dense_share + quantized * (1.0 - self.dense_share)
+        return straight_through(weight, quantized)
 
 
 class QuantAct:
@@ -117,29 +117,26 @@ class QuantAct:
             owner.register_buffer("x_min_max", torch.zeros(2))
 
     def __call__(self, values: torch.Tensor, training: bool) -> torch.Tensor:
-        """What the module sees."""
         if not self.on or not values.is_floating_point():
             return values
         with torch.no_grad():
             dense = values.detach()
-            seen = self._by_range(dense, training) if self.running else self._by_row(dense)
-            if seen.stride() != dense.stride():  # in the layout it came in: products of 16 bits round by layout
-                seen = torch.empty_like(dense).copy_(seen)
-        return straight_through(values, seen)
+            if self.running:
+                quantized = self._by_running_range(dense, training)
+            else:  # a range per token of a Linear, per sample of a convolution
+                per_sample = isinstance(self.owner, nn.modules.conv._ConvNd)
+                groups = dense.shape[0] if per_sample else dense.numel() // dense.shape[-1]
+                quantized = quantize(dense, self.bits, self.kind, max(groups, 1))
+            if quantized.stride() != dense.stride():  # in the layout it came in: products of 16 bits round by layout
+                quantized = torch.empty_like(dense).copy_(quantized)
+        return straight_through(values, quantized)
 
-    def _by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """Groups: one per token of a Linear, one per sample of a convolution."""
-        rows = (
-            values.shape[0] if isinstance(self.owner, nn.modules.conv._ConvNd) else values.numel() // values.shape[-1]
-        )
-        return quantize(values, self.bits, self.kind, max(rows, 1))
-
-    def _by_range(self, values: torch.Tensor, training: bool) -> torch.Tensor:
-        kept: torch.Tensor = self.owner.x_min_max  # type: ignore[assignment]
+    def _by_running_range(self, values: torch.Tensor, training: bool) -> torch.Tensor:
+        running: torch.Tensor = self.owner.x_min_max  # type: ignore[assignment]
         if training:
-            now = torch.stack([values.min(), values.max()]).to(kept)
-            kept.copy_(now if not kept.any() else kept * 0.95 + now * 0.05)
-        low, high = kept.tolist()
+            now = torch.stack([values.min(), values.max()]).to(running)
+            running.copy_(now if not running.any() else running * 0.95 + now * 0.05)
+        low, high = running.tolist()
         wide = values.float()
         if self.kind == "symmetric":
             scale = max(2 * max(abs(low), abs(high)) / 2**self.bits, 1e-30)

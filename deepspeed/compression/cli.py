@@ -1,4 +1,4 @@
-"""`ds_compress`: what a model can lose, before anything is trained, and what an exported folder is beside it."""
+"""`ds_compress`: a plan of what can be removed from a model, and a comparison of an exported folder with the dense."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from deepspeed.compression.compare import report
-from deepspeed.compression.pruning.experts import expert_shrinks
-from deepspeed.compression.pruning.layer_selection import block_lists
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
-from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
+from deepspeed.compression.pruning.transformers_groups import Shrink, expert_shrinks, on_meta, shapes_of
+from deepspeed.compression.pruning.verify import layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
+from deepspeed.foundation.transformers_model import block_lists
 
 _MIB = 2**20
 KINDS = ["ffn", "heads", "experts", "layers"]
@@ -39,26 +38,24 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument("after", help="the exported folder")
     compare.add_argument("--tokens", help="held-out tokens: a tensor of shape (windows, length) by torch.save")
     compare.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.command == "report":
-            told = report(given.before, given.after, None if given.tokens is None else windows_of(given.tokens))
-            print(json.dumps(told, indent=1) if given.json else "\n".join(_told(told)))
-            return 0
-        rows = plan_rows(*model_of(given.model), given.kinds, given.ratio)
+        if options.command == "report":
+            figures = report(
+                options.before, options.after, None if options.tokens is None else load_windows(options.tokens)
+            )
+            print(json.dumps(figures, indent=1) if options.json else _format_report(figures))
+        else:
+            rows = plan_rows(*load_model(options.model), options.kinds, options.ratio)
+            print(json.dumps(rows, indent=1) if options.json else "\n".join(map(_format_row, rows)))
     except DeepSpeedError as error:
         print(f"ds_compress: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(rows, indent=1) if given.json else "\n".join(map(_line, rows)))
     return 0
 
 
-def windows_of(path: str) -> torch.Tensor:
-    """Held-out tokens, integers of shape (windows, length).
-
-    Raises:
-        CompressionError: the file is something else.
-    """
+def load_windows(path: str) -> torch.Tensor:
+    """Held-out tokens, integers of shape (windows, length)."""
     try:
         windows = torch.load(path, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -70,12 +67,8 @@ def windows_of(path: str) -> torch.Tensor:
     return windows
 
 
-def model_of(path: str) -> tuple[nn.Module, Any]:
-    """A model without memory, and its config.
-
-    Raises:
-        CompressionError: there is no config, or it names no class of Transformers.
-    """
+def load_model(path: str) -> tuple[nn.Module, Any]:
+    """A model without memory, and its config."""
     import transformers
 
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -90,50 +83,42 @@ def model_of(path: str) -> tuple[nn.Module, Any]:
 
 
 def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: float) -> list[dict[str, Any]]:
-    """One row per number of the config that can be smaller, or one with the reason.
-
-    Args:
-        model: on the meta device.
-        config: its config.
-        kinds: of `ffn`, `heads`, `experts`, `layers`; None: all that it has.
-        ratio: share kept.
-    """
+    """One row per number of the config that can be smaller, or one with the reason; of a model on the meta device."""
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
     plan = PruningPlan(model)
     for kind in kinds or [kind for kind in KINDS if kind != "experts" or expert_shrinks(model, config)]:
         started = time.perf_counter()
-        found = [_layers_row(model, config, ratio, total)] if kind == "layers" else _unit_rows(model, plan, kind, ratio)
-        for row in found:
+        if kind == "layers":
+            kind_rows = [_layers_row(model, config, ratio, total)]
+        else:
+            kind_rows = [_units_row(model, plan, shrink, ratio) for shrink in plan.shrinks(kind)]
+            kind_rows = kind_rows or [{"kind": kind, "refused": plan.refused[kind]}]
+        for row in kind_rows:
             if "after" in row:
                 gone = total - row["after"]
                 work = row.pop("work", gone)  # of experts a token passes as many as before
                 row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * work}
             row["seconds"] = round(time.perf_counter() - started, 1)
-        rows += found
+        rows += kind_rows
     return rows
 
 
-def _unit_rows(model: nn.Module, plan: PruningPlan, kind: str, ratio: float) -> list[dict[str, Any]]:
-    rows = [_row(model, plan, shrink, ratio) for shrink in plan.shrinks(kind)]
-    return rows or [{"kind": kind, "refused": plan.refused[kind]}]
-
-
-def _row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
+def _units_row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
-    kept, of = kept_per_block(shrink, ratio), family.size // family.blocks
+    kept_units, of = shrink.kept_per_block(ratio), family.size // family.blocks
     try:
-        plan.check_said(family, kept)
+        plan.check_said(family, kept_units)
     except CompressionError as error:
         return {"kind": shrink.kind, "refused": str(error)}
-    small = on_meta(type(model), shrink.config(plan.config, kept, of))
-    names = {name for one in shrink.families for name in one.names()}
+    small = on_meta(type(model), shrink.config(plan.config, kept_units, of))
+    names = shrink.names()
     rows, left = shapes_of(model), shapes_of(small)
     routers = [rows[name].numel() - left[name].numel() for name in names if len(rows[name]) == 2]
     return {
         "kind": shrink.kind,
-        "config": {key: shrink.config(plan.config, kept, of).to_dict().get(key) for key in shrink.unit},
-        "units": f"{kept} of {of} in each of {len(shrink.families)} layers",
+        "config": {key: shrink.config(plan.config, kept_units, of).to_dict().get(key) for key in shrink.unit},
+        "units": f"{kept_units} of {of} in each of {len(shrink.families)} layers",
         "coupled_tensors": len(names),
         "first_layer": family.names(),
         **({"work": sum(routers)} if shrink.kind == "experts" else {}),
@@ -145,30 +130,30 @@ def _row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> d
 def _layers_row(model: nn.Module, config: Any, ratio: float, total: int) -> dict[str, Any]:
     try:
         count = layers_of(config)
-        kept = max(1, round(count * ratio))
-        small = on_meta(type(model), with_layers(config, list(range(kept))))
+        kept_layers = max(1, round(count * ratio))
+        small = on_meta(type(model), with_layers(config, list(range(kept_layers))))
     except CompressionError as error:
         return {"kind": "layers", "refused": str(error)}
     after = sum(shape.numel() for shape in shapes_of(small).values())
     if after >= total:
-        return {"kind": "layers", "refused": f"{type(config).__name__} with {kept} layers is not smaller"}
+        return {"kind": "layers", "refused": f"{type(config).__name__} with {kept_layers} layers is not smaller"}
     lists = list(block_lists(model))
-    return {"kind": "layers", "units": f"{kept} of {count} layers", "lists": lists, "after": after}
+    return {"kind": "layers", "units": f"{kept_layers} of {count} layers", "lists": lists, "after": after}
 
 
-def _told(told: dict[str, Any]) -> list[str]:
+def _format_report(figures: dict[str, Any]) -> str:
     lines = [f"{'':12} {'before':>15} {'after':>15} {'after / before':>15}"]
     for name in ("parameters", "bytes", "loss"):
-        if name in told:
-            old, new = told[name]
+        if name in figures:
+            old, new = figures[name]
             form = ",.4f" if name == "loss" else ",d"
             lines.append(f"{name:12} {format(old, form):>15} {format(new, form):>15} {new / old:15.4f}")
     for name in ("prefill", "token"):
-        lines.append(f"{name:12} {told[name]:.2f} x as fast, CPU time of one thread")
-    return lines
+        lines.append(f"{name:12} {figures[name]:.2f} x as fast, CPU time of one thread")
+    return "\n".join(lines)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     if "model" in row:
         return f"{row['model']}: {row['parameters']:,} parameters, {row['bytes_fp32'] / _MIB:,.1f} MiB in fp32"
     if "refused" in row:

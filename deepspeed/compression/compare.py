@@ -72,8 +72,8 @@ with torch.no_grad():
         raise SystemExit("this process knows deepspeed")
     print(json.dumps(sum(param.numel() for param in model.parameters())), flush=True)
     for line in sys.stdin:
-        what, *given = json.loads(line)
-        print(json.dumps(loss(*given) if what == "loss" else timed(what, *given)), flush=True)
+        what, *arguments = json.loads(line)
+        print(json.dumps(loss(*arguments) if what == "loss" else timed(what, *arguments)), flush=True)
 """
 
 
@@ -132,11 +132,7 @@ class Exported:
         return self._ask(kind, length, times)
 
     def loss(self, windows: torch.Tensor) -> float:
-        """Nats per token.
-
-        Args:
-            windows: integers of shape (windows, tokens + 1); each token is predicted from those before it.
-        """
+        """Nats per token of integers of shape (windows, tokens + 1)."""
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             torch.save(windows, file.name)
             return self._ask("loss", file.name)
@@ -147,11 +143,9 @@ class Exported:
         self._stderr.close()
 
     def __enter__(self) -> Exported:
-        """The process itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process."""
         self.close()
 
 
@@ -178,7 +172,7 @@ def report(before: str | Path, after: str | Path, windows: torch.Tensor | None =
     """
     with Exported(before) as old, Exported(after) as new:
         length = 128 if windows is None else windows.shape[1] - 1
-        told: dict[str, Any] = {"bytes": [old.bytes, new.bytes], "parameters": [old.parameters, new.parameters]}
+        figures: dict[str, Any] = {"bytes": [old.bytes, new.bytes], "parameters": [old.parameters, new.parameters]}
         if windows is not None:
-            told["loss"] = [old.loss(windows), new.loss(windows)]
-        return told | {kind: faster(old, new, kind, length=length) for kind in ("prefill", "token")}
+            figures["loss"] = [old.loss(windows), new.loss(windows)]
+        return figures | {kind: faster(old, new, kind, length=length) for kind in ("prefill", "token")}

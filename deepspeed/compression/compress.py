@@ -1,4 +1,4 @@
-"""The old calls: prepare a model before `initialize`, bake what was learned after it, start a student."""
+"""`init_compression` before `initialize`, `redundancy_clean` after training, and the start of a student."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.compression.basic_layer import plain_module
-from deepspeed.compression.controller import CALLED, removable
+from deepspeed.compression.controller import CALLED
 from deepspeed.compression.fake_quantize import FakeQuantizers
 from deepspeed.compression.helper import compression_preparation, recursive_getattr
-from deepspeed.compression.pruning.layer_reduction import REDUCED
+from deepspeed.compression.pruning.layer_selection import REDUCED
 from deepspeed.compression.pruning.masks import Masks
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.rules import CompressionRule, matched, rules_of
-from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.rules import matched, rules_of
+from deepspeed.compression.pruning.structured_removal import remove_from
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, QuantizeTraining
 from deepspeed.errors import ArgumentError, CompressionError
 from deepspeed.zero.parameters.parameter import is_managed
+
+_LAST_STEP = 1 << 40  # every schedule has ended then
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
@@ -41,8 +43,8 @@ def check_deepspeed_config(config: Any) -> dict[str, Any]:
 
 def section_of(config: Any) -> tuple[CompressionTraining, QuantizeTraining]:
     """`compression_training` and `quantize_training`, typed and checked."""
-    given = check_deepspeed_config(config)
-    known = {name: given[name] for name in ("compression_training", "quantize_training") if name in given}
+    whole = check_deepspeed_config(config)
+    known = {name: whole[name] for name in ("compression_training", "quantize_training") if name in whole}
     top = DeepSpeedConfig({"train_batch_size": 1, **known}, world=1).top
     return top.compression_training, top.quantize_training
 
@@ -72,7 +74,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     if section.layer_reduction.enabled:
         if teacher_model is None:
             raise ArgumentError("layer_reduction is enabled: init_compression needs the teacher_model")
-        _student(inner, _inner(teacher_model), section.layer_reduction)
+        _copy_layers(inner, _inner(teacher_model), section.layer_reduction)
     compression_preparation(inner)
     FakeQuantizers(inner, section, training)  # names and shapes are checked now
     if any(technique.shared_parameters.enabled for technique in section.pruning.values()):
@@ -90,44 +92,38 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
         deepspeed_config: dict or path of a JSON.
     """
     student = _inner(student_model)
-    _student(student, _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
+    _copy_layers(student, _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
     vars(student)[REDUCED] = True
 
 
-def _student(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
-    prefix, taken = section.module_name_prefix, section.teacher_layer
-    if not prefix or taken is None:
-        raise CompressionError("layer_reduction: module_name_prefix and teacher_layer say what is copied")
-    pairs = [(f"{prefix}.{new}", f"{prefix}.{old}") for new, old in enumerate(taken)]
-    pairs += [(name, name) for name in section.other_module_name or []]
-    with torch.no_grad():
-        for to, source in pairs:
-            try:
-                one, other = recursive_getattr(student, to), recursive_getattr(teacher, source)
-            except (AttributeError, IndexError) as error:
-                raise CompressionError(
-                    f"layer_reduction: {to} of the student or {source} of the teacher: {error}"
-                ) from error
-            _copy(one, other, to)
-
-
-def _copy(student: nn.Module, teacher: nn.Module, name: str) -> None:
+def _copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
     from deepspeed.zero.api.gathered_parameters import GatheredParameters
 
-    theirs = dict(teacher.named_parameters())
-    mine = dict(student.named_parameters())
-    if mine.keys() != theirs.keys():
-        raise CompressionError(
-            f"layer_reduction: {name} has other parameters: {sorted(mine.keys() ^ theirs.keys())[:4]}"
-        )
-    for key, param in mine.items():
-        both = [p for p in (param, theirs[key]) if is_managed(p)]
-        with GatheredParameters(both, modifier_rank=0 if is_managed(param) else None, enabled=bool(both)):
-            if param.shape != theirs[key].shape:
-                raise CompressionError(
-                    f"layer_reduction: {name}.{key} is {tuple(param.shape)}, the teacher's {tuple(theirs[key].shape)}"
-                )
-            param.data.copy_(theirs[key].data)
+    prefix, layers = section.module_name_prefix, section.teacher_layer
+    if not prefix or layers is None:
+        raise CompressionError("layer_reduction: module_name_prefix and teacher_layer say what is copied")
+    pairs = [(f"{prefix}.{new}", f"{prefix}.{old}") for new, old in enumerate(layers)]
+    pairs += [(name, name) for name in section.other_module_name or []]
+    for name, source in pairs:
+        try:
+            module, teacher_module = recursive_getattr(student, name), recursive_getattr(teacher, source)
+        except (AttributeError, IndexError) as error:
+            raise CompressionError(
+                f"layer_reduction: {name} of the student or {source} of the teacher: {error}"
+            ) from error
+        params, teacher_params = dict(module.named_parameters()), dict(teacher_module.named_parameters())
+        if params.keys() != teacher_params.keys():
+            others = sorted(params.keys() ^ teacher_params.keys())[:4]
+            raise CompressionError(f"layer_reduction: {name} has other parameters: {others}")
+        for key, param in params.items():
+            origin = teacher_params[key]
+            both = [p for p in (param, origin) if is_managed(p)]
+            modifier = 0 if is_managed(param) else None
+            with torch.no_grad(), GatheredParameters(both, modifier_rank=modifier, enabled=bool(both)):
+                if param.shape != origin.shape:
+                    shapes = f"{tuple(param.shape)}, the teacher's {tuple(origin.shape)}"
+                    raise CompressionError(f"layer_reduction: {name}.{key} is {shapes}")
+                param.data.copy_(origin.data)
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
@@ -150,35 +146,28 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     inner = _inner(model)
     if any(is_managed(param) for param in inner.parameters()):
         raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
-    _bake_weights(inner, section, training)
+    quantizers = FakeQuantizers(inner, section, training)
+    quantizers.at_step(_LAST_STEP)
+    with torch.no_grad():
+        for module in inner.modules():
+            quantizer = module.__dict__.pop("_weight_quantizer", None)
+            if quantizer is not None and quantizer.bits:
+                weight: Any = module._parameters["weight"]
+                weight.data.copy_(quantizer(weight))
+            if "_activation" not in module.__dict__:
+                plain_module(module)
     plan = PruningPlan(inner)
     rules = rules_of(inner, section, plan, called=True)
     for rule in rules:
         rule.criterion, rule.offset, rule.end = "magnitude", 0, None
     masks = Masks(inner, rules, Axis("alone", (0,), 0, None, True), None)
     masks.after_step(0)
-    chosen = [pair for rule in rules for pair in _removed(rule, masks)]
+    removable = [rule for rule in rules if rule.removable]
+    chosen = [pair for rule in removable for pair in zip(rule.families, masks.units[rule.name], strict=True)]
     if chosen:
-        remove_from(inner, removal_of(inner, plan, chosen))
+        remove_from(inner, plan.removal_of(chosen))
     vars(inner).pop(CALLED, None)
     return model
-
-
-def _removed(rule: CompressionRule, masks: Masks) -> list[Any]:
-    return list(zip(rule.families, masks.units[rule.name], strict=True)) if removable(rule) else []
-
-
-def _bake_weights(model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
-    quantizers = FakeQuantizers(model, section, training)
-    quantizers.at_step(1 << 40)
-    with torch.no_grad():
-        for module in model.modules():
-            weigh = module.__dict__.pop("_weigh", None)
-            if weigh is not None and weigh.bits:
-                weight: Any = module._parameters["weight"]
-                weight.data.copy_(weigh(weight))
-            if "_activation" not in module.__dict__:
-                plain_module(module)
 
 
 def get_module_name(
@@ -197,12 +186,12 @@ def get_module_name(
     Raises:
         ValueError: a module is found twice.
     """
-    found = [name for _, name, _ in matched(_inner(model), [key_word])]
-    for name in found:
+    names = [name for _, name, _ in matched(_inner(model), [key_word])]
+    for name in names:
         if name in exist_module_name:
             raise ValueError(f"{name} is already added to the compression group {group_name}: check the expressions")
         exist_module_name.add(name)
-    return found, exist_module_name
+    return names, exist_module_name
 
 
 def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu: Any = None) -> list[Any]:
@@ -213,7 +202,7 @@ def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu
         compress_methods: the dict under `compression_training`.
         mpu: accepted for old scripts.
     """
-    made = []
+    methods = []
     for method, content in compress_methods.items():
         shared = content.get("shared_parameters", {}) if isinstance(content, dict) else {}
         if method == "layer_reduction" or not shared.get("enabled"):
@@ -230,5 +219,5 @@ def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu
                     [other for other, _ in _inner(model).named_modules() if re.search(partner, other)]
                     for partner in partners or []
                 ]
-                made.append([names, partner_names or None, {method: parameters}])
-    return made
+                methods.append([names, partner_names or None, {method: parameters}])
+    return methods

@@ -1,4 +1,4 @@
-"""The folder that is handed over: plain Transformers loads it; quantized ones hold packed integers."""
+"""Export: a folder that plain Transformers loads; of a quantized model one with packed integers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import CONV
-from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
-from deepspeed.compression.pruning.unwrap import inside, plain_state
+from deepspeed.compression.pruning.transformers_groups import dense_class, inside, on_meta, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.transformers_model import config_of
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
+_SMALL = 2_000_000_000  # parameters of which a second copy may be made in memory
 
 
 def export(
@@ -57,41 +58,40 @@ def export(
         raise CompressionError(
             f"export writes folders of Transformers models; {type(model).__name__} has no config: save its state dict"
         )
-    plain = _filled(dense_class(inner), config, plain_state(model, state))
+    plain = _build_filled(dense_class(inner), config, plain_state(model, state))
     if getattr(inner, "generation_config", None) is not None:
         plain.generation_config = copy.deepcopy(inner.generation_config)
     folder = Path(folder)
-    before = sum(param.numel() for param in plain.parameters())
-    if weights != "float":
-        _tell_float(plain)
-        _pack_aside(plain, weights, group_size, folder)
-    else:
+    count = sum(param.numel() for param in plain.parameters())
+    if weights == "float":
         plain.save_pretrained(folder)
+    else:
+        unpacked = [type(m).__name__ for m in plain.modules() if type(m).__name__ == "Conv1D" or isinstance(m, CONV)]
+        if unpacked:
+            kinds = ", ".join(f"{unpacked.count(kind)} {kind}" for kind in dict.fromkeys(unpacked))
+            advice = "only Linears are packed (Conv1D: convert_conv1d_to_linear before initialize)"
+            log_rank0(f"{kinds} stay float: {advice}")
+        _pack_aside(plain, weights, group_size, folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    report = {"parameters": before, "bytes": size, "weights": weights, "class": type(plain).__name__}
+    report = {"parameters": count, "bytes": size, "weights": weights, "class": type(plain).__name__}
     (folder / "compression.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
+def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
     """A plain model of these weights."""
-    made: Any = model_class(copy.deepcopy(config)) if _small(state) else on_meta(model_class, config)
-    missing, unexpected = made.load_state_dict(dict(state), strict=False, assign=True)
-    every: Any = made.named_parameters(remove_duplicate=False)
-    given = {param for name, param in every if name not in missing}
-    made.tie_weights()  # what is tied need not be given; anything else would keep its first, random values
-    lost = [name for name, param in made.named_parameters() if param not in given]
+    small = sum(value.numel() for value in state.values()) < _SMALL
+    model: Any = model_class(copy.deepcopy(config)) if small else on_meta(model_class, config)
+    missing, unexpected = model.load_state_dict(dict(state), strict=False, assign=True)
+    loaded = {param for name, param in model.named_parameters(remove_duplicate=False) if name not in missing}
+    model.tie_weights()  # a tied weight may be missing; any other would keep its first, random values
+    lost = [name for name, param in model.named_parameters() if param not in loaded]
     if unexpected or lost:
         raise CompressionError(f"the weights do not fit {model_class.__name__}: {lost[:3]}, {list(unexpected)[:3]}")
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
-        made.config.dtype = next(iter(dtypes))
-    return made.eval()
-
-
-def _small(state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a second copy costs nothing to speak of."""
-    return sum(value.numel() for value in state.values()) < 2_000_000_000
+        model.config.dtype = next(iter(dtypes))
+    return model.eval()
 
 
 # -- packed integers --------------------------------------------------------------------------------------------------
@@ -106,14 +106,6 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in embedded
     }
-
-
-def _tell_float(model: nn.Module) -> None:
-    """Say which matrices stay as they are though they are neither embedding nor head."""
-    beside = [type(m).__name__ for m in model.modules() if type(m).__name__ == "Conv1D" or isinstance(m, CONV)]
-    if beside:
-        kinds = ", ".join(f"{beside.count(kind)} {kind}" for kind in dict.fromkeys(beside))
-        log_rank0(f"{kinds} stay float: only Linears are packed (Conv1D: convert_conv1d_to_linear before initialize)")
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:

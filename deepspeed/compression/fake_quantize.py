@@ -15,8 +15,8 @@ from deepspeed.foundation.log import log_rank0
 
 
 @dataclass(eq=False)
-class _Weights:
-    """One group of quantized weights.
+class _WeightGroup:
+    """One group of quantized weights, and its schedule.
 
     Args:
         name: of the group.
@@ -24,7 +24,7 @@ class _Weights:
         bits: (start, target); equal where there are no steps.
         offset: applied steps before it starts.
         period: steps until the first bit falls; the next period is twice as long.
-        mixed: by how much the full share falls per step; None: nothing is mixed in.
+        mixed: by how much the share of dense weights falls per step; None: nothing is mixed in.
         verbose: say when bits change.
     """
 
@@ -37,7 +37,7 @@ class _Weights:
     verbose: bool
 
     def at(self, step: int) -> tuple[int, float]:
-        """(bits, full share) after `step` applied steps."""
+        """(bits, share of dense weights) after `step` applied steps."""
         start, target = self.bits
         if step < self.offset:
             return 0, 0.0
@@ -70,7 +70,7 @@ class FakeQuantizers:
     def __init__(self, model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
         self._model = model
         self._modules: list[nn.Module] = []
-        self._weights: list[_Weights] = []
+        self._weights: list[_WeightGroup] = []
         self._inputs: list[tuple[int, list[QuantAct]]] = []
         self._step = 0
         if section.weight_quantization.shared_parameters.enabled:
@@ -79,46 +79,45 @@ class FakeQuantizers:
             self._add_all(training)
         if section.activation_quantization.shared_parameters.enabled:
             self._add_inputs(section)
-        self._tell_shared()
+        self._log_shared_weights()
 
-    def _tell_shared(self) -> None:
-        """Say which quantized weights are another module's too, which is not quantized: exports hold them once."""
+    def _log_shared_weights(self) -> None:
+        """Log which quantized weights belong to a module without quantization too: exports hold them once."""
         users: dict[int, list[str]] = {}
         quantized: set[str] = set()
         for name, module in self._model.named_modules():
             weight = module._parameters.get("weight")
             if weight is not None:
                 users.setdefault(id(weight), []).append(name)
-                quantized |= {name} if "_weigh" in module.__dict__ else set()
+                quantized |= {name} if "_weight_quantizer" in module.__dict__ else set()
         for names in users.values():
-            some = [name for name in names if name in quantized]
-            if some and len(some) < len(names):
-                others = ", ".join(name for name in names if name not in quantized)
+            first = next((name for name in names if name in quantized), None)
+            others = ", ".join(name for name in names if name not in quantized)
+            if first is not None and others:
                 log_rank0(
-                    f"{some[0]} is quantized and shares its weight with {others}: exports hold it quantized for all"
+                    f"{first} is quantized and shares its weight with {others}: exports hold it quantized for all"
                 )
 
     def _add_weights(self, section: CompressionTraining) -> None:
         shared = section.weight_quantization.shared_parameters
         taken: dict[str, str] = {}
         for name, group in section.weight_quantization.different_groups.items():
-            found = dict.fromkeys((n, m) for _, n, m in matched(self._model, group.modules))
-            made = []
-            for where, module in found:
-                if where in taken:
+            quantizers = []
+            for path, module in dict.fromkeys((n, m) for _, n, m in matched(self._model, group.modules)):
+                if path in taken:
                     raise CompressionError(
-                        f"{where} is in weight_quantization.{taken[where]} and in {name}: name it once"
+                        f"{path} is in weight_quantization.{taken[path]} and in {name}: name it once"
                     )
-                taken[where] = name
-                made.append(
-                    self._quantizer(module, where, shared.quantization_type, shared.quantize_groups, shared.rounding)
+                taken[path] = name
+                quantizers.append(
+                    self._quantizer(module, path, shared.quantization_type, shared.quantize_groups, shared.rounding)
                 )
             start, target = group.params.start_bits or 8, group.params.target_bits or 8
             mixed = shared.fp16_mixed_quantize
             self._weights.append(
-                _Weights(
+                _WeightGroup(
                     name,
-                    made,
+                    quantizers,
                     (target if shared.quantize_weight_in_forward else start, target),
                     shared.schedule_offset,
                     group.params.quantization_period,
@@ -130,16 +129,16 @@ class FakeQuantizers:
     def _add_all(self, training: QuantizeTraining) -> None:
         algorithm = training.quantize_algo
         kind = training.quantize_type if training.quantize_type != "symmetric" else algorithm.q_type
-        made = []
-        for name, module in self._model.named_modules():
-            if compressible(module):
-                made.append(self._quantizer(module, name, kind, training.quantize_groups, algorithm.rounding))
+        quantizers = [
+            self._quantizer(module, name, kind, training.quantize_groups, algorithm.rounding)
+            for name, module in self._model.named_modules()
+            if compressible(module)
+        ]
         mixed, when = training.fp16_mixed_quantize, training.quantize_schedule
         bits = (training.quantize_bits.start_bits, training.quantize_bits.target_bits)
         share = mixed.quantize_change_ratio if mixed.enabled else None
-        self._weights.append(
-            _Weights("all", made, bits, when.schedule_offset, when.quantize_period, share, training.quantize_verbose)
-        )
+        offset, period, verbose = when.schedule_offset, when.quantize_period, training.quantize_verbose
+        self._weights.append(_WeightGroup("all", quantizers, bits, offset, period, share, verbose))
 
     def _quantizer(self, module: nn.Module, name: str, kind: str, groups: int, rounding: str) -> WeightQuantizer:
         weight = module._parameters.get("weight")
@@ -153,13 +152,13 @@ class FakeQuantizers:
                 f"{name}.weight of {shape.numel()} elements is no multiple of {groups} quantize_groups"
             )
         self._modules.append(compress_module(module))
-        made = module.__dict__["_weigh"] = WeightQuantizer(kind, groups, rounding == "stochastic")
-        return made
+        quantizer = module.__dict__["_weight_quantizer"] = WeightQuantizer(kind, groups, rounding == "stochastic")
+        return quantizer
 
     def _add_inputs(self, section: CompressionTraining) -> None:
         shared, taken = section.activation_quantization.shared_parameters, set[str]()
         for group in section.activation_quantization.different_groups.values():
-            made = []
+            quantizers = []
             for _, name, module in matched(self._model, group.modules):
                 if isinstance(module, nn.Embedding):
                     continue  # its inputs are indices
@@ -168,39 +167,39 @@ class FakeQuantizers:
                 taken.add(name)
                 self._modules.append(compress_module(module))
                 running = shared.range_calibration == "static"
-                act = QuantAct(group.params.bits or 8, shared.quantization_type, running, module)
-                module.__dict__["_activation"] = act
-                made.append(act)
-            self._inputs.append((shared.schedule_offset, made))
+                quantizer = QuantAct(group.params.bits or 8, shared.quantization_type, running, module)
+                module.__dict__["_activation"] = quantizer
+                quantizers.append(quantizer)
+            self._inputs.append((shared.schedule_offset, quantizers))
 
     def at_step(self, step: int) -> None:
-        """`step` optimizer steps were applied."""
+        """Set all quantizers as they are after `step` applied optimizer steps."""
         self._step = step
         for group in self._weights:
             bits, share = group.at(step)
-            for one in group.quantizers:
-                if group.verbose and one is group.quantizers[0] and one.bits != bits:
+            for quantizer in group.quantizers:
+                if group.verbose and quantizer is group.quantizers[0] and quantizer.bits != bits:
                     log_rank0(f"weight quantization '{group.name}': {bits} bits after {step} steps")
-                one.bits, one.full = bits if bits < 16 or share else 0, share
-        for offset, acts in self._inputs:
-            for act in acts:
-                act.on = step >= offset
+                quantizer.bits, quantizer.dense_share = bits if bits < 16 or share else 0, share
+        for offset, quantizers in self._inputs:
+            for input_quantizer in quantizers:
+                input_quantizer.on = step >= offset
 
     def bake(self, state: dict[str, Any]) -> None:
-        """Replace weights of a whole state dict by what forward sees of them; of a shared one under all its names."""
+        """Replace weights of a whole state dict by their quantized values; a shared one under all its names."""
         names: dict[int, list[str]] = {}
         for name, param in self._model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
         for module in self._model.modules():
-            weigh = module.__dict__.get("_weigh")
-            if weigh is not None and weigh.bits:
-                there = [name for name in names[id(module._parameters["weight"])] if name in state]
-                made = weigh(state[there[0]].detach()) if there else None
-                state.update(dict.fromkeys(there, made))
+            quantizer = module.__dict__.get("_weight_quantizer")
+            if quantizer is not None and quantizer.bits:
+                stored = [name for name in names[id(module._parameters["weight"])] if name in state]
+                quantized = quantizer(state[stored[0]].detach()) if stored else None
+                state.update(dict.fromkeys(stored, quantized))
 
     @property
     def ended(self) -> bool:
-        """Whether nothing changes any more."""
+        """Whether the schedule is over."""
         weights = all(self._step >= group.last for group in self._weights)
         return weights and all(self._step >= offset for offset, _ in self._inputs)
 
@@ -209,11 +208,9 @@ class FakeQuantizers:
         return {"step": self._step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take it back."""
         self.at_step(saved["step"])
 
     def remove(self) -> None:
-        """Give all modules the classes they had."""
         for module in self._modules:
             plain_module(module)
         self._modules.clear()

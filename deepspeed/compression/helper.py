@@ -1,10 +1,9 @@
-"""Small tools the old calls are made of, under their names."""
+"""Tools for modules by their dotted names, under the names that scripts know."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from deepspeed.compression.basic_layer import compress_module, plain_module
@@ -20,10 +19,11 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
         model: where to begin.
         module_name: `encoder.layer.0.output`.
     """
-    found = model
+    attribute = model
     for part in module_name.split("."):
-        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
-    return found
+        indexed = part.isdigit() and not hasattr(attribute, part)
+        attribute = attribute[int(part)] if indexed else getattr(attribute, part)
+    return attribute
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
@@ -81,7 +81,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
     Returns:
         The model.
     """
-    made: dict[int, nn.Linear] = {}
+    linears: dict[int, nn.Linear] = {}  # by the module they replace
     target: Any = model.module if hasattr(model, "module") else model
     for module in list(target.modules()):
         for name, child in list(module._modules.items()):
@@ -92,17 +92,12 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
                 raise ArgumentError(
                     "convert_conv1d_to_linear works on whole models: call it before zero.Init or initialize"
                 )
-            if id(child) not in made:
-                made[id(child)] = _linear(child, weight)
-            module._modules[name] = made[id(child)]
+            if id(child) not in linears:
+                bias: Any = child.bias
+                linear = linears[id(child)] = nn.Linear(*weight.shape, bias=bias is not None, device="meta")
+                linear.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
+                if bias is not None:
+                    linear.bias = bias
+                linear.train(child.training)
+            module._modules[name] = linears[id(child)]
     return model
-
-
-def _linear(child: Any, weight: torch.Tensor) -> nn.Linear:
-    inputs, outputs = weight.shape
-    linear = nn.Linear(inputs, outputs, bias=child.bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
-    if child.bias is not None:
-        linear.bias = child.bias
-    linear.train(child.training)
-    return linear

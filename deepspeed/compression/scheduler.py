@@ -19,8 +19,8 @@ class compression_scheduler:  # noqa: N801
     """
 
     def __init__(self, model: nn.Module, compression_config: dict[str, Any]) -> None:
-        given = compression_config
-        section, training = section_of(given if "compression_training" in given else {"compression_training": given})
+        config = compression_config
+        section, training = section_of(config if "compression_training" in config else {"compression_training": config})
         self.model, self.training_steps = model, 0
         self._quantizers = FakeQuantizers(model, section, training)
         self._quantizers.at_step(0)

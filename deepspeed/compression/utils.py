@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def _pieces(values: torch.Tensor, groups: int) -> torch.Tensor:
+def _rows(values: torch.Tensor, groups: int) -> torch.Tensor:
     """[groups, n] in fp32."""
     if values.numel() % groups:
         raise ValueError(f"{values.numel()} elements cannot be cut into {groups} equal groups")
@@ -16,7 +16,7 @@ def _pieces(values: torch.Tensor, groups: int) -> torch.Tensor:
 
 def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
     """2^bits levels around zero, one scale per group; bits of 3 or more."""
-    rows = _pieces(values, groups)
+    rows = _rows(values, groups)
     scale = (2 * rows.abs().amax(1, keepdim=True) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
     levels = _round(rows / scale, stochastic).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return (levels * scale).view(values.shape).to(values.dtype)
@@ -24,7 +24,7 @@ def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool
 
 def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
     """2^bits levels from smallest to largest, one scale and offset per group; bits of 3 or more."""
-    rows = _pieces(values, groups)
+    rows = _rows(values, groups)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = ((high - low) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
     zero = scale * torch.round(low / scale)
@@ -34,7 +34,7 @@ def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: boo
 
 def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
     """Zero, or plus or minus the mean of what is above 0.7 of the mean."""
-    rows = _pieces(values, groups)
+    rows = _rows(values, groups)
     sizes = rows.abs()
     above = sizes > 0.7 * sizes.mean(1, keepdim=True)
     level = (sizes * above).sum(1, keepdim=True) / above.sum(1, keepdim=True).clamp(min=1)
@@ -43,7 +43,7 @@ def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
 
 def binary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
     """Plus or minus the mean size."""
-    rows = _pieces(values, groups)
+    rows = _rows(values, groups)
     signs = torch.where(rows < 0, -1.0, 1.0)
     return (signs * rows.abs().mean(1, keepdim=True)).view(values.shape).to(values.dtype)
 
@@ -70,21 +70,19 @@ def _round(values: torch.Tensor, stochastic: bool) -> torch.Tensor:
     return torch.floor(values + torch.rand_like(values)) if stochastic else torch.round(values)
 
 
-class _Straight(torch.autograd.Function):
-    """Gives the second tensor, and the gradient to the first."""
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        return quantized
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        return seen
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0], None
 
 
-def straight_through(values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """`seen` in forward; in backward its gradient is that of `values`."""
-    return _Straight.apply(values, seen)  # pyright: ignore[reportReturnType]
+def straight_through(values: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """`quantized` in forward; in backward its gradient is that of `values`."""
+    return _StraightThrough.apply(values, quantized)  # pyright: ignore[reportReturnType]
 
 
 class _Quantizer(torch.autograd.Function):
@@ -97,10 +95,10 @@ class _Quantizer(torch.autograd.Function):
         cls, input: torch.Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
     ) -> Any:  # noqa: A002, E501
         """Quantize; with given bounds values are clamped to them first."""
-        seen = input.detach()
+        values = input.detach()
         if max_value is not None:
-            seen = seen.clamp(-max_value if min_value is None else min_value, max_value)
-        return straight_through(input, cls.form(seen, num_bits, num_groups))
+            values = values.clamp(-max_value if min_value is None else min_value, max_value)
+        return straight_through(input, cls.form(values, num_bits, num_groups))
 
 
 class SymQuantizer(_Quantizer):

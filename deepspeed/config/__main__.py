@@ -1,9 +1,65 @@
-"""`python -m deepspeed.config` is `ds_config`."""
+"""`ds_config`, or `python -m deepspeed.config`: explain a configuration, or write the reference."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from deepspeed.config.cli import main
+from deepspeed.config.auto import Facts
+from deepspeed.config.config import DeepSpeedConfig
+from deepspeed.config.docs import as_text, reference
+from deepspeed.errors import DeepSpeedError
 
-sys.exit(main())
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the command line without the program's name; None takes it from the process.
+
+    Returns:
+        The exit status: 0, or 1 when the configuration has problems.
+    """
+    parser = argparse.ArgumentParser(prog="ds_config", description="Explain a configuration, or write the reference.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="print every resolved value with its origin")
+    explain.add_argument("file", help="a JSON or HJSON file, or base64 of JSON")
+    explain.add_argument("--world", type=int, default=1, help="data-parallel ranks (default 1)")
+    explain.add_argument("--all", action="store_true", help="also keys that are not available yet")
+    facts = explain.add_argument_group('what "auto" is resolved from')
+    facts.add_argument("--hidden-size", type=int, help="width of the model")
+    facts.add_argument("--loader-batch-size", type=int, help="samples per micro-batch of the loader")
+    facts.add_argument("--num-train-steps", type=int, help="optimizer steps of the run")
+    facts.add_argument("--device", choices=["cpu", "cuda"], help="where it will run")
+    facts.add_argument(
+        "--bf16-fast", action=argparse.BooleanOptionalAction, help="whether the device computes bf16 faster than fp32"
+    )
+    write = commands.add_parser("reference", help="write the configuration reference")
+    write.add_argument("path", nargs="?", default="docs/configuration.md")
+    options = parser.parse_args(arguments)
+    if options.command == "reference":
+        Path(options.path).write_text(reference(), encoding="utf-8")
+        return 0
+    facts = Facts(
+        hidden_size=options.hidden_size,
+        loader_batch_size=options.loader_batch_size,
+        num_train_steps=options.num_train_steps,
+        device=options.device,
+        bf16_fast=options.bf16_fast,
+    )
+    try:
+        rows = DeepSpeedConfig(options.file, world=options.world, facts=facts).explain()
+    except DeepSpeedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    hidden = [row for row in rows if row.origin == "default" and row.remark == "not available yet"]
+    print(as_text(rows if options.all else [row for row in rows if row not in hidden]))
+    if not options.all:
+        print(f"{len(hidden)} keys that are not available yet stand at their defaults; --all shows them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,41 +46,41 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """What was given, under the names and values that the fields take."""
+        """The data under the names and values that the fields take."""
         if data.get("strict") is True and "strict" not in cls.model_fields:
             return {name: value for name, value in data.items() if name != "strict"}
-        taken = {name: value for name, value in data.items() if not _is_auto(value) and name != "strict"}
+        taken = {name: value for name, value in data.items() if not is_auto(value) and name != "strict"}
         if "strict" in cls.model_fields and "strict" in data:
             taken["strict"] = data["strict"]
         for name, field in cls.model_fields.items():
             extra = field.json_schema_extra
-            said = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
-            spelled = next((one for one in (name, field.alias) if one in taken), None)
-            if spelled is not None and said.get("deprecated"):
-                _hand_on(cls, taken, spelled, said)
+            extras = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
+            spelled = next((spelling for spelling in (name, field.alias) if spelling in taken), None)
+            if spelled is not None and extras.get("deprecated"):
+                cls._replace_deprecated(taken, spelled, extras)
         return taken
 
+    @classmethod
+    def _replace_deprecated(cls, taken: dict[str, Any], old: str, extras: dict[str, Any]) -> None:
+        """Move the value of a deprecated field to the one that took its place."""
+        new: str = extras.get("new_param") or ""
+        advice = extras.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
+        warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
+        if not new or extras.get("set_new_param") is False:
+            return
+        change: Callable[[Any], Any] = extras.get("new_param_fn") or (lambda value: value)
+        *blocks, last = new.split(".")
+        home: Any = taken
+        for block in blocks:
+            home = home.setdefault(block, {})
+        if isinstance(home, dict) and last in home:
+            raise ValueError(f"{old} is deprecated, and {new}, which took its place, is given as well")
+        if isinstance(home, dict):
+            home[last] = change(taken[old])
 
-def _is_auto(value: object) -> bool:
+
+def is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO
-
-
-def _hand_on(cls: type[BaseModel], taken: dict[str, Any], old: str, said: dict[str, Any]) -> None:
-    """Let the value of a deprecated field count for the one that took its place."""
-    new: str = said.get("new_param") or ""
-    advice = said.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
-    warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
-    if not new or said.get("set_new_param") is False:
-        return
-    change: Callable[[Any], Any] = said.get("new_param_fn") or (lambda value: value)
-    *blocks, last = new.split(".")
-    home: Any = taken
-    for block in blocks:
-        home = home.setdefault(block, {})
-    if isinstance(home, dict) and last in home:
-        raise ValueError(f"{old} is deprecated, and {new}, which took its place, is given as well")
-    if isinstance(home, dict):
-        home[last] = change(taken[old])
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
@@ -97,12 +97,12 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]])
     Raises:
         DeepSpeedConfigError: a name stands twice.
     """
-    made = dict(ordered_pairs)
-    if len(made) < len(ordered_pairs):
+    merged = dict(ordered_pairs)
+    if len(merged) < len(ordered_pairs):
         names = [name for name, _ in ordered_pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise DeepSpeedConfigError(f"duplicate keys in one object: {', '.join(twice)}")
-    return made
+    return merged
 
 
 Status = Literal["implemented", "moot by design", "not available yet"]
@@ -110,7 +110,7 @@ Status = Literal["implemented", "moot by design", "not available yet"]
 
 @dataclass(frozen=True)
 class Note:
-    """What the table of keys says of one field, beside its type and default.
+    """The entry of one field in the table of keys, besides its type and default.
 
     Attributes:
         meaning: one phrase.
@@ -127,6 +127,15 @@ class Note:
     aliases: tuple[str, ...] = ()
     deprecated: tuple[str, ...] = ()
     idle: tuple[Any, ...] = ()
+
+    @property
+    def remark(self) -> str:
+        """What `ds_config explain` says of the key: what takes the place of a moot one, or that it is not available."""
+        return {
+            "implemented": "",
+            "moot by design": f"moot by design: {self.instead}",
+            "not available yet": "not available yet",
+        }[self.status]
 
 
 class Section(DeepSpeedConfigModel):
@@ -155,14 +164,10 @@ class Section(DeepSpeedConfigModel):
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Canonical names in place of aliases and deprecated spellings, values in place of enums."""
-        names = {old: name for name, field in cls.model_fields.items() for old in _spelled(field)}
-        given = {names.get(name, name): value for name, value in super().respelled(data).items()}
-        return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
-
-
-def _spelled(field: FieldInfo) -> tuple[str, ...]:
-    note = note_of(field)
-    return (*note.aliases, *note.deprecated)
+        notes = {name: note_of(field) for name, field in cls.model_fields.items()}
+        names = {old: name for name, note in notes.items() for old in (*note.aliases, *note.deprecated)}
+        renamed = {names.get(name, name): value for name, value in super().respelled(data).items()}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in renamed.items()}
 
 
 def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
@@ -171,8 +176,8 @@ def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
         limits = {"default_factory": default}
     else:
         limits = {"default": default, **limits}
-    made: Any = Field(json_schema_extra=extra, **limits)
-    return made
+    info: Any = Field(json_schema_extra=extra, **limits)
+    return info
 
 
 def key(
@@ -206,11 +211,6 @@ def note_of(field: FieldInfo) -> Note:
     return cast(Note, cast("dict[str, Any]", field.json_schema_extra)["note"])
 
 
-def _whole(value: object) -> object:
-    """JSON writes large counts as 5e8, which parses as a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _dtype_name(value: object) -> object:
     """One spelling per dtype; torch's own objects are recognised by their name, so torch is not imported."""
     name = str(value).lower().removeprefix("torch.")
@@ -235,7 +235,10 @@ _DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
 
-Int = Annotated[int, BeforeValidator(_whole)]
+# JSON writes large counts as 5e8, which parses as a float.
+Int = Annotated[
+    int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype_name)]
 LowDtype = Annotated[Literal["fp16", "bf16"], BeforeValidator(_dtype_name)]
 Interval = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_print_interval)]

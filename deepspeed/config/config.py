@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from deepspeed.config.auto import BATCH, Facts, resolve_autos
-from deepspeed.config.autotuned_stage import with_plan
+from deepspeed.config.auto import (
+    BATCH,
+    MICRO,
+    STEPS,
+    TRAIN,
+    BatchSizes,
+    Facts,
+    derive_batch,
+    elastic_batch,
+    resolve_autos,
+    with_plan,
+)
 from deepspeed.config.base_model import Section
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchSizes, derive_batch, elastic_batch
-from deepspeed.config.docs import ResolvedValue, rows
+from deepspeed.config.docs import ResolvedValue, section_rows
 from deepspeed.config.errors import Problem, nearest, raise_for
 from deepspeed.config.load import load_raw
-from deepspeed.config.parse import Reading, read
+from deepspeed.config.parse import Reading
 from deepspeed.config.schema import spellings
 from deepspeed.config.sections.monitor import MonitorSections
 from deepspeed.config.sections.top import TopLevel
@@ -39,7 +48,7 @@ class DeepSpeedConfig:
         mpu: Any = None,
         *,
         world: int = 1,
-        holders: int | None = None,
+        replicas: int | None = None,
         facts: Facts | None = None,
         for_init: bool = False,
     ) -> None:
@@ -49,7 +58,7 @@ class DeepSpeedConfig:
             config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
             mpu: an object with `get_data_parallel_world_size`, which then takes the place of `world`.
             world: data-parallel ranks.
-            holders: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
+            replicas: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
             facts: what "auto" may be resolved from.
             for_init: see `for_init`.
 
@@ -63,14 +72,14 @@ class DeepSpeedConfig:
         if world < 1:
             raise ArgumentError(f"world is the number of data-parallel ranks and must be at least 1, got {world}")
         self.raw = load_raw(config)
-        reading = read(with_plan(self.raw))
+        reading = Reading.of(with_plan(self.raw))
         resolve_autos(reading, facts or Facts(), lenient=for_init)
         top = to_sections(reading)
         reading.problems += [
-            *conflicts(top, reading, None if for_init else (world, holders or world)),
+            *conflicts(top, reading, None if for_init else (world, replicas or world)),
             *unavailable(top, reading),
         ]
-        batch = None if for_init else _batch(top, reading, world, facts or Facts())
+        batch = None if for_init else self._batch(top, reading, world, facts or Facts())
         raise_for(reading.problems)
         if batch is not None:
             top = top.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps})
@@ -124,7 +133,7 @@ class DeepSpeedConfig:
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
-        asked = [
+        sizes = [
             *((axis, getattr(mesh, axis), f"mesh.{axis}") for axis in type(mesh).model_fields),
             ("dp", top.data_parallel_size, "data_parallel_size"),
             ("sp", top.sequence_parallel_size, "sequence_parallel_size"),
@@ -135,15 +144,15 @@ class DeepSpeedConfig:
         ]
         # One stage, slice or part of a sequence is what everybody has who does not ask.
         return [
-            (a, size, key) for a, size, key in asked if size is not None and not (size == 1 and a in ("pp", "sp", "tp"))
+            (a, size, key) for a, size, key in sizes if size is not None and not (size == 1 and a in ("pp", "sp", "tp"))
         ]
 
     def section(self, path: str) -> Section:
         """The frozen section at a JSON path such as "zero_optimization.leaf_module"."""
-        found = self.get(path)
-        if not isinstance(found, Section):
+        section = self.get(path)
+        if not isinstance(section, Section):
             raise DeepSpeedConfigError(f'"{path}" is a value, not a section')
-        return found
+        return section
 
     def get(self, path: str) -> Any:
         """The resolved value at a JSON path, under any of its spellings.
@@ -165,41 +174,40 @@ class DeepSpeedConfig:
 
     def explain(self) -> list[ResolvedValue]:
         """Every resolved value with its origin, in the order of the table of keys."""
-        return rows(self.top, self._reading)
+        tolerated = self._reading.tolerated.items()
+        ignored = [ResolvedValue(name, value, "given", "accepted and not read") for name, value in tolerated]
+        return [*section_rows(self.top, self._reading), *ignored]
 
-
-def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
-    """The batch triple; None when a part of it already has a problem of its own, or it does not hold."""
-    train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
-    if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
-        return None  # a part had a wrong type: it is reported already
-    sections = top.tensor_parallel
-    slices = max(sections.autotp_size, sections.tp.tp_size, top.mesh.tp) * max(top.sequence_parallel_size, top.mesh.sp)
-    if slices > 1 and train and micro and steps and train == micro * steps * world * slices:
-        # Clients count all ranks, and those that share matrices or a sequence get the same batch.
-        train = micro * steps * world
-        reading.warnings.append(
-            f"{TRAIN} counts {slices} ranks that share matrices (tp) or a sequence (sp) as data-parallel ones; it is "
-            f"{train} here"
+    @staticmethod
+    def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
+        """The batch triple; None when a part of it already has a problem of its own, or it does not hold."""
+        train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
+        if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
+            return None  # a part had a wrong type: it is reported already
+        sections = top.tensor_parallel
+        slices = max(sections.autotp_size, sections.tp.tp_size, top.mesh.tp) * max(
+            top.sequence_parallel_size, top.mesh.sp
         )
-    if MICRO in reading.autos and not (train and steps):
-        micro = facts.loader_batch_size
-        if micro is None and train is None:
-            reading.problems.append(
-                Problem(
-                    f'{MICRO} = "auto": cannot be resolved: give the number, give {TRAIN} as well, or pass a loader '
-                    "whose batch size is known",
-                    "batch",
-                )
+        if slices > 1 and train and micro and steps and train == micro * steps * world * slices:
+            # Clients count all ranks, and those that share matrices or a sequence get the same batch.
+            train = micro * steps * world
+            reading.warnings.append(
+                f"{TRAIN} counts {slices} ranks that share matrices (tp) or a sequence (sp) as data-parallel ones; "
+                f"it is {train} here"
             )
+        if MICRO in reading.autos and not (train and steps):
+            micro = facts.loader_batch_size
+            if micro is None and train is None:
+                text = f"give the number, give {TRAIN} as well, or pass a loader whose batch size is known"
+                reading.problems.append(Problem(f'{MICRO} = "auto": cannot be resolved: {text}', "batch"))
+                return None
+        if top.elasticity.enabled:
+            batch = elastic_batch(reading.tree.get("elasticity", {}), (train, micro, steps), world)
+        else:
+            batch = derive_batch(train, micro, steps, world)
+        if isinstance(batch, str):
+            reading.problems.append(Problem(batch, "batch"))
             return None
-    if top.elasticity.enabled:
-        batch = elastic_batch(reading.tree.get("elasticity", {}), (train, micro, steps), world)
-    else:
-        batch = derive_batch(train, micro, steps, world)
-    if isinstance(batch, str):
-        reading.problems.append(Problem(batch, "batch"))
-        return None
-    for name in BATCH.keys() & set(reading.autos):
-        batch.derived[name] = "auto: " + batch.derived.get(name, "the batch size of the loader")
-    return batch
+        for name in BATCH.keys() & set(reading.autos):
+            batch.derived[name] = "auto: " + batch.derived.get(name, "the batch size of the loader")
+        return batch

@@ -10,11 +10,10 @@ from itertools import groupby
 from typing import Any, cast
 
 from deepspeed.config.auto import BATCH, RULES
-from deepspeed.config.base_model import Note, Section, note_of
+from deepspeed.config.base_model import Section, note_of
 from deepspeed.config.errors import show
 from deepspeed.config.parse import MOVED, TOLERATED, Reading
 from deepspeed.config.schema import Key, all_keys, child_of, sections_by_path
-from deepspeed.config.sections.top import TopLevel
 
 _HEAD = """# Configuration reference
 
@@ -59,21 +58,30 @@ Accepted with one warning; an old name together with its new one is an error.
 
 def reference() -> str:
     """The whole page as Markdown."""
-    count = Counter(key.note.status for key in all_keys())
+    keys = all_keys()
+    count = Counter(key.note.status for key in keys)
+    # Those of the top level; blocks inside them are open too.
+    open_blocks = [path for path, block in sections_by_path().items() if block.open_names and path.isidentifier()]
     head = _HEAD.format(
         implemented=count["implemented"],
         moot=count["moot by design"],
         later=count["not available yet"],
-        open_blocks=textwrap.fill("Blocks that are open so: " + ", ".join(_open_blocks()) + ".", 120),
+        open_blocks=textwrap.fill(
+            "Blocks that are open so: " + ", ".join(f"`{path}`" for path in open_blocks) + ".", 120
+        ),
         tolerated=", ".join(f"`{name}`" for name in TOLERATED),
     )
-    tables = "".join(_table(block, keys) for block, keys in groupby(_sorted(), key=_block))
-    return head + tables + _AUTO + "\n".join(_auto_rows()) + "\n" + _DEPRECATED + "\n".join(_old_rows()) + "\n"
-
-
-def _open_blocks() -> Iterator[str]:
-    """Those of the top level; blocks inside them are open too."""
-    yield from (f"`{path}`" for path, block in sections_by_path().items() if block.open_names and path.isidentifier())
+    blocks = list(dict.fromkeys(["", *map(_block, keys)]))
+    by_block = groupby(sorted(keys, key=lambda key: blocks.index(_block(key))), key=_block)
+    tables = "".join(_table(block, keys_of_block) for block, keys_of_block in by_block)
+    needs = "give the number, or a loader whose batch size is known"
+    autos = [f"| `{path}` | {becomes} | {needs} |" for path, becomes in BATCH.items()]
+    autos += [f"| `{path}` | {rule.becomes} | {rule.needs or '–'} |" for path, rule in RULES.items()]
+    deprecated = [f"| `{moved.old}` | `{'`, `'.join(moved.new)}` |" for moved in MOVED]
+    for key in keys:
+        home = key.path.rpartition(".")[0]
+        deprecated += [f"| `{home}.{old}` | `{key.path}` |" for old in key.note.deprecated]
+    return head + tables + _AUTO + "\n".join(autos) + "\n" + _DEPRECATED + "\n".join(deprecated) + "\n"
 
 
 def _block(key: Key) -> str:
@@ -81,36 +89,16 @@ def _block(key: Key) -> str:
     return head if "." in key.path or head in sections_by_path() else ""
 
 
-def _sorted() -> list[Key]:
-    blocks = list(dict.fromkeys(["", *(_block(key) for key in all_keys())]))
-    return sorted(all_keys(), key=lambda key: blocks.index(_block(key)))
-
-
 def _table(block: str, keys: Iterable[Key]) -> str:
-    rows = [_row(key, block) for key in keys]
+    rows: list[str] = []
+    for key in keys:
+        name = key.path.removeprefix(block + ".") if block else key.path
+        also = f" (also `{'`, `'.join(key.note.aliases)}`)" if key.note.aliases else ""
+        status = f"{key.note.status}: {key.note.instead}" if key.note.instead else key.note.status
+        cells = (f"`{name}`{also}", key.kind, f"`{show(key.default)}`", key.note.meaning, status)
+        rows.append("| " + " | ".join(cells) + " |")
     head = "| key | type | default | meaning | class |\n|---|---|---|---|---|\n"
     return f"\n## {f'`{block}`' if block else 'Top level'}\n\n{head}" + "\n".join(rows) + "\n"
-
-
-def _row(key: Key, block: str) -> str:
-    name = key.path.removeprefix(block + ".") if block else key.path
-    also = f" (also `{'`, `'.join(key.note.aliases)}`)" if key.note.aliases else ""
-    status = f"{key.note.status}: {key.note.instead}" if key.note.instead else key.note.status
-    cells = (f"`{name}`{also}", key.kind, f"`{show(key.default)}`", key.note.meaning, status)
-    return "| " + " | ".join(cells) + " |"
-
-
-def _auto_rows() -> Iterator[str]:
-    needs = "give the number, or a loader whose batch size is known"
-    yield from (f"| `{path}` | {becomes} | {needs} |" for path, becomes in BATCH.items())
-    yield from (f"| `{path}` | {rule.becomes} | {rule.needs or '–'} |" for path, rule in RULES.items())
-
-
-def _old_rows() -> Iterator[str]:
-    yield from (f"| `{moved.old}` | `{'`, `'.join(moved.new)}` |" for moved in MOVED)
-    for key in all_keys():
-        home = key.path.rpartition(".")[0]
-        yield from (f"| `{home}.{old}` | `{key.path}` |" for old in key.note.deprecated)
 
 
 @dataclass(frozen=True)
@@ -130,35 +118,28 @@ class ResolvedValue:
     remark: str = ""
 
 
-def rows(top: TopLevel, reading: Reading) -> list[ResolvedValue]:
-    """All values in the order of the table of keys."""
-    found = list(_section_rows(top, reading, ""))
-    return found + [
-        ResolvedValue(name, value, "given", "accepted and not read") for name, value in reading.tolerated.items()
-    ]
-
-
-def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[ResolvedValue]:
+def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator[ResolvedValue]:
+    """The values of a section and of those in it, in the order of the table of keys."""
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value = getattr(section, name)
         child = child_of(field)
         if isinstance(value, Section):
-            yield from _section_rows(value, reading, here)
+            yield from section_rows(value, reading, here)
         elif child is not None and child.shape == "kwargs":
             yield from _kwargs_rows(child.section, cast("dict[str, Any]", value), reading, here)
         else:
-            yield ResolvedValue(here, _plain(value), reading.origins.get(here, "default"), _remark(note_of(field)))
+            yield ResolvedValue(here, _plain(value), reading.origins.get(here, "default"), note_of(field).remark)
             yield from _moot_rows(cast("list[Any]", value) if isinstance(value, list) else [], here)
 
 
 def _moot_rows(items: list[Any], path: str) -> Iterator[ResolvedValue]:
     """What a list's sections were given that decides nothing."""
-    for at, item in enumerate(items):
+    for index, item in enumerate(items):
         for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
             if note_of(field).status == "moot by design" and name in item.model_fields_set:
                 yield ResolvedValue(
-                    f"{path}[{at}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field))
+                    f"{path}[{index}].{name}", _plain(getattr(item, name)), "given", note_of(field).remark
                 )
 
 
@@ -168,7 +149,7 @@ def _kwargs_rows(section: type[Section], value: dict[str, Any], reading: Reading
     for name, item in value.items():
         here = f"{path}.{name}"
         field = section.model_fields.get(name)
-        yield ResolvedValue(here, item, reading.origins.get(here, "given"), _remark(note_of(field)) if field else "")
+        yield ResolvedValue(here, item, reading.origins.get(here, "given"), note_of(field).remark if field else "")
     yield from (ResolvedValue(auto, None, "auto: the default of the class") for auto in dropped)
 
 
@@ -180,18 +161,10 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if isinstance(value, Section) else value
 
 
-def _remark(note: Note) -> str:
-    return {
-        "implemented": "",
-        "moot by design": f"moot by design: {note.instead}",
-        "not available yet": "not available yet",
-    }[note.status]
-
-
-def as_text(found: Sequence[ResolvedValue]) -> str:
+def as_text(resolved: Sequence[ResolvedValue]) -> str:
     """Rows as aligned lines."""
-    columns = [(row.path, show(row.value), row.origin, row.remark) for row in found]
-    widths = [max((len(column[at]) for column in columns), default=0) for at in range(3)]
+    columns = [(row.path, show(row.value), row.origin, row.remark) for row in resolved]
+    widths = [max((len(column[column_index]) for column in columns), default=0) for column_index in range(3)]
     lines = (
         "  ".join([*(text.ljust(w) for text, w in zip(column, widths, strict=False)), column[3]]) for column in columns
     )

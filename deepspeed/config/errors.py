@@ -47,7 +47,7 @@ def nearest(name: str, section: type[Section]) -> str:
         return "it belongs at " + " or ".join(f'"{path}"' for path in homes)
     if close:
         return f'did you mean "{close[0]}"?'
-    everywhere = {spelling for found in sections_by_path().values() for spelling in spellings(found)}
+    everywhere = {spelling for block in sections_by_path().values() for spelling in spellings(block)}
     close = difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.75)
     if close:
         return f'did you mean "{_homes(close[0])[0]}"?'
@@ -73,8 +73,8 @@ def near(name: str, value: object, section: type[Section]) -> str | None:
 def _edits(left: str, right: str) -> int:
     """Least number of letters put in, taken out or replaced that makes one text of the other."""
     row = list(range(len(right) + 1))
-    for at, letter in enumerate(left, 1):
-        before, row = row, [at]
+    for row_index, letter in enumerate(left, 1):
+        before, row = row, [row_index]
         for to, other in enumerate(right, 1):
             row.append(min(before[to] + 1, row[-1] + 1, before[to - 1] + (letter != other)))
     return row[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import os
 from collections import Counter
@@ -21,9 +22,6 @@ def load_raw(config: object) -> dict[str, Any]:
     Args:
         config: a dict (returned as it is), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
 
-    Returns:
-        The dict.
-
     Raises:
         DeepSpeedConfigError: no such file, not valid JSON, duplicate keys, or not an object at its top.
     """
@@ -40,9 +38,10 @@ def load_raw(config: object) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[str, str]:
-    decoded = _decode(name)
-    if decoded.lstrip().startswith("{"):
-        return decoded, "the base64 configuration"
+    with contextlib.suppress(binascii.Error, ValueError):
+        decoded = base64.urlsafe_b64decode(name).decode("utf-8")
+        if decoded.lstrip().startswith("{"):
+            return decoded, "the base64 configuration"
     try:
         return Path(name).read_text(encoding="utf-8"), name
     except UnicodeDecodeError as error:
@@ -55,13 +54,6 @@ def _read(name: str) -> tuple[str, str]:
         ) from None
 
 
-def _decode(name: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(name).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return ""
-
-
 def _parse(text: str, where: str) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
@@ -72,19 +64,15 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=without_duplicates)
     except json.JSONDecodeError as error:
-        value = _parse_hjson(text, where, error, without_duplicates)
+        hjson: Any = import_module("hjson")  # only files with comments need it, and it has no type stubs
+        try:
+            value = hjson.loads(text, object_pairs_hook=without_duplicates)
+        except (hjson.HjsonDecodeError, RecursionError):
+            raise DeepSpeedConfigError(
+                f"{where}: not valid JSON or HJSON: {error.msg} at line {error.lineno}, column {error.colno}"
+            ) from None
     except RecursionError:
         raise DeepSpeedConfigError(f"{where}: nested too deeply") from None
     if not isinstance(value, dict):
         raise DeepSpeedConfigError(f"{where}: the top must be an object {{...}}, found {type(value).__name__}")
     return cast("dict[str, Any]", value)
-
-
-def _parse_hjson(text: str, where: str, json_error: json.JSONDecodeError, hook: Any) -> object:
-    hjson: Any = import_module("hjson")  # only files with comments need it, and it has no type stubs
-    try:
-        return hjson.loads(text, object_pairs_hook=hook)
-    except (hjson.HjsonDecodeError, RecursionError):
-        raise DeepSpeedConfigError(
-            f"{where}: not valid JSON or HJSON: {json_error.msg} at line {json_error.lineno}, column {json_error.colno}"
-        ) from None

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
-from deepspeed.config.base_model import Section
+from deepspeed.config.base_model import AUTO, Section, is_auto
 from deepspeed.config.errors import Problem, near, nearest, show, wrong
 from deepspeed.config.schema import Child, child_of, default_of, kind_of, spellings
 from deepspeed.config.sections.top import TopLevel
 from deepspeed.errors import DeepSpeedConfigError
 
-AUTO = "auto"
 TOLERATED = ("msamp",)  # sent by Accelerate for another library
 _CPU = {True: "cpu", False: "none"}
 _SWITCHES = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
@@ -76,6 +75,10 @@ class Reading:
             here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
         return here
 
+    def enabled(self, *sections: str) -> bool:
+        """Whether any of some sections is switched on."""
+        return any(self.find(f"{section}.enabled") is True for section in sections)
+
     def put(self, path: str, value: object, origin: str) -> None:
         """Set a value and its origin, making the blocks on the way; what is no block is left to the type check."""
         here: Any = self.tree
@@ -87,38 +90,188 @@ class Reading:
             here[last] = value
         self.origins[path] = origin
 
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Reading:
+        """Read a configuration as the user wrote it, which is not changed.
 
-def read(raw: Mapping[str, Any]) -> Reading:
-    """Read what the user wrote.
+        Raises:
+            DeepSpeedConfigError: the configuration holds itself.
+        """
+        reading = cls()
+        settings = dict(raw)
+        for name in [
+            name for name in settings if name in TOLERATED or (isinstance(cast(object, name), str) and "." in name)
+        ]:
+            reading.tolerated[name] = settings.pop(name)
+        try:
+            settings = cast("dict[str, Any]", _plain(settings))
+        except RecursionError:
+            raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
+        stage = settings.get("zero_optimization")
+        if isinstance(stage, bool):
+            settings["zero_optimization"] = {"stage": int(stage)}
+            reading.spelled["zero_optimization.stage"] = "zero_optimization"
+            reading.warnings.append(
+                f'"zero_optimization": {str(stage).lower()} is deprecated: write {{"stage": {int(stage)}}}'
+            )
+        reading._take_apex(settings)
+        reading._take_clipping(settings)
+        moved = reading._take_moved(settings)
+        reading.tree = reading._read_section(TopLevel, settings, "", "")
+        for old, new, value in moved:
+            if reading.find(new) is not None:
+                reading.problems.append(wrong(old, value, f'deprecated, and its new name "{new}" is given as well'))
+                continue
+            reading.put(new, value, f"deprecated: {old}")
+        return reading
 
-    Args:
-        raw: the configuration; it is not changed.
+    def _take_apex(self, settings: dict[str, Any]) -> None:
+        """`amp` asks for NVIDIA Apex, which is no longer kept up: torch's own autocast takes its place."""
+        block = settings.get("amp")
+        if not isinstance(block, dict):
+            return
+        apex = cast("dict[str, Any]", block)
+        level = apex.get("opt_level") or "O1"
+        enabled = apex.get("enabled")
+        enabled = enabled if isinstance(enabled, bool) else _SWITCHES.get(str(enabled).lower())
+        settings["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
+        if enabled is not True or level not in ("O0", "O1", "O2", "O3"):
+            return  # off, or for the type check to name
+        if level == "O0":
+            self.warnings.append('"amp" with opt_level O0 is training in fp32: leave it out')
+        elif isinstance(settings.get("torch_autocast"), dict):
+            self.problems.append(wrong("amp.enabled", True, '"torch_autocast" takes its place, and is given as well'))
+        else:
+            settings["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
+            self.spelled["torch_autocast.enabled"] = "amp.enabled"
+            self.warnings.append(
+                f'"amp" (Apex, {level}) is deprecated: write "torch_autocast": {{"enabled": true, "dtype": "bf16"}}; '
+                "that is what runs, and its other keys have no effect"
+            )
 
-    Returns:
-        The values under canonical names, with the problems found on the way.
+    def _take_clipping(self, settings: dict[str, Any]) -> None:
+        """`max_grad_norm` among the optimizer's arguments is `gradient_clipping`: no optimizer here takes it itself."""
+        optimizer = settings.get("optimizer")
+        params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
+        if not isinstance(params, dict) or "max_grad_norm" not in params:
+            return
+        limit, path = cast("dict[str, Any]", params).pop("max_grad_norm"), "optimizer.params.max_grad_norm"
+        if limit is None or is_auto(limit):
+            return
+        if settings.get("gradient_clipping") is not None:
+            self.warnings.append(
+                f'"{path}" = {show(limit)} is not read: '
+                f'"gradient_clipping" = {show(settings["gradient_clipping"])} counts'
+            )
+            return
+        settings["gradient_clipping"] = limit
+        self.spelled["gradient_clipping"] = path
+        self.warnings.append(
+            f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets'
+        )
 
-    Raises:
-        DeepSpeedConfigError: the configuration holds itself.
-    """
-    reading = Reading()
-    given = dict(raw)
-    for name in [name for name in given if name in TOLERATED or (isinstance(cast(object, name), str) and "." in name)]:
-        reading.tolerated[name] = given.pop(name)
-    try:
-        given = cast("dict[str, Any]", _plain(given))
-    except RecursionError:
-        raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
-    _take_legacy_boolean(given, reading)
-    _take_apex(given, reading)
-    _take_clipping(given, reading)
-    moved = _take_moved(given, reading)
-    reading.tree = _read_section(TopLevel, given, "", "", reading)
-    for old, new, value in moved:
-        if reading.find(new) is not None:
-            reading.problems.append(wrong(old, value, f'deprecated, and its new name "{new}" is given as well'))
-            continue
-        reading.put(new, value, f"deprecated: {old}")
-    return reading
+    def _take_moved(self, settings: dict[str, Any]) -> list[tuple[str, str, Any]]:
+        taken: list[tuple[str, str, Any]] = []
+        for moved in MOVED:
+            block, _, name = moved.old.rpartition(".")
+            home = settings.get(block) if block else settings
+            if not isinstance(home, dict) or name not in home:
+                continue
+            value = cast("dict[str, Any]", home).pop(name)
+            if value is None or is_auto(value):
+                continue
+            if moved.values is not None and not isinstance(value, bool):
+                self.problems.append(
+                    wrong(moved.old, value, f'deprecated for "{moved.new[0]}"; expected true or false')
+                )
+                continue
+            self.warnings.append(f'"{moved.old}" is deprecated: write "{moved.new[0]}"')
+            taken += [(moved.old, new, moved.values[value] if moved.values else value) for new in moved.new]
+        return taken
+
+    def _read_section(
+        self, section: type[Section], settings: dict[Any, Any], path: str, written: str
+    ) -> dict[str, Any]:
+        known = spellings(section)
+        passes_unknown = section.model_config.get("extra") == "allow"
+        tree: dict[str, Any] = {}
+        for name, value in settings.items():
+            as_written = f"{written}.{name}" if written else str(name)
+            if name not in known and not (passes_unknown and isinstance(name, str)):
+                self._unknown(section, str(name), as_written, value)
+                continue
+            canonical, deprecated = known.get(name, (name, False))
+            here = f"{path}.{canonical}" if path else canonical
+            if canonical in tree or here in self.autos:
+                earlier = self.name(here)
+                self.problems.append(wrong(as_written, value, f'given twice: "{earlier}" is the same key'))
+                continue
+            if value is None:
+                continue
+            if as_written != here:
+                self.spelled.setdefault(here, as_written)
+            if deprecated:
+                self.warnings.append(f'"{as_written}" is deprecated: write "{here}"')
+            info = section.model_fields.get(canonical)
+            if is_auto(value) and (info is None or default_of(info) != AUTO):
+                self.autos.append(here)
+                continue
+            self.origins[here] = f"deprecated: {as_written}" if deprecated else "given"
+            child = child_of(info) if info else None
+            if info is not None and child is None:
+                value = self._meant(info.annotation, value, as_written)
+            tree[canonical] = value if child is None else self._read_child(child, value, (here, as_written))
+        return tree
+
+    def _unknown(self, section: type[Section], name: str, as_written: str, value: Any) -> None:
+        """A name that is no key: an error, or in a block with open names, unless it is a key misspelled, a warning."""
+        close = near(name, value, section)
+        if section.open_names and close is None:
+            self.tolerated[as_written] = value
+            self.warnings.append(f"{wrong(as_written, value, 'unknown key, not read').text}; {nearest(name, section)}")
+            return
+        hint = nearest(name, section) if close is None else f'did you mean "{close}"?'
+        self.problems.append(wrong(as_written, value, f"unknown key; {hint}"))
+
+    def _meant(self, annotation: Any, value: Any, as_written: str) -> Any:
+        """The value, or what one of a wrong type says beyond doubt: 0, 1 or a word for a switch, a number in quotes."""
+        kinds = set(kind_of(annotation).split(" or "))
+        meant: Any = None
+        if "true" in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
+            meant = _SWITCHES.get(str(value).lower())
+        elif isinstance(value, str) and "string" not in kinds and kinds & {"number", "whole number"}:
+            meant = self._number(value, fractions="number" in kinds)
+        if meant is None:
+            return value
+        self.warnings.append(f"{as_written} = {show(value)}: taken for {show(meant)}")
+        return meant
+
+    @staticmethod
+    def _number(text: str, *, fractions: bool) -> int | float | None:
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        if not math.isfinite(number):
+            return None
+        return int(number) if number.is_integer() else number if fractions else None
+
+    def _read_child(self, child: Child, value: Any, paths: tuple[str, str]) -> Any:
+        """Read the sections inside a value; a value of another shape is left for the type check to name."""
+        here, written = paths
+        if child.shape in ("block", "kwargs") and isinstance(value, dict):
+            return self._read_section(child.section, cast("dict[Any, Any]", value), here, written)
+        if child.shape == "list" and isinstance(value, list):
+            block = Child(child.section, "block")
+            items = enumerate(cast("list[Any]", value))
+            return [self._read_child(block, item, (f"{here}.{index}", f"{written}[{index}]")) for index, item in items]
+        if child.shape == "named" and isinstance(value, dict):
+            block = Child(child.section, "block")
+            named = cast("dict[Any, Any]", value).items()
+            return {
+                name: self._read_child(block, item, (f"{here}.{name}", f"{written}.{name}")) for name, item in named
+            }
+        return value
 
 
 def _plain(value: Any) -> Any:
@@ -132,169 +285,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
-def _take_legacy_boolean(given: dict[str, Any], reading: Reading) -> None:
-    value = given.get("zero_optimization")
-    if isinstance(value, bool):
-        given["zero_optimization"] = {"stage": int(value)}
-        reading.spelled["zero_optimization.stage"] = "zero_optimization"
-        reading.warnings.append(
-            f'"zero_optimization": {str(value).lower()} is deprecated: write {{"stage": {int(value)}}}'
-        )
-
-
-def _take_apex(given: dict[str, Any], reading: Reading) -> None:
-    """`amp` asks for NVIDIA Apex, which is no longer kept up: torch's own autocast takes its place."""
-    block = given.get("amp")
-    if not isinstance(block, dict):
-        return
-    apex = cast("dict[str, Any]", block)
-    level = apex.get("opt_level") or "O1"
-    enabled = apex.get("enabled")
-    enabled = enabled if isinstance(enabled, bool) else _SWITCHES.get(str(enabled).lower())
-    given["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
-    if enabled is not True or level not in ("O0", "O1", "O2", "O3"):
-        return  # off, or for the type check to name
-    if level == "O0":
-        reading.warnings.append('"amp" with opt_level O0 is training in fp32: leave it out')
-    elif isinstance(given.get("torch_autocast"), dict):
-        reading.problems.append(wrong("amp.enabled", True, '"torch_autocast" takes its place, and is given as well'))
-    else:
-        given["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
-        reading.spelled["torch_autocast.enabled"] = "amp.enabled"
-        reading.warnings.append(
-            f'"amp" (Apex, {level}) is deprecated: write "torch_autocast": {{"enabled": true, "dtype": "bf16"}}; '
-            "that is what runs, and its other keys have no effect"
-        )
-
-
-def _take_clipping(given: dict[str, Any], reading: Reading) -> None:
-    """`max_grad_norm` among the optimizer's arguments is `gradient_clipping`: no optimizer here takes it itself."""
-    optimizer = given.get("optimizer")
-    params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
-    if not isinstance(params, dict) or "max_grad_norm" not in params:
-        return
-    limit, path = cast("dict[str, Any]", params).pop("max_grad_norm"), "optimizer.params.max_grad_norm"
-    if limit is None or _is_auto(limit):
-        return
-    if given.get("gradient_clipping") is not None:
-        reading.warnings.append(
-            f'"{path}" = {show(limit)} is not read: "gradient_clipping" = {show(given["gradient_clipping"])} counts'
-        )
-        return
-    given["gradient_clipping"] = limit
-    reading.spelled["gradient_clipping"] = path
-    reading.warnings.append(
-        f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets'
-    )
-
-
-def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
-    taken: list[tuple[str, str, Any]] = []
-    for moved in MOVED:
-        block, _, name = moved.old.rpartition(".")
-        home = given.get(block) if block else given
-        if not isinstance(home, dict) or name not in home:
-            continue
-        value = cast("dict[str, Any]", home).pop(name)
-        if value is None or _is_auto(value):
-            continue
-        if moved.values is not None and not isinstance(value, bool):
-            reading.problems.append(wrong(moved.old, value, f'deprecated for "{moved.new[0]}"; expected true or false'))
-            continue
-        reading.warnings.append(f'"{moved.old}" is deprecated: write "{moved.new[0]}"')
-        taken += [(moved.old, new, moved.values[value] if moved.values else value) for new in moved.new]
-    return taken
-
-
-def _read_section(
-    section: type[Section], given: dict[Any, Any], path: str, written: str, reading: Reading
-) -> dict[str, Any]:
-    known = spellings(section)
-    passes_unknown = section.model_config.get("extra") == "allow"
-    tree: dict[str, Any] = {}
-    for name, value in given.items():
-        as_written = f"{written}.{name}" if written else str(name)
-        if name not in known and not (passes_unknown and isinstance(name, str)):
-            _unknown(section, str(name), as_written, value, reading)
-            continue
-        canonical, deprecated = known.get(name, (name, False))
-        here = f"{path}.{canonical}" if path else canonical
-        if canonical in tree or here in reading.autos:
-            earlier = reading.name(here)
-            reading.problems.append(wrong(as_written, value, f'given twice: "{earlier}" is the same key'))
-            continue
-        if value is None:
-            continue
-        if as_written != here:
-            reading.spelled.setdefault(here, as_written)
-        if deprecated:
-            reading.warnings.append(f'"{as_written}" is deprecated: write "{here}"')
-        info = section.model_fields.get(canonical)
-        if _is_auto(value) and (info is None or default_of(info) != AUTO):
-            reading.autos.append(here)
-            continue
-        reading.origins[here] = f"deprecated: {as_written}" if deprecated else "given"
-        child = child_of(info) if info else None
-        if info is not None and child is None:
-            value = _meant(info.annotation, value, as_written, reading)
-        tree[canonical] = value if child is None else _read_child(child, value, (here, as_written), reading)
-    return tree
-
-
-def _unknown(section: type[Section], name: str, as_written: str, value: Any, reading: Reading) -> None:
-    """A name that is no key: an error, or in a block with open names, unless it is a key misspelled, a warning."""
-    close = near(name, value, section)
-    if section.open_names and close is None:
-        reading.tolerated[as_written] = value
-        reading.warnings.append(f"{wrong(as_written, value, 'unknown key, not read').text}; {nearest(name, section)}")
-        return
-    hint = nearest(name, section) if close is None else f'did you mean "{close}"?'
-    reading.problems.append(wrong(as_written, value, f"unknown key; {hint}"))
-
-
-def _meant(annotation: Any, value: Any, as_written: str, reading: Reading) -> Any:
-    """The value, or what one of a wrong type says beyond doubt: 0, 1 or a word for a switch, a number in quotes."""
-    kinds = set(kind_of(annotation).split(" or "))
-    meant: Any = None
-    if "true" in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
-        meant = _SWITCHES.get(str(value).lower())
-    elif isinstance(value, str) and "string" not in kinds and kinds & {"number", "whole number"}:
-        meant = _number(value, fractions="number" in kinds)
-    if meant is None:
-        return value
-    reading.warnings.append(f"{as_written} = {show(value)}: taken for {show(meant)}")
-    return meant
-
-
-def _number(text: str, *, fractions: bool) -> int | float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    return int(number) if number.is_integer() else number if fractions else None
-
-
-def _read_child(child: Child, value: Any, paths: tuple[str, str], reading: Reading) -> Any:
-    """Read the sections inside a value; a value of another shape is left for the type check to name."""
-    here, written = paths
-    if child.shape in ("block", "kwargs") and isinstance(value, dict):
-        return _read_section(child.section, cast("dict[Any, Any]", value), here, written, reading)
-    if child.shape == "list" and isinstance(value, list):
-        block = Child(child.section, "block")
-        items = enumerate(cast("list[Any]", value))
-        return [_read_child(block, item, (f"{here}.{at}", f"{written}[{at}]"), reading) for at, item in items]
-    if child.shape == "named" and isinstance(value, dict):
-        block = Child(child.section, "block")
-        named = cast("dict[Any, Any]", value).items()
-        return {
-            name: _read_child(block, item, (f"{here}.{name}", f"{written}.{name}"), reading) for name, item in named
-        }
-    return value

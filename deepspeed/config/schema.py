@@ -49,10 +49,7 @@ def child_of(field: FieldInfo) -> Child | None:
     for mark in field.metadata:
         if isinstance(mark, Kwargs):
             return Child(mark.model, "kwargs")
-    return _child_in(field.annotation)
-
-
-def _child_in(annotation: Any) -> Child | None:
+    annotation: Any = field.annotation
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return Child(annotation, "block")
     shapes: dict[Any, Shape] = {list: "list", dict: "named"}
@@ -121,21 +118,14 @@ def all_keys() -> tuple[Key, ...]:
 @cache
 def sections_by_path() -> dict[str, type[Section]]:
     """Every block by its JSON path; the top level is the empty path."""
-    found: dict[str, type[Section]] = {}
+    sections: dict[str, type[Section]] = {}
 
     def visit(section: type[Section], path: str) -> None:
-        found[path] = section
+        sections[path] = section
         for name, field in section.model_fields.items():
             child = child_of(field)
             if child is not None:
                 visit(child.section, f"{path}.{name}" if path else name)
 
     visit(TopLevel, "")
-    return found
-
-
-def field_at(path: str) -> FieldInfo | None:
-    """The field at a canonical JSON path, or None."""
-    parent, _, name = path.rpartition(".")
-    section = sections_by_path().get(parent)
-    return None if section is None else section.model_fields.get(name)
+    return sections

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from deepspeed.config.base_model import Section, is_number, note_of
 from deepspeed.config.errors import Problem, nearest, show, wrong
 from deepspeed.config.parse import Reading
-from deepspeed.config.schema import child_of, default_of, field_at, kind_of
+from deepspeed.config.schema import child_of, default_of, kind_of, sections_by_path
 from deepspeed.config.sections.compression import (
     CompressionTraining,
     ExpertShared,
@@ -22,8 +22,7 @@ from deepspeed.config.sections.compression import (
     Technique,
     WeightTechnique,
 )
-from deepspeed.config.sections.optimizer import NOT_YET, OptimizerParams
-from deepspeed.config.sections.scheduler import ARGUMENTS, REQUIRED, SchedulerParams
+from deepspeed.config.sections.optimizer import ARGUMENTS, NOT_YET, REQUIRED, OptimizerParams, SchedulerParams
 from deepspeed.config.sections.top import TopLevel
 
 _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
@@ -31,25 +30,17 @@ _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
 
 def pattern_of(text: str) -> tuple[str, int, int] | None:
     """`2:4` as ("of", 2, 4), `4x1` as ("block", 4, 1); None when it is neither."""
-    found = _PATTERN.fullmatch(text.strip())
-    if found is None:
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
         return None
-    n, m, rows, columns = (int(part) if part else 0 for part in found.groups())
+    n, m, rows, columns = (int(part) if part else 0 for part in match.groups())
     if m:
         return ("of", n, m) if 0 < n <= m else None
     return ("block", rows, columns) if rows and columns else None
 
 
 def compression_conflicts(section: CompressionTraining, training: QuantizeTraining) -> Iterator[Problem]:
-    """Values that are fine alone and cannot hold together.
-
-    Args:
-        section: `compression_training`.
-        training: `quantize_training`.
-
-    Yields:
-        One problem per conflict.
-    """
+    """Values of `compression_training` and `quantize_training` that are fine alone and cannot hold together."""
     base = "compression_training"
     for name, technique in section.pruning.items():
         if technique.shared_parameters.enabled:
@@ -85,7 +76,9 @@ def _grouped(path: str, groups: dict[str, Any], needed: str) -> Iterator[Problem
         if getattr(group.params, needed) is None:
             yield Problem(f"{path}.different_groups.{name}.params.{needed} is missing")
         for expression in group.modules:
-            if expression != "*" and not _compiles(expression):
+            try:
+                re.compile(expression if expression != "*" else "")
+            except re.error:
                 yield wrong(f"{path}.different_groups.{name}.modules", expression, "is no regular expression")
         related = group.related_modules
         if related is not None and len(related) != len(group.modules):
@@ -93,51 +86,43 @@ def _grouped(path: str, groups: dict[str, Any], needed: str) -> Iterator[Problem
             yield wrong(f"{path}.different_groups.{name}.related_modules", related, text)
 
 
-def _compiles(expression: str) -> bool:
-    try:
-        re.compile(expression)
-    except re.error:
-        return False
-    return True
-
-
 def _pruning_problems(path: str, technique: Technique) -> Iterator[Problem]:
     shared = technique.shared_parameters
-    at = f"{path}.shared_parameters"
+    shared_path = f"{path}.shared_parameters"
     alone = isinstance(shared, SparseShared) and shared.method == "snip_momentum"
     if technique.different_groups or not alone:
         yield from _grouped(path, technique.different_groups, "dense_ratio")
     end = shared.schedule_offset_end
     if end is not None and end < shared.schedule_offset:
-        yield wrong(f"{at}.schedule_offset_end", end, f"is before schedule_offset = {shared.schedule_offset}")
+        yield wrong(f"{shared_path}.schedule_offset_end", end, f"is before schedule_offset = {shared.schedule_offset}")
     if shared.schedule == "cubic" and end is None:
-        yield Problem(f"{at}.schedule is cubic: schedule_offset_end is missing")
+        yield Problem(f"{shared_path}.schedule is cubic: schedule_offset_end is missing")
     if isinstance(shared, SparseShared):
         if pattern_of(shared.block_pattern) is None:
-            yield wrong(f"{at}.block_pattern", shared.block_pattern, 'write N:M as "2:4", or a block as "4x1"')
+            yield wrong(f"{shared_path}.block_pattern", shared.block_pattern, 'write N:M as "2:4", or a block as "4x1"')
     elif isinstance(shared, ExpertShared) and (end is not None or shared.scope == "global"):
         what, value = ("schedule_offset_end", end) if end is not None else ("scope", "global")
-        yield wrong(f"{at}.{what}", value, "experts leave at schedule_offset, as many in every layer")
+        yield wrong(f"{shared_path}.{what}", value, "experts leave at schedule_offset, as many in every layer")
     elif isinstance(shared, ExpertShared) and shared.criterion == "movement":
-        yield wrong(f"{at}.criterion", "movement", "experts are not brought back; use magnitude or taylor")
+        yield wrong(f"{shared_path}.criterion", "movement", "experts are not brought back; use magnitude or taylor")
     elif shared.criterion == "activation":
-        yield wrong(f"{at}.criterion", "activation", "scores single weights; use it in sparse_pruning")
+        yield wrong(f"{shared_path}.criterion", "activation", "scores single weights; use it in sparse_pruning")
 
 
 def _quantization_problems(path: str, technique: WeightTechnique) -> Iterator[Problem]:
     shared = technique.shared_parameters
     yield from _grouped(path, technique.different_groups, "target_bits")
     for name, group in technique.different_groups.items():
-        params, at = group.params, f"{path}.different_groups.{name}.params"
+        params, params_path = group.params, f"{path}.different_groups.{name}.params"
         start, target = params.start_bits, params.target_bits
         if start is None:
-            yield Problem(f"{at}.start_bits is missing")
+            yield Problem(f"{params_path}.start_bits is missing")
         elif target is not None and target > start:
-            yield wrong(f"{at}.target_bits", target, f"is above start_bits = {start}")
+            yield wrong(f"{params_path}.target_bits", target, f"is above start_bits = {start}")
         elif target != start and params.quantization_period == 0 and not shared.quantize_weight_in_forward:
-            yield wrong(f"{at}.quantization_period", 0, "bits fall once per period; name one of 1 or more")
+            yield wrong(f"{params_path}.quantization_period", 0, "bits fall once per period; name one of 1 or more")
         if target is not None and target < 3 and shared.quantization_type == "asymmetric":
-            yield wrong(f"{at}.target_bits", target, "ternary and binary weights are symmetric")
+            yield wrong(f"{params_path}.target_bits", target, "ternary and binary weights are symmetric")
     if shared.rounding == "stochastic" and shared.quantize_weight_in_forward:
         yield wrong(f"{path}.shared_parameters.rounding", "stochastic", "needs quantize_weight_in_forward = false")
 
@@ -154,20 +139,19 @@ _LIMITS = {
 
 
 def to_sections(reading: Reading) -> TopLevel:
-    """The typed sections; values of a wrong type or range are reported and left at their default.
-
-    Args:
-        reading: what was read; problems are added to it.
-
-    Returns:
-        The frozen top level.
-    """
+    """The typed sections; values of a wrong type or range become problems of `reading` and stay at their default."""
     while True:
         try:
             top = TopLevel.model_validate(reading.tree)
         except ValidationError as error:
             for path in _report(error.errors(include_url=False), reading):
-                _drop(reading.tree, path)
+                # The wrong element of a list takes the whole list with it, so that indices stay true.
+                end = next((place for place, part in enumerate(path) if isinstance(part, int)), len(path))
+                *blocks, last = path[:end]
+                tree = reading.tree
+                for block in blocks:
+                    tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
+                tree.pop(last, None)
             continue
         reading.warnings += _without_effect(top, reading)
         return top
@@ -187,10 +171,12 @@ def _report(errors: list[ErrorDetails], reading: Reading) -> list[tuple[Any, ...
     bad: dict[tuple[Any, ...], list[ErrorDetails]] = {}
     for error in errors:
         bad.setdefault(_existing(error["loc"], reading.tree), []).append(error)
-    for path, found in bad.items():
+    for path, details in bad.items():
         dotted = ".".join(str(part) for part in path)
-        value = _value_at(reading.tree, path)
-        texts = list(dict.fromkeys(_words(error, dotted) for error in found))
+        value: Any = reading.tree
+        for part in path:
+            value = value[part]
+        texts = list(dict.fromkeys(_words(error, dotted) for error in details))
         reading.problems.append(wrong(reading.name(dotted), value, " or ".join(texts)))
     return list(bad)
 
@@ -201,7 +187,9 @@ def _words(error: ErrorDetails, path: str) -> str:
         return limit.format(**error.get("ctx", {}))
     if error["type"] == "value_error":
         return error["msg"].removeprefix("Value error, ")
-    field = field_at(path)
+    parent, _, name = path.rpartition(".")
+    section = sections_by_path().get(parent)
+    field = None if section is None else section.model_fields.get(name)
     if field is None:
         return error["msg"][0].lower() + error["msg"][1:]
     child = child_of(field)
@@ -221,31 +209,13 @@ def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
     return tuple(path)
 
 
-def _value_at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for part in path:
-        tree = tree[part]
-    return tree
-
-
-def _drop(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Forget a wrong value; the element of a list takes the whole list with it, so that indices stay true."""
-    at = next((at for at, part in enumerate(path) if isinstance(part, int)), len(path))
-    *blocks, last = path[:at]
-    for block in blocks:
-        tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
-    tree.pop(last, None)
-
-
 def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) -> Iterator[Problem]:
     """Values that are fine alone and cannot hold together.
 
     Args:
         top: the typed sections.
-        reading: what was read.
+        reading: for the names as the user wrote them, and for warnings.
         ranks: how many are data-parallel, and how many hold the same slice of the model; None: not known yet.
-
-    Yields:
-        One problem per conflict.
     """
     if top.fp16.enabled and (top.bf16.enabled or top.torch_autocast.enabled):
         other = "bf16" if top.bf16.enabled else "torch_autocast"
@@ -262,8 +232,8 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         if zero.stage != 3:
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"needs stage 3, not {zero.stage}")
         if zero.mics_shard_size < 1 or (ranks and ranks[1] % zero.mics_shard_size):
-            found = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
-            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {found}")
+            count = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
+            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {count}")
     if ranks and top.data_parallel_size not in (None, ranks[0]):
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
     if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
@@ -271,8 +241,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     if top.flops_profiler.enabled and top.flops_profiler.profile_step < 0:
         reading.warnings.append(f"flops_profiler.profile_step = {top.flops_profiler.profile_step}: no step is profiled")
     yield from _offload_conflicts(top, reading)
-    yield from _optimizer_conflicts(top)
-    yield from _scheduler_conflicts(top, reading)
+    yield from _optimizer_and_scheduler_conflicts(top, reading)
     yield from compression_conflicts(top.compression_training, top.quantize_training)
 
 
@@ -287,26 +256,21 @@ def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
             )
             continue
         if section.device != "none" and zero.stage < 1:
-            found = f"needs stage 1, 2 or 3, and zero_optimization.stage = {zero.stage}"
-            yield wrong(f"{path}.device", section.device, found)
+            text = f"needs stage 1, 2 or 3, and zero_optimization.stage = {zero.stage}"
+            yield wrong(f"{path}.device", section.device, text)
         if section.device == "nvme" and not section.nvme_path:
             yield Problem(f"{path}.nvme_path is missing: device nvme needs a folder on a local disk")
     if top.bf16.bf16_optimizer_states and not top.bf16.bf16_master_weights_and_grads:
         yield wrong("bf16.bf16_optimizer_states", True, "needs bf16.bf16_master_weights_and_grads = true")
 
 
-def _optimizer_conflicts(top: TopLevel) -> Iterator[Problem]:
-    if top.optimizer is None:
-        return
-    if not top.optimizer.type:
+def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
+    if top.optimizer is not None and not top.optimizer.type:
         yield Problem('optimizer.type is missing: name one, such as "AdamW", or leave the block out')
-    if (top.optimizer.type or "").lower() in NOT_YET:
+    elif top.optimizer is not None and (top.optimizer.type or "").lower() in NOT_YET:
         yield Problem(
             f"optimizer.type = {show(top.optimizer.type)}: this optimizer is not available yet", "unavailable"
         )
-
-
-def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     if top.scheduler is None:
         return
     kind, params = top.scheduler.type, top.scheduler.params
@@ -322,32 +286,28 @@ def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Values that ask for a feature that is not there; a block that is switched off asks for nothing.
-
-    Args:
-        section: the typed section.
-        reading: what was read, for the names as the user wrote them.
-        path: canonical path of the section.
-
-    Yields:
-        One problem per value.
-    """
-    if section.switch and not _asks(section, section.switch):
-        return
+    """Values that ask for a feature that is not there; a block that is switched off asks for nothing."""
+    if section.switch:  # is the key that turns the block on away from its default?
+        *blocks, switch = section.switch.split(".")
+        block = section
+        for part in blocks:
+            block = cast(Section, getattr(block, part))
+        if not _differs(type(block).model_fields[switch], getattr(block, switch)):
+            return
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value: Any = getattr(section, name)
         if note_of(field).status == "not available yet" and _differs(field, value):
-            given = value if "[]" in here else reading.find(here)
-            yield Problem(f"{reading.name(here)} = {show(given)}: {_refusal(field)}", "unavailable")
+            setting = value if "[]" in here else reading.find(here)
+            yield Problem(f"{reading.name(here)} = {show(setting)}: {_refusal(field)}", "unavailable")
             if section.switch == name:
                 return
         elif isinstance(value, Section):
             yield from unavailable(value, reading, here)
         elif isinstance(value, list):
-            for one in cast("list[object]", value):
-                if isinstance(one, Section):
-                    yield from unavailable(one, reading, f"{here}[]")
+            for item in cast("list[object]", value):
+                if isinstance(item, Section):
+                    yield from unavailable(item, reading, f"{here}[]")
         elif here == "optimizer.params":
             yield from _unavailable_params(value)
 
@@ -365,11 +325,3 @@ def _refusal(field: FieldInfo) -> str:
 
 def _differs(field: FieldInfo, value: Any) -> bool:
     return value != default_of(field) and value not in note_of(field).idle
-
-
-def _asks(section: Section, switch: str) -> bool:
-    """Whether the key that turns a block on is away from its default."""
-    here: Any = section
-    for part in switch.split("."):
-        section, here = here, getattr(here, part)
-    return _differs(type(section).model_fields[switch.rpartition(".")[2]], here)

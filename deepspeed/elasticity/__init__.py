@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from deepspeed.elasticity.batch import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
     compute_elastic_config,
     elasticity_enabled,
     ensure_immutable_elastic_config,
 )
-from deepspeed.elasticity.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 
 __all__ = [
     "ElasticityConfigError",

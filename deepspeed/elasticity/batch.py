@@ -1,16 +1,23 @@
-"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch."""
+"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch.
+
+`ds_elastic` prints them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from deepspeed.elasticity.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.version import __version__
 
 ELASTICITY = "elasticity"
 SCHEDULER_VIEW = "DEEPSPEED_ELASTICITY_CONFIG"
@@ -19,6 +26,18 @@ OLDEST_TARGET = (0, 3, 8)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _MOST_DEVICES = 720720
+
+
+class ElasticityError(DeepSpeedConfigError):
+    """The `elasticity` block cannot be served."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """A key of the block is missing or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The batch of the block cannot be shared by this number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +163,11 @@ def _world_of_environment() -> int:
 
 def highly_composite(limit: int) -> list[int]:
     """Numbers up to `limit` with more divisors than any smaller one."""
-    found: dict[int, int] = {}
+    divisor_counts: dict[int, int] = {}
     primes = (2, 3, 5, 7, 11, 13, 17)
 
     def grow(number: int, divisors: int, index: int, most: int) -> None:
-        found[number] = divisors
+        divisor_counts[number] = divisors
         if index == len(primes):
             return
         power = 1
@@ -157,12 +176,12 @@ def highly_composite(limit: int) -> list[int]:
             power += 1
 
     grow(1, 1, 0, 64)
-    record, kept = 0, []
-    for number in sorted(found):
-        if found[number] > record:
-            record = found[number]
-            kept.append(number)
-    return kept
+    record, numbers = 0, []
+    for number in sorted(divisor_counts):
+        if divisor_counts[number] > record:
+            record = divisor_counts[number]
+            numbers.append(number)
+    return numbers
 
 
 _SCALES = highly_composite(_MOST_DEVICES)
@@ -189,13 +208,13 @@ def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: boo
 
 def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[int]:
     """The device counts that can share a batch evenly."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for size in micro:
         if batch % size == 0:
             whole = batch // size
-            found.update(count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
-            found.update(whole // count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
-    return sorted(count for count in found if devices[0] <= count <= devices[1])
+            counts.update(count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+            counts.update(whole // count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+    return sorted(count for count in counts if devices[0] <= count <= devices[1])
 
 
 def _largest_micro(micro: Sequence[int], batch: int, world: int) -> int | None:
@@ -227,10 +246,41 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     seen = os.environ.get(SCHEDULER_VIEW)
     if not seen:
         return
-    theirs, own = read_block(json.loads(seen)), read_block(runtime_elastic_config_dict)
+    scheduled, own = read_block(json.loads(seen)), read_block(runtime_elastic_config_dict)
     for name in ("max_batch", "micro_batches", "version"):
-        if getattr(theirs, name) != getattr(own, name):
+        if getattr(scheduled, name) != getattr(own, name):
             raise ElasticityConfigError(
-                f"elasticity: {name} is {getattr(own, name)} here and {getattr(theirs, name)} in {SCHEDULER_VIEW}, by "
-                "which the scheduler chose the size of the job"
+                f"elasticity: {name} is {getattr(own, name)} here and {getattr(scheduled, name)} in {SCHEDULER_VIEW}, "
+                "by which the scheduler chose the size of the job"
             )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print what the block comes to.
+
+    Args:
+        args: command line; None takes the process's own.
+
+    Returns:
+        0, or 1 when the block cannot be served.
+    """
+    parser = argparse.ArgumentParser(prog="ds_elastic", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("-c", "--config", required=True, help="the JSON file")
+    parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks: prints their micro-batch too")
+    options = parser.parse_args(args)
+    try:
+        config = json.loads(Path(options.config).read_text())
+        elastic = compute_elastic_config(config, __version__, options.world_size)
+    except (OSError, ValueError) as error:
+        print(f"ds_elastic: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(config["elasticity"], indent=4, sort_keys=True))
+    print(f"final_batch_size .... {elastic[0]}")
+    print(f"valid_gpus .......... {elastic[1]}")
+    if options.world_size > 0:
+        print(f"micro_batch_size .... {elastic[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

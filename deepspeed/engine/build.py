@@ -37,9 +37,8 @@ from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.layout.units import mark_leaves
 from deepspeed.zero.optimizer.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.parameters.collective_order import GatherOrder
-from deepspeed.zero.parameters.deferred_all_gather_hooks import DeferredAllGatherHooks
-from deepspeed.zero.parameters.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
-from deepspeed.zero.parameters.module_hooks import Hook, ModuleHooks
+from deepspeed.zero.parameters.grouping import GroupingPlan, build_group, named_parameters, plan_groups
+from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, Hook, ModuleHooks
 from deepspeed.zero.parameters.parallel_groups import (
     ParallelGroups,
     RankResolver,
@@ -248,7 +247,7 @@ def build(
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
+    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_shard, tied, own)
     fp32_modules = config.data_types.keep_in_fp32_modules
     stay = () if fp32_modules in (None, "auto") else fp32_modules
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
@@ -349,18 +348,18 @@ def _groups(
     policy = policy_for(config.zero.stage, relations.stages)
     offload, planned = Offload(config), []
     for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
-        holders = relations.holders(signatures[members[0]])
+        around = relations.resolve(signatures[members[0]])
         dtype = wanted.get(members[0], members[0].dtype)
         trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point
         master = master_dtype(config, dtype) if trained else None
-        layout = cut(plan, own, [p.numel() for p in members], holders.shard.size)
-        state = state_of_group(config, (own, layout), holders.shard.rank, (dtype, master), optimizer)
-        planned.append((holders, own, members, (dtype, master), offload.place(state), state))
+        layout = plan.cut(own, [p.numel() for p in members], around.shard.size)
+        state = state_of_group(config, (own, layout), around.shard.rank, (dtype, master), optimizer)
+        planned.append((around, own, members, (dtype, master), offload.place(state), state))
     offload.announce([(state, tiers) for *_, tiers, state in planned])
     born = any(is_managed(param) for param in names)
     groups = [
-        build_group(holders, own, members, names, plan, dtypes, tiers)
-        for holders, own, members, dtypes, tiers, _ in planned
+        build_group(around, own, members, names, plan, dtypes, tiers)
+        for around, own, members, dtypes, tiers, _ in planned
     ]
     if born and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
         get_accelerator().empty_cache()
@@ -399,13 +398,13 @@ def _add_optimizer(
     fp16 = config.fp16.enabled
     low = components.dtype != torch.float32
     ranks = components.axes.data.size if config.gradient_allreduce_op == "mean" else 1
-    wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
+    comm_dtype = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     overlap = config.zero.overlap_comm is not False
     settings = ReduceSettings(
         accumulates=components.window.steps > 1,
         accumulator=accumulator_dtype(config),
-        wire=wire,
+        comm_dtype=comm_dtype,
         overlap=overlap,
         # A bucket travels while the next one is collected: with one alone, backward would wait for every message.
         in_flight=config.zero.reduce_bucket_size * (2 if overlap else 1),

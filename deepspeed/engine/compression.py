@@ -22,9 +22,8 @@ from deepspeed.compression.controller import CALLED, Compression
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import have_left, keep_layers
 from deepspeed.compression.pruning.sharded_view import Exchange
-from deepspeed.compression.pruning.structured_removal import Removal, cut_buffers, reshape
-from deepspeed.compression.pruning.transformers_groups import shapes_of
-from deepspeed.compression.pruning.unwrap import left_on
+from deepspeed.compression.pruning.structured_removal import Removal, reshape
+from deepspeed.compression.pruning.transformers_groups import left_on, shapes_of
 from deepspeed.engine.build import build
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
@@ -84,7 +83,7 @@ class StructuredPruning:
         self._view.settle()
         if components.lifecycle is not None:
             components.lifecycle.settle()
-            components.lifecycle.keeper.free_idle()
+            components.lifecycle.prefetcher.free_idle()
         self._gather_facts()
         for name, param in state.module.named_parameters(remove_duplicate=False):
             self._before.setdefault(id(param), []).append(name)
@@ -106,7 +105,7 @@ class StructuredPruning:
         with torch.no_grad():
             for group in state.components.groups:
                 self._bring_back(group)
-        state.view().publish()
+        state.view().all_gather_masters()
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class StructuredPruning:
 
     def _whole(self, member: ParamRecord, part: torch.Tensor) -> torch.Tensor:
         group = member.group
-        if not group.policy.owns_a_slice:
+        if not group.policy.owns_a_shard:
             return part[member.offset : member.offset + member.numel].view(member.shape)
         wire = part.to(torch.uint8) if part.dtype is torch.bool else part
         whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
@@ -200,7 +199,7 @@ class StructuredPruning:
             reshape(member.param, values.clone())
         if shard and params:
             names = {member.param: member.name for member in group.members}
-            build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
+            build_group(group.ranks, group.policy, params, names, GroupingPlan(), (group.dtype, None))
         group.drop()
 
     def _cut_plain(self) -> None:
@@ -209,7 +208,7 @@ class StructuredPruning:
                 gradient, param.grad = param.grad, None  # no step clears it: nothing here updates the parameter
                 reshape(param, self.removal.select(name, param.data).clone())
                 param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
-        cut_buffers(self.state.module, self.removal)
+        self.removal.cut_buffers(self.state.module)
 
     def _renamed(self) -> dict[str, str]:
         """Names of parameters by those they had, without those that left."""

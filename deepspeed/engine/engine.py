@@ -64,10 +64,9 @@ from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.gradients.accumulation import Purpose, Way
-from deepspeed.zero.layout.mesh import find_mesh
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.out_of_memory import behind
-from deepspeed.zero.parameters.parallel_groups import axes_of
+from deepspeed.zero.parameters.parallel_groups import axes_of, find_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,7 +228,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
         axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
-        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.dp_sp_group.size, facts=facts)
+        resolved = DeepSpeedConfig(config, world=axes.data.size, replicas=axes.dp_sp_group.size, facts=facts)
         if resolved.log_level:
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:
@@ -560,7 +559,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are not in use."""
         if self._components.lifecycle is not None:
-            self._components.lifecycle.keeper.free_idle()
+            self._components.lifecycle.prefetcher.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce what the window has so far, now rather than in `step`. All ranks call together.

@@ -125,5 +125,5 @@ class EngineState:
         if self.components.optimizer is not None:
             self.components.optimizer.zero_grad()
         if self.components.lifecycle is not None:
-            self.components.lifecycle.keeper.free_idle()
+            self.components.lifecycle.prefetcher.free_idle()
         self.window.restart()

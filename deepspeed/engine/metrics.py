@@ -472,7 +472,7 @@ class Instruments:
     def _watched(self, name: str) -> Iterator[None]:
         shows, reducer = self._state.ds_config.memory_breakdown, self._state.components.reducer
         if reducer is not None and self.times.active:  # a layout made anew has another
-            reducer.timing = self._waiting
+            reducer.time_waits(self._waiting)
         see_memory_usage(f"before {name}", force=shows)
         with self.times.timed(name), recorder.span(name):
             yield

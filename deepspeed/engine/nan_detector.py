@@ -80,7 +80,7 @@ class NonFiniteFinder:
             self._hook = self._state.module.register_forward_hook(after)
             optimizer = self._state.components.optimizer
             if optimizer is not None:
-                optimizer.inspect = self.inspect
+                optimizer.inspect_norm(self.inspect)
         self._window.append(_Micro((args, kwargs), _random_state(self._state.device)))
         del self._window[: -_MOST * self._state.window.steps]
 

@@ -17,10 +17,10 @@ from deepspeed.storage.host_tier import HostTier
 from deepspeed.storage.nvme_tier import NvmeTier
 from deepspeed.storage.tensor_file import disks
 from deepspeed.storage.tier import Tier
-from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
+from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy, policy_for
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.record import Tiers
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
@@ -98,7 +98,7 @@ class Offload:
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:
-            nbytes = rest_bytes(state, _PLACES[places.optimizer.name], _PLACES[places.parameters.name])
+            nbytes = state.rest_bytes(_PLACES[places.optimizer.name], _PLACES[places.parameters.name])
             for place in needs:
                 needs[place] += nbytes.at(place)
             on_disk[id(places.optimizer)] += nbytes.optimizer.get(NVME, 0.0) + nbytes.gradients.get(NVME, 0.0)
@@ -157,13 +157,13 @@ def state_of_group(
     accumulates = config.gradient_accumulation_steps > 1
     return GroupState(
         numel=layout.padded,
-        own=layout.slice_numel(rank) if policy.owns_a_slice else layout.padded,
+        own=layout.shard_numel(rank) if policy.owns_a_shard else layout.padded,
         gathered=policy.gathers_before_use,
         itemsize=dtype.itemsize,
         master=master.itemsize if master is not None else 0,
         accumulator=accumulator_dtype(config).itemsize,
         moments=moments_bytes(optimizer, master),
-        sums_whole=not policy.owns_a_slice or (accumulates and not policy.reduces_as_gradients_arrive),
+        sums_whole=not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive),
     )
 
 

@@ -86,7 +86,7 @@ class OffloadStates:
             for shard in optimizer.shards:
                 shard.evict_state(pool)
         if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
-            reducer.wire.forget_buffers()
+            reducer.reduce_scatter.forget_buffers()
         self._refusal = self._before_forward(_reject_moved_state)
         get_accelerator().empty_cache()
 

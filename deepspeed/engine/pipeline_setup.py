@@ -28,7 +28,7 @@ from deepspeed.pipe.partition_cost import seconds
 from deepspeed.pipe.split_model import Meter, ModelSplit, find_layout
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.zero.api.materialize import is_without_values
-from deepspeed.zero.api.reshard import check_not_served, is_born, resettle
+from deepspeed.zero.api.reshard import check_not_served, is_sharded_by_init, shard_over
 from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.parameters.prefetch import PrefetchLimits
@@ -132,7 +132,7 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
     def find(method: str, meter: Meter | None = None) -> ModelSplit:
         return find_layout(model, stages, example_inputs(model), method, section.chunks, meter)
 
-    if not is_born(model):
+    if not is_sharded_by_init(model):
         make_error = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
         axis = mesh.axis(*DIMS)
         if meter is None:
@@ -167,7 +167,7 @@ def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: Dee
     """Parameters that were born over all stages become their stage's. All ranks call together."""
     shards = config.zero.stage == 3
     with alarmed(lambda: "laying parameters over the ranks of their stage"):
-        resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
+        shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _description(model: nn.Module) -> list[str]:
@@ -224,7 +224,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
         return
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
         raise ArgumentError("the optimizer has state of the whole model: pass it to initialize before its first step")
-    if (is_born(model) or is_without_values(model)) and config.top.pipeline.partition == "profile":
+    if (is_sharded_by_init(model) or is_without_values(model)) and config.top.pipeline.partition == "profile":
         raise NotAvailableError(
             'pipeline.partition "profile" times whole blocks, and of a model built under zero.Init or on the meta '
             'device no rank has one: take "best", which counts operations'

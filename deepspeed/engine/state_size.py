@@ -61,11 +61,11 @@ def gather_counts(components: Components) -> dict[str, int]:
     """
     if components.lifecycle is None:
         return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
-    keeper = components.lifecycle.keeper
+    prefetcher = components.lifecycle.prefetcher
     return {
-        "live": keeper.live(),
-        "peak": keeper.peak,
-        "gathers": keeper.gathers,
-        "late": keeper.late,
-        "groups": len(keeper.groups),
+        "live": prefetcher.live(),
+        "peak": prefetcher.peak,
+        "gathers": prefetcher.gathers,
+        "late": prefetcher.late,
+        "groups": len(prefetcher.groups),
     }

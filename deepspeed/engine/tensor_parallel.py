@@ -19,7 +19,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.parallelize import cut_over, is_cut, plan_of
 from deepspeed.tensor_parallel.plan import Spec, Specs
 from deepspeed.tensor_parallel.plan_file import same_file
-from deepspeed.zero.api.reshard import is_born, lay
+from deepspeed.zero.api.reshard import is_sharded_by_init, shard_parameter
 from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.parameters.parameter import is_managed
 
@@ -64,7 +64,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         check=section.verify,
         specs=_specs(section.partition_config, getattr(model, "config", None)),
         vocabulary=bool(section.vocab_parallel_lm_head),
-        settle=_settler(mesh) if mesh.size("pp") > 1 and is_born(model) else None,
+        settle=_settler(mesh) if mesh.size("pp") > 1 and is_sharded_by_init(model) else None,
         plan_file=section.plan_file,
     )
     if section.partition_config.strict_mode and plan.whole:
@@ -82,7 +82,7 @@ def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
     def settle(unit: nn.Module) -> None:
         for name, param in unit.named_parameters():
             if not is_managed(param):
-                lay(param, name, axis)
+                shard_parameter(param, name, axis)
 
     return settle
 

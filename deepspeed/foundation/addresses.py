@@ -76,6 +76,9 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam.multi_tensor_apply": {
         "deepspeed.foundation.script_helpers": "MultiTensorApply",
     },
+    "deepspeed.ops.op_builder.builder": {
+        "deepspeed.ops.op_builder.all_ops": "OpBuilder",
+    },
     "deepspeed.runtime.checkpoint_engine": {},
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         "deepspeed.checkpoint.compat.upstream_names": "TorchCheckpointEngine",

@@ -14,17 +14,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.channel import MAGIC, Channel
-from deepspeed.launcher.devices import VISIBLE, visible_devices
-from deepspeed.launcher.environment import NodePlacement, parse_cores, without_starter
-from deepspeed.launcher.event_loop import signal_socket
+from deepspeed.launcher.environment import STARTER_NAMES, STARTER_PREFIXES, NodePlacement, parse_cores
+from deepspeed.launcher.event_loop import FORWARDED_SIGNALS, signal_socket
 from deepspeed.launcher.exit_codes import CgroupMemory, meaning
-from deepspeed.launcher.job import keep
+from deepspeed.launcher.hosts import VISIBLE, device_variable
+from deepspeed.launcher.job import save_digests
 from deepspeed.launcher.rank_logs import attempt_folder
 from deepspeed.launcher.rank_process import Guard, Rank, RankSpec
 
@@ -34,7 +34,7 @@ CALL = "DS_AGENT_CALL"
 # The first line the agent reads is the import path, as JSON; the agent's own module does the rest. Where it is to
 # call back, `token port address…` stands in an argument or a variable, or is the first line of standard input.
 # No percent sign, no dollar, no backslash and no single quote: every starter hands it on as it is.
-SCRIPT = (
+_SOURCE = (
     "import json,os,signal,socket,sys\n"
     "signal.alarm(90)\n"
     "a=sys.argv[1] if len(sys.argv)>1 else os.environ.pop({call},{none})\n"
@@ -54,36 +54,35 @@ SCRIPT = (
     "from deepspeed.launcher.agent import main\n"
     "sys.exit(main(s))"
 ).format(call=f'"{CALL}"', none='"-"', line='"stdin"', rb='"rb"', comma='","')
-
-
-def script() -> str:
-    """`SCRIPT` as one line, which every shell keeps as it is."""
-    return f'exec("{"".join(_escaped(char) for char in SCRIPT)}")'
-
-
-def _escaped(char: str) -> str:
-    return {"\n": "\\n", '"': '\\"'}.get(char, char)
+SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
+"""The same as one line, which every shell keeps as it is."""
 
 
 def import_path() -> list[str]:
-    """Where this process imports from, this package's parent first: the agents import from there too."""
+    """The import path for agents: that of this process, this package's parent first."""
     own = str(Path(__file__).resolve().parents[2])
     return [own, *(path for path in sys.path if path and path != own)]
 
 
 def addresses(hosts: list[str]) -> list[str]:
-    """This machine's addresses, those towards `hosts` first: where agents may reach the launcher."""
-    found: list[str] = []
+    """This machine's addresses at which agents may reach the launcher, those towards `hosts` first."""
+    local: list[str] = []
     for host in hosts[:8]:
         with contextlib.suppress(OSError):
             family, kind, _, _, place = socket.getaddrinfo(host.rpartition("@")[2], 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(place)  # no packet is sent: only the route is looked up
-                found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), 9, type=socket.SOCK_DGRAM)]
-    unique = list(dict.fromkeys(found))
+                local.append(probe.getsockname()[0])
+    unique = list(dict.fromkeys([*local, *resolved(socket.gethostname())]))
     return [address for address in unique if not is_loopback(address)] or unique or ["127.0.0.1"]
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses of a host; none where its name is not known."""
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
+    except OSError:
+        return []
 
 
 def is_loopback(address: str) -> bool:
@@ -92,7 +91,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_folder() -> str:
-    """The current folder, also when it was removed."""
+    """The current folder, even if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -101,23 +100,20 @@ def own_folder() -> str:
 
 WAITS_FOR_JOB_S = 900.0
 """How long an agent waits for its job: other hosts may still be starting."""
-HELD_BYTES = 4 << 20
+FULL_BYTES = 4 << 20
 """Output that waits for the terminal before ranks are made to wait too."""
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main(connection: socket.socket | None = None) -> int:
-    """Be an agent on standard input and output, or on a socket.
-
-    Args:
-        connection: the socket to the launcher; None means standard input and output.
-
-    Returns:
-        0 when the launcher ended it, else 1.
-    """
+    """Run an agent on a socket, or on standard input and output; 0 when the launcher ended it, else 1."""
     signal.alarm(0)  # set by the command that started this process, against a launcher that never speaks
     if connection is None:
-        channel = _take_standard_streams()
+        # Moved away from standard input and output, where ranks and libraries would disturb the connection.
+        channel = Channel(os.dup(0), os.dup(1))
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
     else:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
@@ -126,16 +122,6 @@ def main(connection: socket.socket | None = None) -> int:
         channel = Channel(descriptor, descriptor)
     os.write(channel.writer, MAGIC)
     return Agent(channel, local=False).run()
-
-
-def _take_standard_streams() -> Channel:
-    """The connection, moved away from standard input and output, where ranks and libraries would disturb it."""
-    reader, writer = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return Channel(reader, writer)
 
 
 class Agent:
@@ -170,40 +156,45 @@ class Agent:
         self._done: int | None = None
 
     def run(self) -> int:
-        """Serve until the launcher says goodbye or is gone."""
-        with signal_socket(HANDED_ON) as signals, self._selector:
+        """Serve until the launcher ends the agent or is gone; returns the exit code."""
+        with signal_socket(FORWARDED_SIGNALS) as signals, self._selector:
             self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
             if self._front is not None:
                 self._selector.register(self._front.reader, selectors.EVENT_READ, self._read_front)
-            self._channel.send("hello", **introduction())
+            names = os.environ
+            ranks = (names[key] for key in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if key in names)
+            self._channel.send(
+                "hello",
+                host=socket.gethostname(),
+                node_name=names.get("SLURMD_NODENAME", ""),
+                index=next(ranks, ""),
+                address=self._own_address(),
+                pid=os.getpid(),
+            )
             try:
                 while self._done is None:
-                    for key, _ in self._selector.select(self._patience()):
+                    for key, _ in self._selector.select(self._timeout()):
                         if key.fd in self._selector.get_map():  # an earlier one may have closed it
                             key.data()
-                    self._flush()
-                    self._look()
+                    self._channel.flush()
+                    if self._front is not None:
+                        self._front.flush()
+                        waiting = self._front.waiting
+                        if waiting > FULL_BYTES or (self._held and waiting < FULL_BYTES // 4):
+                            self._on_hold(waiting > FULL_BYTES)
+                    self._check_ranks_and_connection()
             finally:
                 self._end_ranks()
         return self._done
 
-    def _patience(self) -> float:
-        """Seconds until something has to be looked at without being told."""
+    def _timeout(self) -> float:
         if self._channel.waiting or (self._front is not None and self._front.waiting):
             return 0.02
         times = [self._beat_at - time.monotonic()] if not self._local else [5.0]
         if self._kill_at is not None:
             times.append(self._kill_at - time.monotonic())
         return max(0.0, min(times))
-
-    def _flush(self) -> None:
-        self._channel.flush()
-        if self._front is not None:
-            self._front.flush()
-            waiting = self._front.waiting
-            if waiting > HELD_BYTES or (self._held and waiting < HELD_BYTES // 4):
-                self._on_hold(waiting > HELD_BYTES)
 
     def _read_front(self) -> None:
         if self._front is None:
@@ -213,7 +204,7 @@ class Agent:
         if not self._front.open:  # the user's process was killed
             self._done = 1
 
-    def _look(self) -> None:
+    def _check_ranks_and_connection(self) -> None:
         now = time.monotonic()
         self._reap()
         if self._kill_at is not None and now >= self._kill_at:
@@ -222,7 +213,7 @@ class Agent:
                 rank.kill_group()
         if self._local or self._done is not None:
             return
-        if now - self._channel.heard_at > self._limit:
+        if now - self._channel.received_at > self._limit:
             print(f"[deepspeed] agent: the launcher was silent for {self._limit:g} s", file=sys.stderr)
             self._done = 1
         if now >= self._beat_at:
@@ -257,14 +248,16 @@ class Agent:
         raise LaunchError(why)
 
     def _on_port(self) -> None:
-        self._channel.send("port", port=free_port())
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            self._channel.send("port", port=probe.getsockname()[1])
 
     def _on_limit(self, seconds: float) -> None:
         self._limit = seconds
         self._beat_at = 0.0
 
     def _on_hold(self, held: bool) -> None:
-        """Stop or go on taking what ranks print: the launcher's own output does not move."""
+        """Pause or resume reading the ranks' output while the launcher's own output is blocked."""
         self._held = held
         for rank in self._ranks:
             for stream in rank.streams:
@@ -289,29 +282,30 @@ class Agent:
                 rank.kill_group()
 
     def _on_start(self, job: dict[str, Any], node: dict[str, Any], shared: dict[str, str]) -> None:
-        """Start the ranks of this host."""
         job = self._job or job
         place = NodePlacement(**node)
         self._kill_at, self._clean = None, True
         self._kills_before = self._memory.kills()
-        base = base_environment(job, shared, self._local or self._job is not None)
+        base = self._base_environment(job, shared)
         devices = device_variable(place.slots, base)
         folder = attempt_folder(job["logs"], job["id"], shared["DS_ATTEMPT"])
         if folder is not None:
-            keep(folder, {name: value for name, value, host in job["exports"] if host in (None, job["host"])})
+            save_digests(folder, {name: value for name, value, host in job["exports"] if host in (None, job["host"])})
         self._guard = Guard()
         self._ranks = []
         cores = parse_cores(job["bind_core_list"])
         share = len(cores) // max(1, len(place.slots))
         if job["bind_cores"] and share == 0:
             raise LaunchError(f"{len(place.slots)} ranks cannot each have one of the {len(cores)} cores {cores}")
-        environment = {"OMP_NUM_THREADS": str(max(1, share)), **quiet(place.nodes), **base, **devices}
+        # Between hosts each rank would print that torch cannot look up a name for the other side's address.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if place.nodes > 1 else {}
+        environment = {"OMP_NUM_THREADS": str(max(1, share)), **quiet, **base, **devices}
         for local_rank in range(len(place.slots)):
             own = cores[local_rank * share : (local_rank + 1) * share] if job["bind_cores"] else None
             number = place.first_rank + local_rank
             start = RankSpec(
                 number=number,
-                command=command_of(job, local_rank),
+                command=self._command(job, local_rank),
                 environment={**environment, **place.variables(local_rank)},
                 folder=job["folder"],
                 cores=own,
@@ -356,7 +350,7 @@ class Agent:
     def _on_signals(self, numbers: bytes) -> None:
         """Signals to the agent itself, from a scheduler: the launcher decides what they mean for all hosts."""
         for number in numbers:
-            if number in HANDED_ON:
+            if number in FORWARDED_SIGNALS:
                 self._channel.send("signalled", number=number)
 
     def _reap(self) -> None:
@@ -396,80 +390,41 @@ class Agent:
             self._pid_file.unlink(missing_ok=True)
             self._pid_file = None
 
+    @staticmethod
+    def _own_address() -> str:
+        """The address others reach this host at: the one ssh came to, else that of its name."""
+        reached = os.environ.get("SSH_CONNECTION", "").split()
+        if len(reached) == 4 and not is_loopback(reached[2]):
+            return reached[2]
+        local = resolved(socket.gethostname())
+        for target in ("10.255.255.255", "192.0.2.1"):  # no packet is sent: only the route is looked up
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                local.append(probe.getsockname()[0])
+        return next((address for address in local if not is_loopback(address)), socket.gethostname())
 
-def introduction() -> dict[str, Any]:
-    """What an agent says of its host."""
-    names = os.environ
-    return {
-        "host": socket.gethostname(),
-        "node_name": names.get("SLURMD_NODENAME", ""),
-        "index": next((names[key] for key in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if key in names), ""),
-        "address": own_address(),
-        "pid": os.getpid(),
-    }
+    def _base_environment(self, job: Mapping[str, Any], shared: Mapping[str, str]) -> dict[str, str]:
+        """The host's variables (all of the user's where the command runs here), the job's, and the rendezvous."""
+        inherits = self._local or self._job is not None
+        # Without those by which MPI, SLURM or torchrun gave the agent a rank of its own.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in STARTER_NAMES and not name.startswith(STARTER_PREFIXES)
+        }
+        if not inherits:
+            environment.pop("SSH_CONNECTION", None)
+            environment.pop("SSH_CLIENT", None)
+        declared = {name: value for name, value, host in job["exports"] if host in (None, job["host"])}
+        if not inherits:
+            paths = [job["folder"], *filter(None, [declared.get("PYTHONPATH", environment.get("PYTHONPATH"))])]
+            declared["PYTHONPATH"] = os.pathsep.join(paths)
+        return {**environment, **declared, **shared}
 
-
-def own_address() -> str:
-    """The address others reach this host at: the one ssh came to, else that of its name."""
-    reached = os.environ.get("SSH_CONNECTION", "").split()
-    if len(reached) == 4 and not is_loopback(reached[2]):
-        return reached[2]
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), 9, type=socket.SOCK_DGRAM)]
-    for target in ("10.255.255.255", "192.0.2.1"):  # no packet is sent: only the route is looked up
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            found.append(probe.getsockname()[0])
-    return next((address for address in found if not is_loopback(address)), socket.gethostname())
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def quiet(nodes: int) -> dict[str, str]:
-    """Between hosts each rank would print that torch cannot look up a name for the other side's address."""
-    return {"TORCH_CPP_LOG_LEVEL": "ERROR"} if nodes > 1 else {}
-
-
-def base_environment(job: Mapping[str, Any], shared: Mapping[str, str], inherits: bool) -> dict[str, str]:
-    """What every rank of this host gets.
-
-    Its own host's variables (where the user's command runs there: all of the user's), what the job declares, and the
-    meeting place.
-    """
-    environment = without_starter(os.environ)
-    if not inherits:
-        environment.pop("SSH_CONNECTION", None)
-        environment.pop("SSH_CLIENT", None)
-    declared = {name: value for name, value, host in job["exports"] if host in (None, job["host"])}
-    if not inherits:
-        paths = [job["folder"], *filter(None, [declared.get("PYTHONPATH", environment.get("PYTHONPATH"))])]
-        declared["PYTHONPATH"] = os.pathsep.join(paths)
-    return {**environment, **declared, **shared}
-
-
-def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows each local rank the chosen devices: slots count within what is visible here."""
-    names = visible_devices(environment)
-    if not names:
-        return {}
-    if slots and max(slots) >= len(names):
-        raise LaunchError(
-            f"device slots {list(slots)} were asked for, and this machine shows {len(names)}: {','.join(names)}; "
-            f"lower --num_gpus, or name others by --include or {VISIBLE}"
-        )
-    return {VISIBLE: ",".join(names[slot] for slot in slots)}
-
-
-def command_of(job: Mapping[str, Any], local_rank: int) -> list[str]:
-    """The command line of a rank."""
-    added = [f"--local_rank={local_rank}"] if job["local_rank"] else []
-    command = [*job["program"], *added, *job["arguments"]]
-    if job["venv_script"]:
-        return ["bash", "-c", '. "$0" && exec "$@"', job["venv_script"], *command]
-    return command
+    @staticmethod
+    def _command(job: Mapping[str, Any], local_rank: int) -> list[str]:
+        added = [f"--local_rank={local_rank}"] if job["local_rank"] else []
+        command = [*job["program"], *added, *job["arguments"]]
+        if job["venv_script"]:
+            return ["bash", "-c", '. "$0" && exec "$@"', job["venv_script"], *command]
+        return command

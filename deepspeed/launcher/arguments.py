@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from deepspeed.errors import LaunchError
-from deepspeed.foundation.log import logger
 from deepspeed.launcher.hosts import DLTS_HOSTFILE
 
 _LEVELS = ["debug", "info", "warning", "error", "critical"]
 
 
 def add_rank_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say how each rank is started."""
+    """Add the options on how each rank is started."""
     add = parser.add_argument
     add("--module", action="store_true", help="run the script as a module, as `python -m` does")
     add("--no_python", action="store_true", help="run the script itself, without `python` before it")
@@ -54,7 +52,6 @@ Every command has --help; the pages are in docs/."""
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the `deepspeed` command."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [options] script.py [its arguments]",
@@ -63,9 +60,39 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_places(parser.add_argument_group("which devices and hosts").add_argument)
-    _add_several(parser.add_argument_group("several hosts").add_argument)
-    _add_stopping(parser.add_argument_group("stopping and going on").add_argument)
+    add = parser.add_argument_group("which devices and hosts").add_argument
+    add(
+        "-H",
+        "--hostfile",
+        default=DLTS_HOSTFILE,
+        help="lines `name slots=N`; absent: what SLURM, PBS, SageMaker or an MPI operator says, or this machine",
+    )
+    add("-i", "--include", default="", metavar="SLOTS", help="hosts and slots to use: host1@host2:0,2-3")
+    add("-e", "--exclude", default="", metavar="SLOTS", help="hosts and slots to leave out, in the same form")
+    add("--num_nodes", type=_count, default=-1, help="use the first N hosts of the hostfile")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks per node; N gloo ranks on a CPU machine")
+    add = parser.add_argument_group("several hosts").add_argument
+    add("--master_addr", default="", help="address of the first node")
+    add("--master_port", type=int, default=-1, help="default: a free port; 29500 with --no_ssh")
+    add("--node_rank", type=int, default=-1, help="which node this is, with --no_ssh")
+    add("--no_ssh", action="store_true", help="start only this node's ranks; the command is run on every node")
+    add("--no_ssh_check", action="store_true", help="accepted: every host is tried by starting its agent")
+    add("--ssh_port", type=int, default=None, help="of every host; default: what ssh uses")
+    add("--launcher", default="", help="what starts an agent per host: ssh pdsh openmpi mpich impi mvapich slurm")
+    add("--launcher_args", default="", help="further arguments for it, in one string")
+    add("--force_multi", action="store_true", help="use the launcher for a single host too")
+    add("--heartbeat", type=float, default=15.0, metavar="S", help="a host that is silent for so long is lost")
+    add = parser.add_argument_group("stopping and going on").add_argument
+    add("--grace", type=float, default=30.0, metavar="S", help="time to save after SIGTERM, SIGINT, SIGUSR1 or SIGHUP")
+    add("--elastic_training", action="store_true", help="go on with the hosts that are left, or come back")
+    add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts of an elastic run; default: 1")
+    add("--max_elastic_nodes", type=int, default=-1, help="most hosts; default: all of the hostfile")
+    add(
+        "--autotuning",
+        default="",
+        choices=["", "tune", "run"],
+        help="find the best plan for the script by its JSON's `autotuning` block; run: then start it so",
+    )
     ranks = parser.add_argument_group("the ranks, and what they print")
     ranks.add_argument(
         "--export",
@@ -84,47 +111,8 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def _add_places(add: Callable[..., object]) -> None:
-    add(
-        "-H",
-        "--hostfile",
-        default=DLTS_HOSTFILE,
-        help="lines `name slots=N`; absent: what SLURM, PBS, SageMaker or an MPI operator says, or this machine",
-    )
-    add("-i", "--include", default="", metavar="SLOTS", help="hosts and slots to use: host1@host2:0,2-3")
-    add("-e", "--exclude", default="", metavar="SLOTS", help="hosts and slots to leave out, in the same form")
-    add("--num_nodes", type=_count, default=-1, help="use the first N hosts of the hostfile")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks per node; N gloo ranks on a CPU machine")
-
-
-def _add_several(add: Callable[..., object]) -> None:
-    add("--master_addr", default="", help="address of the first node")
-    add("--master_port", type=int, default=-1, help="default: a free port; 29500 with --no_ssh")
-    add("--node_rank", type=int, default=-1, help="which node this is, with --no_ssh")
-    add("--no_ssh", action="store_true", help="start only this node's ranks; the command is run on every node")
-    add("--no_ssh_check", action="store_true", help="accepted: every host is tried by starting its agent")
-    add("--ssh_port", type=int, default=None, help="of every host; default: what ssh uses")
-    add("--launcher", default="", help="what starts an agent per host: ssh pdsh openmpi mpich impi mvapich slurm")
-    add("--launcher_args", default="", help="further arguments for it, in one string")
-    add("--force_multi", action="store_true", help="use the launcher for a single host too")
-    add("--heartbeat", type=float, default=15.0, metavar="S", help="a host that is silent for so long is lost")
-
-
-def _add_stopping(add: Callable[..., object]) -> None:
-    add("--grace", type=float, default=30.0, metavar="S", help="time to save after SIGTERM, SIGINT, SIGUSR1 or SIGHUP")
-    add("--elastic_training", action="store_true", help="go on with the hosts that are left, or come back")
-    add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts of an elastic run; default: 1")
-    add("--max_elastic_nodes", type=int, default=-1, help="most hosts; default: all of the hostfile")
-    add(
-        "--autotuning",
-        default="",
-        choices=["", "tune", "run"],
-        help="find the best plan for the script by its JSON's `autotuning` block; run: then start it so",
-    )
-
-
 def _count(text: str) -> int:
-    """A number of nodes; the text form MIN:MAX of elastic runs counts as its maximum."""
+    """A number of nodes; of the form MIN:MAX of elastic runs, the maximum."""
     return int(text.rpartition(":")[2])
 
 
@@ -134,8 +122,3 @@ def program(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
         raise LaunchError("--module and --no_python exclude each other: a module is run by python; give one of them")
     python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
     return [*python, options.user_script, *arguments]
-
-
-def set_log_level(options: argparse.Namespace) -> None:
-    """Apply --log_level and --quiet to the launcher's own lines."""
-    logger.setLevel(logging.ERROR if options.quiet else options.log_level.upper())

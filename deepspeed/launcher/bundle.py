@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.environment import environment_files
-from deepspeed.launcher.job import WORDS, Given, hide, kept, names_a_secret
+from deepspeed.launcher.job import WORDS, SecretDigest, hide, load_digests, names_a_secret
 from deepspeed.launcher.rank_logs import jobs
 
 LOG_BYTES = 1 << 20
@@ -64,8 +64,8 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     try:
         folder = _folder(options.logs)
-        files, given = [Path(name) for name in options.files], [] if folder is None else kept(folder)
-        count = write(Path(options.output), _logs(folder), files, given)
+        files, digests = [Path(name) for name in options.files], [] if folder is None else load_digests(folder)
+        count = write(Path(options.output), _logs(folder), files, digests)
     except (OSError, LaunchError) as error:
         print(f"ds_bundle: {error}", file=sys.stderr)
         return 2
@@ -73,22 +73,20 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], given: Sequence[Given] = ()) -> int:
-    """Write the bundle, for its owner alone.
+def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
+    """Write the bundle, readable by its owner alone; returns the number of files in it.
 
-    Args:
-        output: where.
-        logs: by name within the bundle.
-        files: further ones.
-        given: secrets that the job had and this process has not.
-
-    Returns:
-        How many files are in it.
+    `logs` are by name within the bundle, `digests` of secrets that the job had and this process has not.
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
-    named = {**{f"logs/{name}": path for name, path in logs.items()}, **{f"files/{p.name}": p for p in files}}
-    texts.update({name: hide(_end_of(path), given, HIDDEN) for name, path in named.items()})
+    for name, path in [
+        *((f"logs/{name}", path) for name, path in logs.items()),
+        *((f"files/{p.name}", p) for p in files),
+    ]:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            texts[name] = hide(file.read().decode(errors="replace"), digests, HIDDEN)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
@@ -97,12 +95,12 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], given: 
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values of variables, here and in the environment files, whose names say that they are secret; longest first."""
-    found = {value for name, value in environment.items() if names_a_secret(name)}
+    """Values of variables, here and in the environment files, with names of secrets; longest first."""
+    secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
-        found |= {value.strip("\"' ") for name, _, value in pairs if names_a_secret(name.strip().partition("@")[0])}
-    return sorted((value for value in found if len(value) >= 4), key=len, reverse=True)
+        secrets |= {value.strip("\"' ") for name, _, value in pairs if names_a_secret(name.strip().partition("@")[0])}
+    return sorted((value for value in secrets if len(value) >= 4), key=len, reverse=True)
 
 
 def variables(environment: Mapping[str, str]) -> str:
@@ -115,12 +113,7 @@ def variables(environment: Mapping[str, str]) -> str:
 
 
 def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """The text, with these values and all that looks like a secret hidden.
-
-    Args:
-        text: any.
-        secrets: known values, longest first.
-    """
+    """The text with these values (longest first) and everything that looks like a secret hidden."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _ALWAYS:
@@ -139,7 +132,7 @@ def _report(secrets: Sequence[str]) -> str:
 
 
 def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
-    """What is hidden in the text of a JSON document may end in the middle of a string: each string by itself."""
+    """Hide secrets in each string of a JSON document: hidden in its text they may end inside a string."""
     if isinstance(value, dict):
         return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -150,7 +143,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """The folder of logs that is meant; None: this user has had no job."""
+    """The folder of logs to take; None if this user has had no job."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)
@@ -160,13 +153,6 @@ def _logs(folder: Path | None) -> dict[str, Path]:
     if folder is None:
         return {}
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.log*")) if path.is_file()}
-
-
-def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LOG_BYTES))
-        return file.read().decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -17,19 +17,14 @@ if TYPE_CHECKING:
     from deepspeed.launcher.controller import Control
 
 OPEN_SECONDS = 60.0
-"""How long the token is good for."""
+"""Time for which the token is valid."""
 CALLER_SECONDS = 5.0
-"""How long a caller may take to show the token."""
+"""Time a caller has to show the token."""
 _LINE_BYTES = 256
 
 
 class CallbackServer:
-    """A listening socket.
-
-    Args:
-        control: gets the connections.
-        peers: the hosts that are to call, each once.
-    """
+    """A listening socket for the agents of `peers`; each connects once, and `control` gets the connections."""
 
     def __init__(self, control: Control, peers: list[HostState]) -> None:
         self._control = control
@@ -41,18 +36,15 @@ class CallbackServer:
         self.token = secrets.token_hex(16)
         self.port: int = self._socket.getsockname()[1]
         control.loop.watch(self._socket.fileno(), self._accept)
-        control.loop.later(OPEN_SECONDS, self._give_up)
+        control.loop.later(OPEN_SECONDS, self.close)
 
     def close(self) -> None:
-        """Nobody can call any more: the token is void."""
+        """Stop listening and drop the callers that have not shown the token, which is void from now on."""
         if self._socket.fileno() >= 0:
             self._control.loop.unwatch(self._socket.fileno())
             self._socket.close()
         for descriptor in list(self._callers):
             self._drop(descriptor)
-
-    def _give_up(self) -> None:
-        self.close()
 
     def _accept(self) -> None:
         while True:
@@ -67,7 +59,7 @@ class CallbackServer:
             self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._drop_on_timeout(caller))
 
     def _drop_on_timeout(self, caller: socket.socket) -> None:
-        """Send a caller away that has not shown the token; its descriptor may be another's by now."""
+        """Drop a caller that has not shown the token; its descriptor may be another's by now."""
         for descriptor, (known, _) in list(self._callers.items()):
             if known is caller:
                 self._drop(descriptor)
@@ -78,7 +70,7 @@ class CallbackServer:
             self._callers.pop(descriptor)[0].close()
 
     def _listen(self, descriptor: int) -> None:
-        """Read until the token is there; what knows it is one of ours, everything else is sent away."""
+        """Read until the token is there: whoever knows it is an agent of this job, anything else is dropped."""
         caller, heard = self._callers[descriptor]
         try:
             data = caller.recv(_LINE_BYTES)
@@ -108,7 +100,7 @@ class CallbackServer:
         self._await_hello(channel)
 
     def _await_hello(self, channel: Channel) -> None:
-        """The agent says which host it is on; only then is it that host's."""
+        """Wait for the message in which the agent names its host."""
 
         def hear() -> None:
             for message, _ in channel.receive():
@@ -122,7 +114,7 @@ class CallbackServer:
         self._control.loop.watch(channel.reader, hear)
 
     def _assign_host(self, channel: Channel, hello: dict[str, Any]) -> None:
-        peer = identify(hello, self._peers)
+        peer = self.identify(hello, self._peers)
         if peer is None:
             self._control.abort(
                 f"an agent on {hello['host']} ({hello['address']}) called, and that is none of the hosts "
@@ -134,30 +126,23 @@ class CallbackServer:
             self._seen_twice()
         else:
             self._control.attach(peer, channel)
-            self._control.greet(peer, hello)
+            self._control.on_hello(peer, hello)
 
     def _seen_twice(self) -> None:
         self._control.abort("the token of this job was used twice: somebody else has seen it, so the job ends")
 
-
-def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
-    """Which of the hosts an agent is on: by the name its scheduler gave, its own name, its address, its number."""
-    free = [peer for peer in peers if peer.channel is None]
-    own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}
-    for candidates in (free, peers):  # a second call of one host is told from the first of another
-        for peer in candidates:
-            name = peer.name.rpartition("@")[2]
-            if name in own or name.split(".")[0] in own:
-                return peer
-        for peer in candidates:
-            if hello["address"] in _resolved(peer.name.rpartition("@")[2]):
-                return peer
-    index = int(hello["index"]) if hello["index"].isdigit() else -1
-    return peers[index] if 0 <= index < len(peers) else free[0] if len(free) == 1 else None
-
-
-def _resolved(name: str) -> set[str]:
-    try:
-        return {str(entry[4][0]) for entry in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)}
-    except OSError:
-        return set()
+    @staticmethod
+    def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
+        """Which of the hosts an agent is on: by the name its scheduler gave, its own name, its address, its number."""
+        free = [peer for peer in peers if peer.channel is None]
+        own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}
+        for candidates in (free, peers):  # a second call of one host is told from the first of another
+            for peer in candidates:
+                name = peer.name.rpartition("@")[2]
+                if name in own or name.split(".")[0] in own:
+                    return peer
+            for peer in candidates:
+                if hello["address"] in agent.resolved(peer.name.rpartition("@")[2]):
+                    return peer
+        index = int(hello["index"]) if hello["index"].isdigit() else -1
+        return peers[index] if 0 <= index < len(peers) else free[0] if len(free) == 1 else None

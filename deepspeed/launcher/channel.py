@@ -24,15 +24,12 @@ Message = tuple[dict[str, Any], bytes]
 class Channel:
     """One side of a connection, never blocking: what cannot be written yet waits in memory.
 
-    Args:
-        reader: descriptor to read from; owned from now on.
-        writer: descriptor to write to, which may be the same one; owned from now on.
-        magic: wait for `MAGIC` before the first message.
+    It owns both descriptors, which may be one. With `magic`, messages begin after `MAGIC`.
     """
 
     def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
         self.reader, self.writer = reader, writer
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self.preamble = b""
         self.open = True
         self._waits_for_magic = magic
@@ -48,18 +45,18 @@ class Channel:
         return len(self._outgoing)
 
     def send(self, kind: str, data: bytes = b"", /, **fields: Any) -> None:
-        """Send a message, or keep it until `flush` can."""
+        """Send a message, or queue it until `flush` can."""
         text = json.dumps({"kind": kind, **fields}).encode()
         self._outgoing += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
 
     def send_line(self, text: str) -> None:
-        """Send a line that is no message: the first thing an agent reads."""
+        """Send a line outside of messages: an agent reads it first."""
         self._outgoing += text.encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written now; once the other side is gone the rest is dropped."""
+        """Write what can be written now; the rest is dropped if the other side is gone."""
         while self._outgoing and self.open:
             try:
                 done = os.write(self.writer, self._outgoing[:_READ])
@@ -71,10 +68,10 @@ class Channel:
             del self._outgoing[:done]
 
     def receive(self) -> Iterator[Message]:
-        """The messages that have arrived; `open` is False afterwards when the other side has ended.
+        """The messages that have arrived; `open` is False afterwards if the other side has ended.
 
         Raises:
-            ValueError: the bytes are not ours.
+            ValueError: the bytes are not of this protocol.
         """
         for _ in range(64):  # a busy peer must not keep the others waiting
             try:
@@ -86,7 +83,7 @@ class Channel:
             if not data:
                 self.open = False
                 break
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
             self._incoming += data
             if len(self._incoming) > _READ * 8:
                 yield from self._messages()
@@ -94,12 +91,12 @@ class Channel:
 
     def _messages(self) -> Iterator[Message]:
         if self._waits_for_magic:
-            at = self._incoming.find(MAGIC)
-            if at < 0:
+            position = self._incoming.find(MAGIC)
+            if position < 0:
                 self.preamble = bytes(self._incoming[-2000:])
                 return
-            self.preamble = bytes(self._incoming[:at][-2000:])
-            del self._incoming[: at + len(MAGIC)]
+            self.preamble = bytes(self._incoming[:position][-2000:])
+            del self._incoming[: position + len(MAGIC)]
             self._waits_for_magic = False
         start = 0
         try:
@@ -118,7 +115,6 @@ class Channel:
             del self._incoming[:start]
 
     def close(self) -> None:
-        """Let go of the descriptors."""
         self.open = False
         for descriptor in {self.reader, self.writer}:
             with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,23 +12,22 @@ from typing import Any, Protocol
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.channel import Channel
-from deepspeed.launcher.event_loop import Loop, signal_socket
+from deepspeed.launcher.event_loop import FORWARDED_SIGNALS, Loop, signal_socket
 from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.rank_process import helpers_of, kill
 from deepspeed.launcher.worker_group import WorkerGroup
 
 HELLO_SECONDS = 60.0
 """Longest time between the start of a starter and its agent's first word."""
 GOODBYE_SECONDS = 3.0
 """How long agents and starters may take to end when all is over."""
-HELD_BYTES = 4 << 20
+FULL_BYTES = 4 << 20
 """Output that waits for the terminal before ranks are made to wait too."""
 CANNOT_START = 2
 
 
 class Starter(Protocol):
-    """What brings an agent to life on each host."""
+    """Starts an agent on each host."""
 
     name: str
 
@@ -37,23 +35,17 @@ class Starter(Protocol):
         """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
         ...
 
-    def again(self, control: Control, peer: HostState) -> None:
-        """Try a host that was lost once more; one that cannot do so leaves it lost."""
+    def restart(self, control: Control, peer: HostState) -> None:
+        """Start the agent of a lost host again; a starter that cannot do so leaves it lost."""
         ...
 
     def close(self) -> None:
-        """Let go of what is only needed for starting."""
+        """Release what is needed for starting alone."""
         ...
 
 
 class Control:
-    """Runs a job.
-
-    Args:
-        job: what runs.
-        starter: starts the agents.
-        front: the process that shows the output and hands on signals.
-    """
+    """Runs a job through the agents that `starter` starts; `front` shows the output and forwards signals."""
 
     def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
         self.job = job
@@ -73,25 +65,26 @@ class Control:
     # -- what starters use ---------------------------------------------------------------------------------------------
 
     def adopt(self, process: StarterProcess) -> None:
-        """Look after a process that starts agents: its words, its end."""
+        """Watch a process that starts agents: its output is kept for the report of a failure, its end is noticed."""
         self._processes.append(process)
-        if process.popen is not None and process.popen.stderr is not None:
-            descriptor = process.popen.stderr.fileno()
-            os.set_blocking(descriptor, False)
-            self.loop.watch(descriptor, lambda: process.read() or self.loop.unwatch(descriptor))
+        for stream in (process.popen.stderr, process.popen.stdout) if process.popen is not None else ():
+            if stream is not None:
+                fd = stream.fileno()
+                os.set_blocking(fd, False)
+                self.loop.watch(fd, lambda fd=fd: process.read(fd) or self.loop.unwatch(fd))
 
     def attach(self, peer: HostState, channel: Channel) -> None:
-        """The connection to a host's agent."""
+        """Set the connection to a host's agent."""
         peer.channel, peer.since = channel, time.monotonic()
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
-    def greet(self, peer: HostState, hello: dict[str, Any]) -> None:
-        """The agent of a host has said its first word."""
+    def on_hello(self, peer: HostState, hello: dict[str, Any]) -> None:
+        """Take the first message of a host's agent."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
 
     def abort(self, why: str) -> None:
-        """End the job: something is not as it must be."""
+        """End the job because of an error."""
         self._refused = self._refused or why
         if self.attempt is not None:
             self.attempt.end()
@@ -99,29 +92,25 @@ class Control:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Start the job and wait for its end.
-
-        Returns:
-            0, the exit code of the rank that failed first (128 + n for signal n), or 2 when nothing could be started.
-        """
-        with signal_socket((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)) as signals:
+        """Run the job; returns 0, the exit code of the rank that failed first, or 2 if nothing could be started."""
+        with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
             self.loop.watch(self._front.reader, self._read_front)
             try:
                 self.starter.begin(self, self.peers)
-                self._code, self._report = self.course()
+                self._code, self._report = self.run_attempts()
             except LaunchError as error:
                 self._code, self._report = CANNOT_START, f"deepspeed: {error}"
             finally:
                 self.starter.close()
-                self._say_goodbye()
+                self._shut_down()
                 self.loop.close()
         if self._report:
             self._show(2, f"{self._report}\n".encode())
         return self._code
 
-    def course(self) -> tuple[int, str]:
-        """All hosts answer, all ranks start, all end: the exit code and the report."""
+    def run_attempts(self) -> tuple[int, str]:
+        """Wait for all hosts, then run all ranks; returns the exit code and the report."""
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
         if missing:
@@ -170,15 +159,15 @@ class Control:
             # a starter's end makes no sound when its output stays open
             watched = any(process.popen for process in self._processes) and self.attempt is None
             self.loop.turn(0.02 if waiting else 0.1 if watched else max(0.0, self._beat_at - time.monotonic()))
-            self._look()
+            self._serve_timers()
             if self._refused and (self.attempt is None or self.attempt.over):
                 raise LaunchError(self._refused)
 
-    def _look(self) -> None:
-        """What has to be done without being told: what waits to be written, beats, starters that ended."""
+    def _serve_timers(self) -> None:
+        """Serve timers: pending output, heartbeats, starters that have ended."""
         now = time.monotonic()
         self._front.flush()
-        self._hold(self._front.waiting > HELD_BYTES)
+        self._hold(self._front.waiting > FULL_BYTES)
         for peer in self.peers:
             if peer.channel is not None:
                 peer.channel.flush()
@@ -193,7 +182,7 @@ class Control:
             return
         if peer.ready and peer.channel is not None:
             peer.send("beat")
-            if now - peer.channel.heard_at > self.job.heartbeat:
+            if now - peer.channel.received_at > self.job.heartbeat:
                 self.lose(peer, f"it was silent for {self.job.heartbeat:g} s")
         elif not peer.ready and now - peer.since > self.hello_seconds:
             self.lose(peer, f"no agent answered within {self.hello_seconds:g} s")
@@ -203,26 +192,26 @@ class Control:
             code = process.code()
             if process.popen is None or code is None:
                 continue
-            process.read()
+            if process.popen.stderr is not None:
+                process.read(process.popen.stderr.fileno())
             peer = process.peer
             if peer is not None and (peer.lost or peer.process is not process):  # that host is tried anew by another
-                self._forget(process)
+                self._processes.remove(process)
+                if process.popen.stderr is not None:
+                    self.loop.unwatch(process.popen.stderr.fileno())
+                    process.popen.stderr.close()
                 continue
-            why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
+            why = f"{self.starter.name} ended with code {code}" + (
+                f": {process.last_lines()}" if process.last_lines() else ""
+            )
             if peer is None:
-                _kill(process)
+                process.kill()
                 self._processes.remove(process)
                 for waiting in self.peers:
                     if not waiting.ready or waiting.left:
                         self.lose(waiting, why)
             elif not peer.ready and not peer.lost:
                 self.lose(peer, why)
-
-    def _forget(self, process: StarterProcess) -> None:
-        self._processes.remove(process)
-        if process.popen is not None and process.popen.stderr is not None:
-            self.loop.unwatch(process.popen.stderr.fileno())
-            process.popen.stderr.close()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +226,7 @@ class Control:
         if peer.channel is not None and not peer.channel.open:
             if not peer.ready and peer.process is not None and peer.process.popen is not None:
                 return self.loop.unwatch(peer.channel.reader)  # its end, which is near, says why
-            says = peer.process.says() if peer.process is not None else ""
+            says = peer.process.last_lines() if peer.process is not None else ""
             self.lose(peer, "its connection was closed" + (f" ({says})" if says else ""))
 
     def _on_message(self, peer: HostState, message: dict[str, Any], data: bytes) -> None:
@@ -245,7 +234,7 @@ class Control:
         if kind == "out":
             self._show(message["to"], data)
         elif kind == "hello":
-            self.greet(peer, message)
+            self.on_hello(peer, message)
         elif kind == "ended" and self.attempt is not None:
             self.attempt.ended(peer, message)
         elif kind == "started" and self.attempt is not None:
@@ -259,7 +248,7 @@ class Control:
             self.on_signal(message["number"])
 
     def lose(self, peer: HostState, why: str) -> None:
-        """A host is gone, or will never come."""
+        """Mark a host as lost."""
         if peer.lost:
             return
         peer.problem = why
@@ -267,7 +256,7 @@ class Control:
             self.loop.unwatch(peer.channel.reader)
             peer.channel.close()
         if peer.process is not None:
-            _kill(peer.process)
+            peer.process.kill()
         for pid in peer.pids if peer.local else ():  # should its guard be gone with it
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -275,7 +264,7 @@ class Control:
             self.attempt.lost(peer, why)
 
     def on_signal(self, number: int) -> None:
-        """A signal to the launcher or to an agent."""
+        """Handle a signal to the launcher or to an agent."""
         if number == signal.SIGCHLD:
             return
         if self.attempt is None or self.attempt.over:
@@ -290,22 +279,22 @@ class Control:
             self.on_signal(message["number"])
         if not self._front.open:  # the user's process was killed
             for process in self._processes:
-                _kill(process)
+                process.kill()
             os._exit(1)  # every connection closes with this process, and with it every rank ends
 
     def _show(self, descriptor: int, data: bytes) -> None:
         self._front.send("out", data, to=descriptor)
 
     def _hold(self, held: bool) -> None:
-        """Ranks wait while the terminal does not move: nothing is lost, nothing piles up."""
-        if held == self._held or (self._held and self._front.waiting > HELD_BYTES // 4):
+        """Have ranks wait while the terminal is blocked, so that output neither is lost nor piles up."""
+        if held == self._held or (self._held and self._front.waiting > FULL_BYTES // 4):
             return
         self._held = held
         for peer in self.peers:
             peer.send("hold", held=held)
 
-    def _say_goodbye(self) -> None:
-        """Let agents and starters end, and make sure that they do."""
+    def _shut_down(self) -> None:
+        """End agents and starters, by force after a time."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:
@@ -323,17 +312,4 @@ class Control:
             if peer.channel is not None:
                 peer.channel.close()
         for process in self._processes:
-            _kill(process)
-
-
-def _kill(process: StarterProcess) -> None:
-    """End a starter and what it started here, such as the ssh of pdsh."""
-    if process.popen is None:
-        return
-    found = helpers_of(process.pid if process.peer is not None else os.getpid())  # of one for all, orphans too
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(timeout=0.5)
-    kill(found)
+            process.kill()

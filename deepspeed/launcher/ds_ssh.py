@@ -43,7 +43,7 @@ def _run(host: str, command: list[str]) -> int:
     line = ["ssh", "-T", *options, "--", host, shlex.join(command)]
     done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     for text, stream in ((done.stdout, sys.stdout), (done.stderr, sys.stderr)):
-        stream.write("".join(f"{host}: {one}\n" for one in text.splitlines()))
+        stream.write("".join(f"{host}: {output}\n" for output in text.splitlines()))
     return done.returncode
 
 

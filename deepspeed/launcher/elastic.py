@@ -32,10 +32,10 @@ MOST_ERRORS_IN_A_ROW = 3
 
 
 class ElasticControl(Control):
-    """Runs a job in attempts, each with the hosts that are there."""
+    """Runs a job in attempts, each on the hosts that are available."""
 
-    def course(self) -> tuple[int, str]:
-        """Attempts, until one ends well, the user stops it, or it fails for a reason of its own."""
+    def run_attempts(self) -> tuple[int, str]:
+        """Run attempts until one succeeds, the user stops it, or it fails by an error of its own."""
         self._slots = {peer.name: list(peer.slots) for peer in self.peers}
         self._began = 0.0
         self._growing = False
@@ -61,18 +61,18 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """The hosts of the next attempt, each with the slots it uses; the others wait as spares."""
+        """The hosts of the next attempt, with the slots that it uses; the others wait as spares."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
-        end, told = time.monotonic() + WAIT_SECONDS, False
+        end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:
             there = [peer for peer in self.peers if peer.ready and not peer.lost][: elastic.most]
-            size = largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there))
+            size = self._largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there))
             if len(there) >= elastic.fewest and size > 0:
                 return self._share(there, size)
             if time.monotonic() > end:
                 raise LaunchError(f"{len(there)} host(s) for {WAIT_SECONDS:g} s; the run needs {elastic.fewest}")
-            if not told:
-                told = True
+            if not logged:
+                logged = True
                 logger.info("%d host(s), and %d are needed: waiting", len(there), elastic.fewest)
             moment = time.monotonic() + 0.2
             self.wait(lambda moment=moment: time.monotonic() >= moment)
@@ -91,43 +91,39 @@ class ElasticControl(Control):
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         for peer in self.peers:
             if peer.lost:
-                peer.forget()
-                self.starter.again(self, peer)
+                peer.reset()
+                self.starter.restart(self, peer)
         elastic, attempt = self.job.elastic, self.attempt
         if elastic is None or attempt is None or attempt.over or attempt.failures or self._growing:
             return
         there = [peer for peer in self.peers if peer.ready and not peer.lost][: elastic.most]
-        larger = largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there)) > self._world
+        larger = self._largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there)) > self._world
         if larger and time.monotonic() - self._began > GROW_AFTER_SECONDS:
             self._growing = True
             for peer in attempt.members:
                 peer.send("signal", number=int(signal.SIGUSR1))
 
-
-def largest(valid: Sequence[int], there: int) -> int:
-    """The largest valid number of ranks up to `there`; any number is where none are listed."""
-    return max((size for size in valid if size <= there), default=0) if valid else there
+    @staticmethod
+    def _largest(valid: Sequence[int], there: int) -> int:
+        """The largest valid number of ranks up to `there`; any number is where none are listed."""
+        return max((size for size in valid if size <= there), default=0) if valid else there
 
 
 def valid_sizes(arguments: Sequence[str], environment: dict[str, str]) -> tuple[int, ...]:
-    """The numbers of ranks that the `elasticity` block allows: of the script's configuration, or the scheduler's view.
-
-    Args:
-        arguments: of the script; one ending in .json is its configuration.
-        environment: variables.
+    """The numbers of ranks that the `elasticity` block allows: of the JSON among the script's arguments, or the
+    scheduler's view in the environment.
     """
     for word in [part.partition("=")[2] or part for part in arguments]:
-        if word.endswith(".json") and Path(word).is_file():
-            config = json.loads(Path(word).read_text())
-            if isinstance(config, dict) and elasticity_enabled(config):
-                return _sizes(config)
-    seen = environment.get(SCHEDULER_VIEW)
-    return _sizes({"elasticity": {**json.loads(seen), "enabled": True}}) if seen else ()
-
-
-def _sizes(config: dict[str, Any]) -> tuple[int, ...]:
-    """Of version 0.2 too: the list does not depend on the world it is asked for."""
-    block = config["elasticity"]
-    world = int(block.get("num_gpus_per_node", 1))
-    found = compute_elastic_config(config, __version__, 0 if float(block.get("version", 0.2)) == 0.1 else world)
-    return tuple(count * int(block.get("model_parallel_size", 1)) for count in found[1])
+        config = json.loads(Path(word).read_text()) if word.endswith(".json") and Path(word).is_file() else None
+        if isinstance(config, dict) and elasticity_enabled(config):
+            block: dict[str, Any] = config["elasticity"]
+            break
+    else:
+        seen = environment.get(SCHEDULER_VIEW)
+        if not seen:
+            return ()
+        block = {**json.loads(seen), "enabled": True}
+    # The sizes of version 0.2 too do not depend on the world that is asked for.
+    world = 0 if float(block.get("version", 0.2)) == 0.1 else int(block.get("num_gpus_per_node", 1))
+    _, counts, *_ = compute_elastic_config({"elasticity": block}, __version__, world)
+    return tuple(count * int(block.get("model_parallel_size", 1)) for count in counts)

@@ -29,15 +29,7 @@ STARTER_NAMES = {
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The place of a host in the world.
-
-    Args:
-        index: which host this is.
-        nodes: how many there are.
-        first_rank: global rank of local rank 0.
-        world_size: ranks on all hosts.
-        slots: device slots of this host, one per local rank.
-    """
+    """The place of a host in the world: its index, global rank of local rank 0, and a device slot per local rank."""
 
     index: int
     nodes: int
@@ -46,11 +38,10 @@ class NodePlacement:
     slots: list[int] = field(default_factory=list[int])
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, for a message."""
         return asdict(self)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """What tells a rank its place: the names of this launcher, of torchrun and of its clients."""
+        """The place of a rank as variables: the names of this launcher, of torchrun and of its clients."""
         size = str(len(self.slots))
         return {
             "RANK": str(self.first_rank + local_rank),
@@ -66,21 +57,11 @@ class NodePlacement:
 
 
 def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, NodePlacement]:
-    """The place of each host of a run, in the order given."""
     world, first, placed = sum(map(len, slots.values())), 0, {}
     for index, (name, own) in enumerate(slots.items()):
         placed[name] = NodePlacement(index, len(slots), first, world, list(own))
         first += len(own)
     return placed
-
-
-def without_starter(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, less those by which MPI, SLURM or torchrun told the agent a rank of its own."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in STARTER_NAMES and not name.startswith(STARTER_PREFIXES)
-    }
 
 
 def parse_cores(text: str) -> list[int]:
@@ -105,45 +86,45 @@ _DECLARED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:@([^=\s]+))?")
 
 
 def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str] | None = None) -> list[Export]:
-    """What goes to the ranks, in the order in which later ones win.
+    """The variables declared for the ranks, later ones winning.
 
     Args:
         options: values of --export: `NAME` (this environment's value), `NAME=VALUE`, `NAME@HOST=VALUE`.
         several_hosts: take the variables with a known prefix too; on one host ranks inherit everything anyway.
-        hosts: that the job may use; None: any. One file serves many jobs, so its lines for other hosts are left out.
+        hosts: of the job (None: any); lines of the files for other hosts are left out.
 
     Raises:
-        LaunchError: a name is none, a line has another form, or a variable is not set.
+        LaunchError: a name or line is malformed, or a variable is not set.
     """
-    found: dict[tuple[str, str | None], str] = {}
+    variables: dict[tuple[str, str | None], str] = {}
     if several_hosts:
         taken = (name for name in os.environ if name.startswith(tuple(EXPORT_ENVS)))
         if "AISC_JOB_NAME" in os.environ:  # its nodes have their own
             taken = (name for name in taken if name not in ("NCCL_IB_HCA", "UCX_NET_DEVICES"))
-        found.update({(name, None): os.environ[name] for name in taken})
+        variables.update({(name, None): os.environ[name] for name in taken})
     for path in environment_files():
-        found.update(_for_hosts(_read_environment_file(path), hosts, path))
+        variables.update(_for_hosts(_read_environment_file(path), hosts, path))
     for text in options:
         name, host, value = _declaration(text, f"--export {text.partition('=')[0]!r}")
         if value is None and name not in os.environ:
             raise LaunchError(f"--export {text!r}: {name} is not set here; give it a value: {name}=…")
-        found[name, host] = os.environ[name] if value is None else value
-    for (name, _), value in found.items():
+        variables[name, host] = os.environ[name] if value is None else value
+    for (name, _), value in variables.items():
         if "\0" in value:
             raise LaunchError(f"the value of {name} holds a zero byte, which no environment can")
-    exports: list[Export] = [(name, value, host) for (name, host), value in found.items()]
+    exports: list[Export] = [(name, value, host) for (name, host), value in variables.items()]
     return sorted(exports, key=lambda export: export[2] is not None)  # what is for one host wins
 
 
 def _for_hosts(
     variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
 ) -> dict[tuple[str, str | None], str]:
-    """What of a file is for all, or for hosts of this job; `localhost` is called as this machine is, too."""
+    """The variables of a file for all hosts or for those of this job; `localhost` also goes by this machine's name."""
     if hosts is None:
         return variables
     own = socket.gethostname()
-    aliases = dict.fromkeys((own, own.partition(".")[0]), "localhost") if set(hosts) == {"localhost"} else {}
-    placed = {(name, aliases.get(host, host) if host else None): value for (name, host), value in variables.items()}
+    renamed = dict.fromkeys((own, own.partition(".")[0]), "localhost") if set(hosts) == {"localhost"} else {}
+    placed = {(name, renamed.get(host, host) if host else None): value for (name, host), value in variables.items()}
     others = sorted({host for _, host in placed if host is not None and host not in hosts})
     if others:
         logger.info("%s: lines for %s are not of this job", path, ", ".join(others))
@@ -156,7 +137,7 @@ def exported_variables() -> dict[str, str]:
 
 
 def environment_files() -> list[Path]:
-    """The environment files there are: the home directory's, then the current one's, which wins."""
+    """The environment files that exist: the home directory's, then the current one's, which wins."""
     folders: list[Path] = []
     home = os.environ.get("HOME") or os.path.expanduser("~")
     if os.path.isabs(home):

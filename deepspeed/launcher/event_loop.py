@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed.errors import LaunchError
 
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Those that a user or a scheduler sends to the job's ranks."""
 OWN_DESCRIPTORS = 64
-"""Open at most, beside those of the hosts."""
+"""Most that are open besides those of the hosts."""
 
 
 def make_room(descriptors: int) -> None:
-    """Allow this process to hold so many descriptors beside its own: a shell's usual limit is 1,024.
+    """Raise this process's limit on open files by so many descriptors: a shell's usual limit is 1,024.
 
     Raises:
         LaunchError: the system does not allow as many.
@@ -35,7 +37,7 @@ def make_room(descriptors: int) -> None:
 
 
 class Loop:
-    """Calls what was registered, from one thread."""
+    """Calls registered actions from one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -46,18 +48,17 @@ class Loop:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def unwatch(self, descriptor: int) -> None:
-        """No longer."""
+        """Stop watching a descriptor; one that is not watched is ignored."""
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call `action` once, after `seconds`."""
         self._due.append((time.monotonic() + seconds, action))
 
-    def turn(self, patience: float) -> None:
-        """Wait until something happens, at most `patience` seconds, and call what it asks for."""
+    def turn(self, timeout: float) -> None:
+        """Wait for an event, at most `timeout` seconds, and call the actions that are due."""
         soonest = min((moment for moment, _ in self._due), default=float("inf")) - time.monotonic()
-        for key, _ in self._selector.select(max(0.0, min(patience, soonest))):
+        for key, _ in self._selector.select(max(0.0, min(timeout, soonest))):
             if key.fd in self._selector.get_map():  # an earlier one may have closed it
                 key.data()
         now = time.monotonic()
@@ -67,7 +68,7 @@ class Loop:
             action()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all timers and descriptors."""
         self._due.clear()
         self._selector.close()
 

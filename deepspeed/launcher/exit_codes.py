@@ -12,6 +12,7 @@ from deepspeed.foundation.cgroup import CgroupMemory, machine_memory
 REQUEUE = 85
 """Exit code of a rank that saved its state because it was asked to stop: start the job again."""
 
+_GIB = 2**30
 LOST_ANOTHER = "it lost another rank"
 
 _MEANINGS: dict[int, str] = {
@@ -35,55 +36,43 @@ _RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the eng
 
 
 def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_before: int) -> str:
-    """One line on an exit code.
+    """One line on an exit code (negative for a signal).
 
-    Args:
-        code: of the process; negative for a signal.
-        peak: most bytes of memory it had.
-        last_words: what it printed last.
-        memory: of its container.
-        kills_before: `memory.kills()` before it started.
+    `peak` is the most bytes of memory that the process had, `kills_before` is `memory.kills()` before it started.
     """
     if code < 0:
-        told = _RUNS_OUT.search(last_words)
-        said = f". Before that it said: {told[0]}" if told and code == -signal.SIGKILL else ""
-        return _signalled(-code, peak, memory, memory.kills() > kills_before) + said
+        name = next((known.name for known in signal.Signals if known == -code), "a real-time signal")
+        reason = _MEANINGS.get(-code, "")
+        if code == -signal.SIGKILL and memory.kills() > kills_before:
+            reason = "by the kernel's out-of-memory killer"
+        if code == -signal.SIGBUS and os.path.isdir("/dev/shm"):
+            reason += f" ({_disk('/dev/shm')})"
+        text = f"ended by {name} (signal {-code})" + (f": {reason}; {_of_memory(peak, memory)}" if reason else "")
+        line = _RUNS_OUT.search(last_words) if code == -signal.SIGKILL else None
+        return f"{text}. Before that it said: {line[0]}" if line else text
     text = f"exit code {code}"
     if code in _CODES:
         return f"{text}: {_CODES[code]}"
     cause = next((kind for pattern, kind in _CAUSES if pattern.search(last_words)), "")
-    added = {
-        "disk": f"a disk is full: {_disks(last_words)}",
-        "device": "the memory of the device is used up: a smaller micro-batch, a higher stage or offload needs less",
-        "memory": f"memory is used up; {_of_memory(peak, memory)}",
-        "peer": f"{LOST_ANOTHER}, whose own end is the cause",
-    }.get(cause)
-    return f"{text}: {added}" if added else text
-
-
-def _signalled(number: int, peak: int, memory: CgroupMemory, oom: bool) -> str:
-    name = next((known.name for known in signal.Signals if known == number), "a real-time signal")
-    reason = _MEANINGS.get(number, "")
-    if number == signal.SIGKILL and oom:
-        reason = "by the kernel's out-of-memory killer"
-    if number == signal.SIGBUS and os.path.isdir("/dev/shm"):
-        reason += f" ({_disk('/dev/shm')})"
-    text = f"ended by {name} (signal {number})"
-    return f"{text}: {reason}; {_of_memory(peak, memory)}" if reason else text
+    if cause == "disk":
+        named = [path for path in re.findall(r"'(/[^']+)'", last_words) if os.path.exists(os.path.dirname(path))]
+        folders = [os.path.dirname(path) for path in named[-1:]] or [os.getcwd(), "/tmp"]
+        return f"{text}: a disk is full: {', '.join(map(_disk, folders))}"
+    if cause == "device":
+        return (
+            f"{text}: the memory of the device is used up: a smaller micro-batch, a higher stage or offload needs less"
+        )
+    if cause == "memory":
+        return f"{text}: memory is used up; {_of_memory(peak, memory)}"
+    return f"{text}: {LOST_ANOTHER}, whose own end is the cause" if cause == "peer" else text
 
 
 def _of_memory(peak: int, memory: CgroupMemory) -> str:
-    """What it used, of what it was allowed: the container's limit where there is one."""
+    """Its peak memory, of the container's limit or the machine's memory."""
     limit = memory.limit()
-    text = f"its peak memory was {_gib(peak)} of the {'container' if limit else 'machine'}'s "
-    text += f"{_gib(limit or machine_memory())} GiB"
-    return f"{text} (all of the container: {_gib(memory.peak())})" if limit and memory.peak() else text
-
-
-def _disks(last_words: str) -> str:
-    named = re.findall(r"'(/[^']+)'", last_words)
-    paths = [path for path in named if os.path.exists(os.path.dirname(path))][-1:] or [os.getcwd(), "/tmp"]
-    return ", ".join(_disk(os.path.dirname(path) if path in named else path) for path in paths)
+    text = f"its peak memory was {peak / _GIB:.2f} of the {'container' if limit else 'machine'}'s "
+    text += f"{(limit or machine_memory()) / _GIB:.2f} GiB"
+    return f"{text} (all of the container: {memory.peak() / _GIB:.2f})" if limit and memory.peak() else text
 
 
 def _disk(path: str) -> str:
@@ -91,8 +80,4 @@ def _disk(path: str) -> str:
         usage = shutil.disk_usage(path)
     except OSError:
         return path
-    return f"{path} has {_gib(usage.free)} of {_gib(usage.total)} GiB free"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
+    return f"{path} has {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"

@@ -17,35 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed.launcher.channel import Channel
+from deepspeed.launcher.event_loop import FORWARDED_SIGNALS
 
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOST = 1
 """Exit code when the process that ran the job is gone."""
 LAST_BYTES = 16384
-"""Of the errors shown that are kept for whoever has to report them elsewhere."""
+"""Of the errors shown that are kept for a report elsewhere."""
 
 _last_errors = bytearray()
 
 
 def last_errors() -> str:
-    """The end of what was shown on standard error."""
+    """The end of the text shown on standard error."""
     return _last_errors.decode(errors="replace")
 
 
 class Screen:
-    """A file whose text travels to the front process as that of one of its standard streams.
-
-    Args:
-        channel: to the front.
-        descriptor: 1 or 2.
-    """
+    """A file whose text goes to the front process, which writes it to its own descriptor 1 or 2."""
 
     def __init__(self, channel: Channel, descriptor: int) -> None:
         self._channel = channel
         self._descriptor = descriptor
 
     def write(self, text: str) -> int:
-        """Send the text."""
         self._channel.send("out", text.encode(errors="replace"), to=self._descriptor)
         return len(text)
 
@@ -58,48 +52,41 @@ class Screen:
 
 
 def run_behind(work: Callable[[Channel], int]) -> int:
-    """Run `work` in a process of its own, out of the terminal's reach, and show what it sends.
+    """Run `work` in a process of its own, detached from the terminal, and show the output that it sends.
 
-    Args:
-        work: gets a channel; it reads signal numbers from messages `signal` and sends `out`; returns the exit code.
-
-    Returns:
-        The exit code of `work`; 1 when its process was killed.
+    `work` gets a channel, on which it receives signal numbers (`signal`) and sends `out`. Returns its exit code, or 1
+    if the process was killed.
     """
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _be_behind(work, Channel(descriptor := theirs.detach(), descriptor))
-    theirs.close()
-    return _show(Channel(descriptor := ours.detach(), descriptor), pid)
-
-
-def _be_behind(work: Callable[[Channel], int], channel: Channel) -> None:
-    code = LOST
-    try:
-        os.setsid()
-        sys.stdout = Screen(channel, 1)  # pyright: ignore[reportAttributeAccessIssue]
-        sys.stderr = Screen(channel, 2)  # pyright: ignore[reportAttributeAccessIssue]
-        code = work(channel)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        channel.send("exit", code=code)
-        while channel.waiting and channel.open:
-            select.select([], [channel.writer], [], 1.0)
-            channel.flush()
-        os._exit(code)
+        parent_end.close()
+        channel, code = Channel(descriptor := child_end.detach(), descriptor), LOST
+        try:
+            os.setsid()
+            sys.stdout = Screen(channel, 1)  # pyright: ignore[reportAttributeAccessIssue]
+            sys.stderr = Screen(channel, 2)  # pyright: ignore[reportAttributeAccessIssue]
+            code = work(channel)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            channel.send("exit", code=code)
+            while channel.waiting and channel.open:
+                select.select([], [channel.writer], [], 1.0)
+                channel.flush()
+            os._exit(code)
+    child_end.close()
+    return _show(Channel(descriptor := parent_end.detach(), descriptor), pid)
 
 
 def _show(channel: Channel, pid: int) -> int:
-    def hand_on(number: int, _: Any) -> None:
+    def forward(number: int, _: Any) -> None:
         channel.send("signal", number=number)
 
-    handled = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hand_on) for number in handled}
+    handled = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in handled}
     code, dead = LOST, set[int]()
     try:
         while channel.open:
@@ -109,7 +96,7 @@ def _show(channel: Channel, pid: int) -> int:
                 if message["kind"] == "exit":
                     code = message["code"]
                 elif message["kind"] == "out":
-                    _show_text(message["to"], data, dead)
+                    _write_all(message["to"], data, dead)
     finally:
         channel.close()
         for number, handler in before.items():
@@ -119,23 +106,17 @@ def _show(channel: Channel, pid: int) -> int:
     return code
 
 
-def _show_text(descriptor: int, data: bytes, dead: set[int]) -> None:
+def _write_all(descriptor: int, data: bytes, dead: set[int]) -> None:
+    """Write to a stream unless nobody will ever read it. A full disk loses the text and is no reason to stop."""
     if descriptor == 2:
         _last_errors.extend(data)
         del _last_errors[:-LAST_BYTES]
-    if descriptor not in dead and not _wrote(descriptor, data):
-        dead.add(descriptor)
-
-
-def _wrote(descriptor: int, data: bytes) -> bool:
-    """Write all of it; False when nobody will ever take it. A full disk loses it and is no reason to stop."""
-    while data:
+    while data and descriptor not in dead:
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select([], [descriptor], [], 1.0)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                return True
-            return False
-    return True
+                return
+            dead.add(descriptor)

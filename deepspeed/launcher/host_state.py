@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.environment import NodePlacement
@@ -15,25 +18,17 @@ TAIL_BYTES = 8192
 
 @dataclass(eq=False)
 class StarterProcess:
-    """A process that starts agents: ssh for one host, mpirun for all.
-
-    Args:
-        popen: the process; None for an agent that was forked.
-        pid: its id.
-        peer: the host it is for; None means all.
-    """
+    """A process that starts agents: ssh for one host (`peer`), mpirun for all; `popen` is None for a forked agent."""
 
     popen: subprocess.Popen[bytes] | None
     pid: int
     peer: HostState | None
     tail: bytes = b""
 
-    def read(self) -> bool:
-        """Take what it says on standard error; False at its end."""
-        if self.popen is None or self.popen.stderr is None:
-            return False
+    def read(self, descriptor: int) -> bool:
+        """Read more of one of its outputs; False at its end."""
         try:
-            data = os.read(self.popen.stderr.fileno(), TAIL_BYTES)
+            data = os.read(descriptor, TAIL_BYTES)
         except BlockingIOError:
             return True
         except OSError:
@@ -41,24 +36,59 @@ class StarterProcess:
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         return bool(data)
 
-    def says(self) -> str:
-        """Its last words, in one line."""
+    def last_lines(self) -> str:
+        """Its last lines, joined."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
         return "; ".join(line for line in lines[-6:] if line)
 
     def code(self) -> int | None:
-        """Its exit code once it has ended."""
+        """Its exit code once it has ended, else None."""
         return 0 if self.popen is None else self.popen.poll()
+
+    def kill(self) -> None:
+        """End it and everything it started here, such as the ssh of pdsh."""
+        if self.popen is None:
+            return
+        helpers = self._helpers(self.pid if self.peer is not None else os.getpid())  # of one for all, orphans too
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout=0.5)
+        for pid in helpers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    @classmethod
+    def _helpers(cls, pid: int) -> list[int]:
+        """Everything below a process but agents, which end with their connection, and what is below those."""
+        children: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                    int(stat.parent.name)
+                )
+        own, helpers, waiting = cls._program(os.getpid()), list[int](), [pid]
+        while waiting:
+            for child in children.get(waiting.pop(), ()):
+                program = cls._program(child)
+                if program and program != own:
+                    helpers.append(child)
+                    waiting.append(child)
+        return helpers
+
+    @staticmethod
+    def _program(pid: int) -> str:
+        """The executable of a process; empty if it has ended."""
+        try:
+            return os.readlink(f"/proc/{pid}/exe")
+        except OSError:
+            return ""
 
 
 @dataclass(eq=False)
 class HostState:
-    """One host.
-
-    Args:
-        name: as the user wrote it.
-        slots: its device slots.
-    """
+    """The state of one host."""
 
     name: str
     slots: list[int]
@@ -77,11 +107,10 @@ class HostState:
 
     @property
     def lost(self) -> bool:
-        """Whether it can no longer be reached."""
         return bool(self.problem)
 
-    def forget(self) -> None:
-        """As if it had never been there: it is tried again."""
+    def reset(self) -> None:
+        """Reset the state, so that the host is tried again."""
         self.channel = self.process = None
         self.ready = False
         self.problem = ""
@@ -90,12 +119,12 @@ class HostState:
         self.since = time.monotonic()
 
     def send(self, kind: str, /, **fields: object) -> None:
-        """Send a message if it is there."""
+        """Send a message if the host is connected."""
         if self.channel is not None and self.channel.open:
             self.channel.send(kind, **fields)
 
     def ranks(self) -> str:
-        """Its ranks in words."""
+        """Its ranks, in words."""
         if self.node is None or not self.slots:
             return "no rank"
         first, count = self.node.first_rank, len(self.node.slots)
@@ -107,14 +136,14 @@ class Failure:
     """A rank that failed or a host that was lost.
 
     Args:
-        at: when, in seconds of this machine's clock.
+        time: when, in seconds of this machine's clock.
         code: exit code; negative for a signal.
         text: what the report says.
         secondary: it only lost another rank.
         rank: which; None for a host.
     """
 
-    at: float
+    time: float
     code: int
     text: str
     secondary: bool = False
@@ -122,5 +151,5 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """As a shell gives it."""
+        """The exit code as a shell gives it."""
         return 128 - self.code if self.code < 0 else self.code

@@ -1,4 +1,7 @@
-"""The hosts and slots of a run: from the hostfile, or from SLURM, PBS, SageMaker or MPI."""
+"""The hosts and slots of a run: from the hostfile, or from SLURM, PBS, SageMaker or MPI; this machine's devices.
+
+Torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
-from deepspeed.launcher.devices import visible_devices
 
 Hosts = dict[str, list[int]]
 """Host name to the indices of its device slots, in the order of the ranks."""
@@ -26,7 +30,7 @@ _RANGES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def check_name(name: str, where: str) -> str:
-    """`name`, when it is nothing but the name or address of a host.
+    """`name` if it is the name or address of a host.
 
     Starters have a syntax of their own in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh takes options there.
 
@@ -35,10 +39,10 @@ def check_name(name: str, where: str) -> str:
     """
     if _NAME.fullmatch(name):
         return name
-    user, at, address = name.rpartition("@")
+    user, separator, address = name.rpartition("@")
     try:
         ipaddress.IPv6Address(address)
-        if not at or _NAME.fullmatch(f"{user}@x"):
+        if not separator or _NAME.fullmatch(f"{user}@x"):
             return name
     except ValueError:
         pass
@@ -57,7 +61,13 @@ def expand(name: str, where: str) -> list[str]:
     names = [""]
     position = 0
     for match in _RANGES.finditer(name):
-        parts = list(_numbers(match[1], name, where))
+        parts: list[str] = []
+        for part in match[1].split(","):
+            span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+            if span is None or first > last or last - first >= MOST_HOSTS:
+                raise LaunchError(f"{where}: {part!r} in {name!r} is not a range of numbers like 01-16")
+            parts += [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
         if len(names) * len(parts) > MOST_HOSTS:
             raise LaunchError(f"{where}: {name!r} names more than {MOST_HOSTS} hosts")
         names = [before + name[position : match.start()] + part for before in names for part in parts]
@@ -65,20 +75,8 @@ def expand(name: str, where: str) -> list[str]:
     return [check_name(before + name[position:], where) for before in names]
 
 
-def _numbers(text: str, name: str, where: str) -> Iterator[str]:
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or first > last or last - first >= MOST_HOSTS:
-            raise LaunchError(f"{where}: {part!r} in {name!r} is not a range of numbers like 01-16")
-        yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
-
-
 def read_hostfile(path: str | Path) -> Hosts:
     """Read lines of the form `name slots=N`; `#` starts a comment, and a name may hold ranges: `gpu[01-16]`.
-
-    Returns:
-        The hosts in the order of the file.
 
     Raises:
         LaunchError: a line has another form, a host is named twice, or there is none.
@@ -224,33 +222,96 @@ RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder
 
 @dataclass(frozen=True)
 class Pool:
-    """Hosts and who named them.
+    """Hosts, and the source that named them.
 
     Args:
         hosts: with their slots.
         source: who named them.
-        launcher: what starts agents there unless the user says otherwise.
-        own: index of this host where every host runs this very command; None where one command starts all.
-        counted: the slots are known; otherwise --num_gpus says how many there are.
+        launcher: default starter of agents there.
+        own: index of this host if every host runs this command; None if one command starts all.
+        address: of rank 0; empty: this launcher chooses.
     """
 
     hosts: Hosts
     source: str
     launcher: str = "ssh"
     own: int | None = None
-    counted: bool = True
     address: str = ""
-    names: dict[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def from_sagemaker(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+        """SageMaker runs the command in every container: the first host leads. Variables and file must agree."""
+        named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
+        current = env.get("SM_CURRENT_HOST", "")
+        try:
+            resources = json.loads(Path(root, RESOURCES).read_text())
+        except OSError:
+            resources = {}
+        filed = resources.get("hosts", [])
+        if named and filed and sorted(named) != sorted(filed):
+            raise LaunchError(f"SM_HOSTS={named} contradicts the hosts of /{RESOURCES}: {filed}")
+        own = resources.get("current_host", "")
+        if current and own and current != own:
+            raise LaunchError(f"SM_CURRENT_HOST={current} contradicts the current_host of /{RESOURCES}: {own}")
+        # algo-2 before algo-10: the order in which all containers see them, whatever order the file has
+        hosts = sorted(
+            named or filed,
+            key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)],
+        )
+        current = current or own
+        if not hosts:
+            return None
+        if current not in hosts:
+            raise LaunchError(f"SageMaker: the current host {current!r} is none of {hosts}")
+        number = int(env["SM_NUM_GPUS"]) if env.get("SM_NUM_GPUS", "").isdigit() else 0
+        slots = list(range(number)) if number else slots
+        return cls({host: slots for host in hosts}, "SageMaker", own=hosts.index(current), address=hosts[0])
+
+    @classmethod
+    def from_pods(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+        """Kubeflow's PyTorchJob and Trainer count in pods, each of which runs the command."""
+        count, own, address = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", ""), env.get("PET_MASTER_ADDR", "")
+        if not (count.isdigit() and own.isdigit() and (address or env.get("MASTER_ADDR"))):
+            return None
+        hosts = {f"pod{index}": slots for index in range(int(count))}
+        return cls(hosts, "PET_NNODES", own=int(own), address=address or env["MASTER_ADDR"])
+
+    @classmethod
+    def from_slurm(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+        """The nodes of a SLURM allocation; inside a step of several tasks every node runs the command."""
+        nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        if not nodes:
+            return None
+        gpus = env.get("SLURM_GPUS_ON_NODE", "")
+        own = list(range(int(gpus))) if gpus.isdigit() and int(gpus) else slots
+        tasks = env.get("SLURM_STEP_NUM_TASKS", "")
+        if tasks.isdigit() and int(tasks) > 1:
+            names = nodes_of_slurm(env.get("SLURM_STEP_NODELIST") or nodes)
+            if int(tasks) != len(names):
+                raise LaunchError(
+                    f"SLURM_STEP_NUM_TASKS={tasks} on {len(names)} nodes: start the command once per node "
+                    "(srun --ntasks-per-node=1 deepspeed …), or the script itself once per rank (srun python …)"
+                )
+            index = int(env.get("SLURM_NODEID", "0"))
+            return cls({name: own for name in names}, "SLURM", own=index, address=names[0])
+        return cls({name: own for name in nodes_of_slurm(nodes)}, "SLURM", "slurm")
+
+    @classmethod
+    def from_pbs(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+        """PBS names each host once per slot in a file."""
+        path = env.get("PBS_NODEFILE", "")
+        if not os.path.isfile(path):
+            return None
+        lines = filter(None, map(str.strip, Path(path).read_text().splitlines()))
+        hosts = [host for [host] in (expand(line, path) for line in lines)]
+        devices = len(visible_devices(env))  # a host with devices has a rank for each, whatever the count of its cores
+        return cls({host: list(range(devices)) if devices else slots for host in dict.fromkeys(hosts)}, "PBS")
 
 
 def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:
     """The hosts of the hostfile, else of the scheduler this runs under, else this machine.
 
-    Args:
-        hostfile: path; a missing one means none, with a warning when the user named it.
-        num_gpus: ranks per host where nothing else tells; not positive for none.
-        environment: variables.
-        root: folder of /opt and /etc.
+    `num_gpus` counts the ranks per host where nothing else does (not positive: unset); `root` holds /opt and /etc.
     """
     if os.path.isfile(hostfile):
         return Pool(read_hostfile(hostfile), f"hostfile {hostfile}")
@@ -258,82 +319,14 @@ def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.envir
         logger.warning("hostfile %s does not exist: using what the scheduler says, or this machine alone", hostfile)
     devices = len(visible_devices(environment))
     slots = list(range(num_gpus if num_gpus > 0 else devices or 1))
-    for probe in (_sagemaker, _pods, _slurm, _pbs):
-        found = probe(environment, slots, root)
-        if found is not None and len(found.hosts) > 1:
-            return found
+    for probe in (Pool.from_sagemaker, Pool.from_pods, Pool.from_slurm, Pool.from_pbs):
+        pool = probe(environment, slots, root)
+        if pool is not None and len(pool.hosts) > 1:
+            return pool
     operator = os.path.join(root, MPI_HOSTFILE.lstrip("/"))
     if os.path.isfile(operator):
         return Pool(read_hostfile(operator), operator)
     return Pool({"localhost": list(range(devices or max(num_gpus, 1)))}, "this machine")
-
-
-def _sagemaker(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-    """SageMaker runs the command in every container: the first host leads."""
-    hosts, current = sagemaker_hosts(env, root)
-    if not hosts:
-        return None
-    if current not in hosts:
-        raise LaunchError(f"SageMaker: the current host {current!r} is none of {hosts}")
-    number = int(env["SM_NUM_GPUS"]) if env.get("SM_NUM_GPUS", "").isdigit() else 0
-    own = list(range(number)) if number else slots
-    # every name in the order in which all containers see it, whatever order the file has
-    return Pool({host: own for host in hosts}, "SageMaker", own=hosts.index(current), address=hosts[0], counted=False)
-
-
-def sagemaker_hosts(env: Mapping[str, str], root: str = "/") -> tuple[list[str], str]:
-    """All hosts of a SageMaker job, sorted, and this one; empty elsewhere. Variables and file are compared.
-
-    Raises:
-        LaunchError: they contradict each other.
-    """
-    named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
-    current = env.get("SM_CURRENT_HOST", "")
-    try:
-        resources = json.loads(Path(root, RESOURCES).read_text())
-    except OSError:
-        resources = {}
-    filed = resources.get("hosts", [])
-    if named and filed and sorted(named) != sorted(filed):
-        raise LaunchError(f"SM_HOSTS={named} contradicts the hosts of /{RESOURCES}: {filed}")
-    own = resources.get("current_host", "")
-    if current and own and current != own:
-        raise LaunchError(f"SM_CURRENT_HOST={current} contradicts the current_host of /{RESOURCES}: {own}")
-    return sorted(named or filed, key=_natural), current or own
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """algo-2 before algo-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _pods(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-    """Kubeflow's PyTorchJob and Trainer count in pods, each of which runs the command."""
-    count, own, address = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", ""), env.get("PET_MASTER_ADDR", "")
-    if not (count.isdigit() and own.isdigit() and (address or env.get("MASTER_ADDR"))):
-        return None
-    hosts = {f"pod{index}": slots for index in range(int(count))}
-    return Pool(hosts, "PET_NNODES", own=int(own), address=address or env["MASTER_ADDR"], counted=False)
-
-
-def _slurm(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-    """The nodes of a SLURM allocation; inside a step of several tasks every node runs the command."""
-    nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    if not nodes:
-        return None
-    gpus = env.get("SLURM_GPUS_ON_NODE", "")
-    own = list(range(int(gpus))) if gpus.isdigit() and int(gpus) else slots
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "")
-    if tasks.isdigit() and int(tasks) > 1:
-        names = nodes_of_slurm(env.get("SLURM_STEP_NODELIST") or nodes)
-        if int(tasks) != len(names):
-            raise LaunchError(
-                f"SLURM_STEP_NUM_TASKS={tasks} on {len(names)} nodes: start the command once per node "
-                "(srun --ntasks-per-node=1 deepspeed …), or the script itself once per rank (srun python …)"
-            )
-        index = int(env.get("SLURM_NODEID", "0"))
-        return Pool({name: own for name in names}, "SLURM", own=index, address=names[0], counted=False)
-    return Pool({name: own for name in nodes_of_slurm(nodes)}, "SLURM", "slurm", counted=False)
 
 
 def nodes_of_slurm(text: str) -> list[str]:
@@ -342,15 +335,43 @@ def nodes_of_slurm(text: str) -> list[str]:
     return [name for part in parts for name in expand(part, f"SLURM's list of nodes {text!r}")]
 
 
-def _pbs(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-    """PBS names each host once per slot in a file."""
-    path = env.get("PBS_NODEFILE", "")
-    if not os.path.isfile(path):
-        return None
-    names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
-    counts: dict[str, int] = {}
-    for name in names:
-        [host] = expand(name, path)
-        counts[host] = counts.get(host, 0) + 1
-    devices = len(visible_devices(env))  # a host with devices has a rank for each, whatever the count of its cores
-    return Pool({host: list(range(devices)) if devices else slots for host in counts}, "PBS", counted=False)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the devices that a CUDA program would see, in its order; empty on a machine without accelerator.
+
+    `CUDA_VISIBLE_DEVICES` is taken as given, indices, UUIDs and MIG names alike; as in CUDA, an invalid index
+    hides itself and all that follow. `DS_ACCELERATOR=cpu` hides every device.
+    """
+    count = 0 if environment.get("DS_ACCELERATOR") == "cpu" else _installed()
+    if count == 0 or VISIBLE not in environment:
+        return [str(index) for index in range(count)]
+    names: list[str] = []
+    for name in (entry.strip() for entry in environment[VISIBLE].split(",")):
+        is_index = name.lstrip("-").isdigit()
+        if not name or (is_index and not 0 <= int(name) < count):
+            break
+        names.append(name)
+    return names
+
+
+def _installed() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that shows each local rank the chosen devices: slots count within what is visible here."""
+    names = visible_devices(environment)
+    if not names:
+        return {}
+    if slots and max(slots) >= len(names):
+        raise LaunchError(
+            f"device slots {list(slots)} were asked for, and this machine shows {len(names)}: {','.join(names)}; "
+            f"lower --num_gpus, or name others by --include or {VISIBLE}"
+        )
+    return {VISIBLE: ",".join(names[slot] for slot in slots)}

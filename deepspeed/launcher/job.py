@@ -29,19 +29,16 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run.
+    """A job.
 
     Args:
         slots: hosts with their device slots, in the order of the ranks.
         program: the command line of a rank, up to its arguments.
-        arguments: of the script.
-        folder: the folder the ranks start in.
-        exports: declared variables.
-        address: where rank 0 is met; empty asks the first host.
-        port: of that place; 0 takes a free one.
+        address: of rank 0's rendezvous; empty asks the first host.
+        port: of that address; 0 takes a free one.
         heartbeat: seconds of silence after which a host is lost.
         grace: seconds that ranks have after a signal of the user's.
-        elastic: how the world may change; None ends the run with the first failure.
+        elastic: bounds of the world; None ends the run with the first failure.
     """
 
     slots: dict[str, list[int]]
@@ -65,11 +62,11 @@ class Job:
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     def message(self, host: str) -> dict[str, Any]:
-        """What the agent of `host` is told."""
+        """The part of the job that the agent of `host` needs."""
         names = ("id", "program", "arguments", "folder", "local_rank", "venv_script", "logs", "prefix")
-        told = {name: getattr(self, name) for name in (*names, "bind_cores", "bind_core_list", "terminals", "pid_of")}
+        fields = {name: getattr(self, name) for name in (*names, "bind_cores", "bind_core_list", "terminals", "pid_of")}
         exports = [export for export in self.exports if export[2] in (None, host)]
-        return {**told, "exports": exports, "host": host}
+        return {**fields, "exports": exports, "host": host}
 
 
 WORDS = r"pass(?:word|wd|phrase)?|pwd|secret|token|credential|api[_-]?key|(?:access|private|account|auth)[_-]?key|auth"
@@ -78,7 +75,7 @@ _STARTS = re.compile(r"(?<!\w)\w|\W")  # a secret begins with a word, or with no
 _PREFIX, _FEWEST = "given-", 6  # characters: shorter ones could be tried out
 
 
-class Given(NamedTuple):
+class SecretDigest(NamedTuple):
     """A secret: its length in characters, and the digest of salt and value, in hexadecimal."""
 
     length: int
@@ -87,44 +84,37 @@ class Given(NamedTuple):
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a variable of that name holds a secret."""
+    """Whether the variable of a name holds a secret."""
     return bool(_NAME.search(name))
 
 
-def keep(folder: Path, variables: Mapping[str, str]) -> None:
-    """Leave the digests of the secrets among some variables in a folder of logs, for its owner alone.
-
-    Args:
-        folder: of an attempt's logs.
-        variables: by name.
-    """
-    found = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
-    if not found:
+def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
+    """Store the digests of the secrets among some variables in a folder of logs, for its owner alone."""
+    values = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
+    if not values:
         return
-    made: list[Given] = []
-    for value in sorted(found):
-        salt = os.urandom(16).hex()
-        made.append(Given(len(value), salt, _digest(salt, value)))
+    salted = [(os.urandom(16).hex(), value) for value in sorted(values)]
+    digests = [SecretDigest(len(value), salt, _digest(salt, value)) for salt, value in salted]
     with contextlib.suppress(OSError):  # a full disk is no reason not to train
         descriptor, _ = tempfile.mkstemp(".json", _PREFIX, folder)
         with os.fdopen(descriptor, "w") as file:
-            json.dump(made, file)
+            json.dump(digests, file)
 
 
-def kept(folder: Path) -> list[Given]:
-    """What `keep` has left there, or below; longest first."""
-    found: list[Given] = []
+def load_digests(folder: Path) -> list[SecretDigest]:
+    """The digests that `save_digests` left there, or below; longest first."""
+    digests: list[SecretDigest] = []
     for path in sorted(folder.rglob(f"{_PREFIX}*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found += [Given(*one) for one in json.loads(path.read_text())]
-    return sorted(found, reverse=True)
+            digests += [SecretDigest(*entry) for entry in json.loads(path.read_text())]
+    return sorted(digests, reverse=True)
 
 
-def hide(text: str, given: Iterable[Given], shown: str) -> str:
-    """The text with what these secrets were replaced by other words."""
-    for length, salt, digest in given:
+def hide(text: str, digests: Iterable[SecretDigest], shown: str) -> str:
+    """The text with the secrets of these digests replaced."""
+    for length, salt, digest in digests:
         starts = (match.start() for match in _STARTS.finditer(text))
-        values = {part for at in starts if len(part := text[at : at + length]) == length}
+        values = {part for start in starts if len(part := text[start : start + length]) == length}
         for value in values:
             if _digest(salt, value) == digest:
                 text = text.replace(value, shown)

@@ -36,12 +36,12 @@ def main(args: Sequence[str] | None = None) -> int:
     add_rank_options(parser)
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
-    given = parser.parse_args(args)
-    hosts: Hosts = json.loads(base64.urlsafe_b64decode(given.world_info))
-    if not 0 <= given.node_rank < len(hosts):
-        raise LaunchError(f"--node_rank {given.node_rank} is not one of 0 to {len(hosts) - 1}: {', '.join(hosts)}")
-    options = parse([given.user_script])
-    for name, value in vars(given).items():
+    arguments = parser.parse_args(args)
+    hosts: Hosts = json.loads(base64.urlsafe_b64decode(arguments.world_info))
+    if not 0 <= arguments.node_rank < len(hosts):
+        raise LaunchError(f"--node_rank {arguments.node_rank} is not one of 0 to {len(hosts) - 1}: {', '.join(hosts)}")
+    options = parse([arguments.user_script])
+    for name, value in vars(arguments).items():
         setattr(options, name, value)
     options.no_ssh = True
     return runner.run(options, hosts)

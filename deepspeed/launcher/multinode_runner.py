@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import agent
@@ -25,7 +25,7 @@ from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.controller import Control, Starter
 from deepspeed.launcher.event_loop import make_room
 from deepspeed.launcher.host_state import HostState, StarterProcess
-from deepspeed.launcher.rank_process import adopt_orphans, close_all_but
+from deepspeed.launcher.rank_process import close_all_but
 
 CONNECT_SECONDS = 10
 """How long ssh tries to connect to a host."""
@@ -38,23 +38,24 @@ _STARTERS_OWN = (
 )  # fmt: skip
 
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
 class StarterSettings:
-    """What the user said about starting agents: further arguments for the starter, and the port of ssh."""
+    """The user's settings for starters: further arguments, and the port of ssh."""
 
     arguments: Sequence[str] = ()
     ssh_port: int | None = None
 
 
 def make(name: str, settings: StarterSettings) -> Starter:
-    """The starter of that name.
+    """The starter of a name.
 
     Raises:
         LaunchError: there is none, or its program is not installed.
     """
-    known = {"ssh": Ssh, **{kind: FanoutStarter for kind in _COMMANDS}}
+    known = {"ssh": Ssh, **{kind: FanoutStarter for kind in FanoutStarter.PLANS}}
     if name.lower() not in known:
         raise LaunchError(f"--launcher {name!r} is not known; there is {', '.join(known)}")
     return known[name.lower()](name.lower(), settings)
@@ -68,43 +69,44 @@ class ForkStarter:
     def begin(self, control: Control, peers: list[HostState]) -> None:
         """Fork the agent of the one host."""
         [peer] = peers
-        ours, theirs = socket.socketpair()
+        own_end, agent_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            _be_agent(theirs)
-        theirs.close()
-        descriptor = ours.detach()
+            self._run_agent(agent_end)
+        agent_end.close()
+        descriptor = own_end.detach()
         peer.local, peer.process = True, StarterProcess(None, pid, peer)
         control.attach(peer, Channel(descriptor, descriptor))
 
-    def again(self, control: Control, peer: HostState) -> None:
-        """Fork another agent."""
+    def restart(self, control: Control, peer: HostState) -> None:
         self.begin(control, [peer])
 
     def close(self) -> None:
         """Nothing was opened."""
 
+    @staticmethod
+    def _run_agent(connection: socket.socket) -> None:
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            descriptor = connection.detach()
+            close_all_but(descriptor)
+            code = Agent(Channel(descriptor, descriptor), local=True).run()
+        finally:
+            os._exit(code)
 
-def _be_agent(connection: socket.socket) -> None:
-    code = 1
-    try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        descriptor = connection.detach()
-        close_all_but(descriptor)
-        code = Agent(Channel(descriptor, descriptor), local=True).run()
-    finally:
-        os._exit(code)
+
+def agent_arguments(*arguments: str) -> list[str]:
+    """The constant command line of an agent; starters keep it as it is."""
+    if any(char in sys.executable for char in "\n\r\0"):
+        raise LaunchError(f"the path of Python, {sys.executable!r}, cannot be part of a command on other hosts")
+    return [sys.executable, "-c", agent.SCRIPT, *arguments]
 
 
 class Ssh:
-    """An ssh connection per host: the agent talks through its standard input and output.
-
-    Args:
-        name: "ssh".
-        settings: of the user.
-    """
+    """An ssh connection per host: the agent talks through its standard input and output."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         _need("ssh")
@@ -118,8 +120,7 @@ class Ssh:
         self._waiting = list(peers)
         self._go_on(control)
 
-    def again(self, control: Control, peer: HostState) -> None:
-        """Connect once more."""
+    def restart(self, control: Control, peer: HostState) -> None:
         self._connect(control, peer)
 
     def _go_on(self, control: Control) -> None:
@@ -134,12 +135,13 @@ class Ssh:
         port = [] if self._settings.ssh_port is None else ["-p", str(self._settings.ssh_port)]
         options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "RemoteCommand=none", "ForwardX11=no"]
         flags = [word for option in options for word in ("-o", option)]
-        command = ["ssh", "-T", *flags, *port, *self._settings.arguments, "--", peer.name, agent_command()]
+        command = ["ssh", "-T", *flags, *port, *self._settings.arguments, "--", peer.name]
+        command.append(f"exec {shlex.join(agent_arguments())}")
         # one descriptor for both directions; of its own session, so that the terminal's signals pass it by
-        ours, theirs = socket.socketpair()
-        with theirs:
-            popen = _start(command, stdin=theirs, stdout=theirs)
-        descriptor = ours.detach()
+        own_end, ssh_end = socket.socketpair()
+        with ssh_end:
+            popen = _start(command, stdin=ssh_end, stdout=ssh_end)
+        descriptor = own_end.detach()
         channel = Channel(descriptor, descriptor, magic=True)
         peer.process = StarterProcess(popen, popen.pid, peer)
         control.adopt(peer.process)
@@ -151,190 +153,154 @@ class Ssh:
         self._waiting.clear()
 
 
-def agent_command(*arguments: str) -> str:
-    """The constant command for a shell of the host."""
-    return f"exec {shlex.join([_python(), '-c', agent.script(), *arguments])}"
+@dataclass(frozen=True)
+class StartPlan:
+    """A command line, variables to add for it, its standard input, and whether that is closed after the text."""
 
-
-def _python() -> str:
-    if any(char in sys.executable for char in "\n\r\0"):
-        raise LaunchError(f"the path of Python, {sys.executable!r}, cannot be part of a command on other hosts")
-    return sys.executable
+    command: list[str]
+    variables: dict[str, str]
+    stdin: str = ""
+    closes_stdin: bool = True
 
 
 class FanoutStarter:
-    """One program that starts the agents of all hosts, which call the launcher back with a token.
-
-    Args:
-        name: pdsh, openmpi, mpich, impi, mvapich or slurm.
-        settings: of the user.
-    """
+    """One program (pdsh, an MPI or srun) that starts the agents of all hosts, which connect back with a token."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         self.name = name
         self._settings = settings
-        self._door: CallbackServer | None = None
+        self._server: CallbackServer | None = None
         self._hosts_file = ""
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Open the door and start the program."""
+        """Listen for the agents and start the program."""
         make_room(len(peers))
-        adopt_orphans()
+        if _prctl is not None:  # become the parent of what the program leaves behind
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         names = [peer.name for peer in peers]
-        self._door = CallbackServer(control, peers)
-        call = ",".join([self._door.token, str(self._door.port), *agent.addresses(names)])
-        plan = _COMMANDS[self.name](names, call, self._settings, self._write_hosts)
-        stdin = subprocess.PIPE if plan.told else subprocess.DEVNULL
-        variables = {**_kept(), **plan.variables}
-        popen = _start(plan.command, stdin=stdin, stdout=subprocess.PIPE, variables=variables)
-        if popen.stdin is not None:  # its end is the end of what has to be said, or of the launcher
+        self._server = CallbackServer(control, peers)
+        call = ",".join([self._server.token, str(self._server.port), *agent.addresses(names)])
+        plan = self.PLANS[self.name](self, names, call)
+        # The program hands its own environment to agents: what a login sets, and what the program itself reads.
+        variables = {
+            name: value for name, value in os.environ.items() if name in _LOGIN or name.startswith(_STARTERS_OWN)
+        }
+        stdin = subprocess.PIPE if plan.stdin else subprocess.DEVNULL
+        popen = _start(plan.command, stdin=stdin, stdout=subprocess.PIPE, variables={**variables, **plan.variables})
+        if popen.stdin is not None:  # one that stays open ends with the launcher
             with contextlib.suppress(BrokenPipeError):
-                popen.stdin.write(plan.told.encode())
+                popen.stdin.write(plan.stdin.encode())
                 popen.stdin.flush()
-                if plan.closes:
+                if plan.closes_stdin:
                     popen.stdin.close()
-        process = StarterProcess(popen, popen.pid, None)
-        control.adopt(process)
-        if popen.stdout is not None:
-            _drain(control, popen.stdout.fileno(), process)
+        control.adopt(StarterProcess(popen, popen.pid, None))
 
-    def again(self, control: Control, peer: HostState) -> None:
+    def restart(self, control: Control, peer: HostState) -> None:
         """The program cannot start one agent alone."""
         control.lose(peer, f"{self.name} cannot start a single host again")
 
     def _write_hosts(self, lines: Sequence[str]) -> str:
-        """A file of hosts, of this user alone."""
+        """Write a file of hosts, readable by this user alone."""
         descriptor, self._hosts_file = tempfile.mkstemp(prefix="deepspeed-hosts-")
         with os.fdopen(descriptor, "w") as file:
             file.write("".join(f"{line}\n" for line in lines))
         return self._hosts_file
 
     def close(self) -> None:
-        """Close the door and remove the file of hosts."""
-        if self._door is not None:
-            self._door.close()
+        """Stop listening and remove the file of hosts."""
+        if self._server is not None:
+            self._server.close()
         if self._hosts_file:
             with contextlib.suppress(OSError):
                 os.unlink(self._hosts_file)
 
-
-def _drain(control: Control, descriptor: int, process: StarterProcess) -> None:
-    """What the starter prints itself is kept for the report of a failure."""
-    os.set_blocking(descriptor, False)
-
-    def take() -> None:
-        try:
-            data = os.read(descriptor, 8192)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        process.tail = (process.tail + data)[-8192:]
-        if not data:
-            control.loop.unwatch(descriptor)
-
-    control.loop.watch(descriptor, take)
-
-
-@dataclass(frozen=True)
-class StartPlan:
-    """A command line, variables to add for it, what it is told on standard input, and whether that ends then."""
-
-    command: list[str]
-    variables: dict[str, str]
-    told: str = ""
-    closes: bool = True
-
-
-def _kept() -> dict[str, str]:
-    """The variables for a starter that hands its own to agents: those of a login, and those for the starter itself."""
-    return {name: value for name, value in os.environ.items() if name in _LOGIN or name.startswith(_STARTERS_OWN)}
-
-
-WriteHosts = Callable[[Sequence[str]], str]
-
-
-def _pdsh(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
-    _need("pdsh")
-    variables = {"PDSH_RCMD_TYPE": "ssh"}
-    options = f"-o BatchMode=yes -o ConnectTimeout={CONNECT_SECONDS}"
-    port = "" if settings.ssh_port is None else f" -p {settings.ssh_port}"
-    variables["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), options + port]))
-    fan_out = str(max(1, len(names)))  # all at once: an agent lasts as long as the job
-    command = agent_command(call).replace("%", "%%")  # %h, %n and %u are pdsh's own words
-    return StartPlan(
-        ["pdsh", "-S", "-R", "ssh", "-f", fan_out, "-w", "-", *settings.arguments, command],
-        variables,
-        "".join(f"{name}\n" for name in names),
-    )
-
-
-def _openmpi(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
-    program = _mpi(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI")
-    _check_no_user_names("openmpi", names)
-    port = [] if settings.ssh_port is None else ["--mca", "plm_rsh_args", f"-p {settings.ssh_port}"]
-    file = write([f"{name} slots=1" for name in names])
-    where = ["--hostfile", file, "-n", str(len(names)), "--map-by", "ppr:1:node", "--bind-to", "none"]
-    command = [program, *where, *port, "-x", agent.CALL, *settings.arguments, _python(), "-c", agent.script()]
-    return StartPlan(command, {agent.CALL: call})
-
-
-def _hydra(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
-    program = _mpi(("mpiexec.hydra", "mpirun.mpich", "mpirun", "mpiexec"), "HYDRA", "Intel(R) MPI")
-    _check_no_user_names("mpich", names)
-    file = write([f"{name}:1" for name in names])
-    where = ["-f", file, "-n", str(len(names)), "-ppn", "1"]  # it hands on its whole environment
-    return StartPlan([program, *where, *settings.arguments, _python(), "-c", agent.script()], {agent.CALL: call})
-
-
-def _mvapich(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
-    plan = _hydra(names, call, settings, write)
-    # its own pinning would put the threads of every local rank on one core
-    return StartPlan(plan.command, {**plan.variables, "MV2_ENABLE_AFFINITY": "0"})
-
-
-def _slurm(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
-    _need("srun")
-    _check_no_user_names("slurm", names)
-    count = str(len(names))
-    where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
-    # --disable-status: a single SIGINT goes to the agents, instead of asking for a second one
-    how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0", "--disable-status"]
-    # the call comes over standard input, which srun sends to every task, and which stays open as long as the launcher
-    command = ["srun", *where, *how, *settings.arguments, _python(), "-c", agent.script(), "stdin"]
-    return StartPlan(command, {}, f"{call}\n", closes=False)
-
-
-_COMMANDS: dict[str, Callable[[list[str], str, StarterSettings, WriteHosts], StartPlan]] = {
-    "pdsh": _pdsh,
-    "openmpi": _openmpi,
-    "mpich": _hydra,
-    "impi": _hydra,
-    "mvapich": _mvapich,
-    "slurm": _slurm,
-}
-
-
-def _mpi(programs: Sequence[str], *says: str) -> str:
-    """The first of these programs whose version names the MPI that is asked for: Debian's mpirun may be any."""
-    seen: list[str] = []
-    for program in programs:
-        if shutil.which(program) is None:
-            continue
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-        if any(word in done.stdout + done.stderr for word in says):
-            return program
-        seen.append(program)
-    found = f"; {' and '.join(seen)} belong to another MPI" if seen else ""
-    raise LaunchError(f"none of {', '.join(programs)} is of {says[0]}{found}: choose another --launcher, or --no_ssh")
-
-
-def _check_no_user_names(launcher: str, names: list[str]) -> None:
-    named = [name for name in names if "@" in name]
-    if named:
-        raise LaunchError(
-            f"--launcher {launcher} takes no user names: {', '.join(named)}; set them in ssh's config file"
+    def _pdsh(self, names: list[str], call: str) -> StartPlan:
+        _need("pdsh")
+        variables = {"PDSH_RCMD_TYPE": "ssh"}
+        options = f"-o BatchMode=yes -o ConnectTimeout={CONNECT_SECONDS}"
+        port = "" if self._settings.ssh_port is None else f" -p {self._settings.ssh_port}"
+        variables["PDSH_SSH_ARGS_APPEND"] = " ".join(
+            filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), options + port])
         )
+        fan_out = str(max(1, len(names)))  # all at once: an agent lasts as long as the job
+        command = f"exec {shlex.join(agent_arguments(call))}".replace("%", "%%")  # %h, %n and %u are pdsh's own words
+        return StartPlan(
+            ["pdsh", "-S", "-R", "ssh", "-f", fan_out, "-w", "-", *self._settings.arguments, command],
+            variables,
+            "".join(f"{name}\n" for name in names),
+        )
+
+    def _openmpi(self, names: list[str], call: str) -> StartPlan:
+        program = self._mpi(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI")
+        self._refuse_user_names(names)
+        port = [] if self._settings.ssh_port is None else ["--mca", "plm_rsh_args", f"-p {self._settings.ssh_port}"]
+        file = self._write_hosts([f"{name} slots=1" for name in names])
+        where = ["--hostfile", file, "-n", str(len(names)), "--map-by", "ppr:1:node", "--bind-to", "none"]
+        command = [program, *where, *port, "-x", agent.CALL, *self._settings.arguments, *agent_arguments()]
+        return StartPlan(command, {agent.CALL: call})
+
+    def _hydra(self, names: list[str], call: str) -> StartPlan:
+        program = self._mpi(("mpiexec.hydra", "mpirun.mpich", "mpirun", "mpiexec"), "HYDRA", "Intel(R) MPI")
+        self._refuse_user_names(names)
+        file = self._write_hosts([f"{name}:1" for name in names])
+        where = ["-f", file, "-n", str(len(names)), "-ppn", "1"]  # it hands on its whole environment
+        return StartPlan([program, *where, *self._settings.arguments, *agent_arguments()], {agent.CALL: call})
+
+    def _mvapich(self, names: list[str], call: str) -> StartPlan:
+        plan = self._hydra(names, call)
+        # its own pinning would put the threads of every local rank on one core
+        return StartPlan(plan.command, {**plan.variables, "MV2_ENABLE_AFFINITY": "0"})
+
+    def _slurm(self, names: list[str], call: str) -> StartPlan:
+        _need("srun")
+        self._refuse_user_names(names)
+        count = str(len(names))
+        where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
+        # --disable-status: a single SIGINT goes to the agents, instead of asking for a second one
+        how = ["--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0", "--disable-status"]
+        # srun sends its standard input, which stays open as long as the launcher, to every task: the call comes there
+        command = [
+            "srun",
+            *where,
+            "--export",
+            ",".join(_LOGIN),
+            *how,
+            *self._settings.arguments,
+            *agent_arguments("stdin"),
+        ]
+        return StartPlan(command, {}, f"{call}\n", closes_stdin=False)
+
+    @staticmethod
+    def _mpi(programs: Sequence[str], *says: str) -> str:
+        """The first of these programs whose version names the MPI that is asked for: Debian's mpirun may be any."""
+        seen: list[str] = []
+        for program in programs:
+            if shutil.which(program) is None:
+                continue
+            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+            if any(word in done.stdout + done.stderr for word in says):
+                return program
+            seen.append(program)
+        others = f"; {' and '.join(seen)} belong to another MPI" if seen else ""
+        raise LaunchError(
+            f"none of {', '.join(programs)} is of {says[0]}{others}: choose another --launcher, or --no_ssh"
+        )
+
+    def _refuse_user_names(self, names: list[str]) -> None:
+        named = [name for name in names if "@" in name]
+        if named:
+            raise LaunchError(
+                f"--launcher {self.name} takes no user names: {', '.join(named)}; set them in ssh's config file"
+            )
+
+    PLANS: ClassVar[dict[str, Callable[[FanoutStarter, list[str], str], StartPlan]]] = {
+        "pdsh": _pdsh,
+        "openmpi": _openmpi,
+        "mpich": _hydra,
+        "impi": _hydra,
+        "mvapich": _mvapich,
+        "slurm": _slurm,
+    }
 
 
 def _need(program: str) -> None:
@@ -350,11 +316,11 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program that dies with this process and hears nothing from the terminal."""
+    """Start a program that dies with this process and gets no signal of the terminal."""
 
     def prepare() -> None:
         if _prctl is not None:
-            _prctl(1, signal.SIGTERM)  # the parent-death signal
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return subprocess.Popen(
         command,

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
@@ -22,21 +21,18 @@ from deepspeed.launcher.multinode_runner import ForkStarter
 
 ARRIVE_SECONDS = 600.0
 """How long the hosts wait for each other: containers are pulled, machines are started."""
-TELL_SECONDS = 15.0
+LOG_SECONDS = 15.0
 """After so long a line says who is missing."""
 
 
 def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Be this host's part of the job.
+    """Run this host's part of a job that is the same on every host; returns the exit code of the whole job.
 
     Args:
-        job: the same on every host.
+        job: as every host has it.
         own: index of this host.
         fingerprint: of the job; a caller with another one is of another job.
         front: shows the output of this host's ranks.
-
-    Returns:
-        The exit code of the whole job.
     """
     if not 0 <= own < len(job.slots):
         names = ", ".join(job.slots)
@@ -56,12 +52,12 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
 
 
 def control_port(job: Job) -> int:
-    """Where the first host listens for the others: next to the ranks' own meeting place."""
+    """The port at which the first host listens for the others: next to that of the ranks' own rendezvous."""
     return job.port + 1 if job.port < 65535 else job.port - 1
 
 
 class NodeRendezvous:
-    """The first host's side: its own agent is a fork, the others call."""
+    """The first host's side: its own agent is a fork, the other hosts connect."""
 
     name = "the command on every host"
 
@@ -91,17 +87,17 @@ class NodeRendezvous:
             self._socket.setblocking(False)
             control.loop.watch(self._socket.fileno(), lambda: self._accept(control, peers))
         control.hello_seconds = ARRIVE_SECONDS
-        control.loop.later(TELL_SECONDS, lambda: _tell(peers))
+        control.loop.later(LOG_SECONDS, lambda: self._log_missing(peers))
 
-    def again(self, control: Control, peer: HostState) -> None:
-        """The host calls by itself when its command is started again; this one is forked."""
+    def restart(self, control: Control, peer: HostState) -> None:
+        """Fork the agent of this host; another host connects by itself when its command is started again."""
         if peer is control.peers[0]:
             ForkStarter().begin(control, [peer])
         else:
             peer.since = float("inf")
 
     def close(self) -> None:
-        """Nobody is missing any more."""
+        """Stop listening."""
         if self._socket is not None:
             self._socket.close()
 
@@ -132,17 +128,29 @@ class NodeRendezvous:
         control.loop.unwatch(channel.reader)
         channel.close()
 
-
-def _tell(peers: list[HostState]) -> None:
-    missing = [peer.name for peer in peers if not peer.ready and not peer.lost]
-    if missing:
-        logger.info("waiting for %s (%d of %d hosts)", ", ".join(missing[:8]), len(missing), len(peers))
+    @staticmethod
+    def _log_missing(peers: list[HostState]) -> None:
+        missing = [peer.name for peer in peers if not peer.ready and not peer.lost]
+        if missing:
+            logger.info("waiting for %s (%d of %d hosts)", ", ".join(missing[:8]), len(missing), len(peers))
 
 
 def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Call the first host, then be its agent; what the ranks print is shown here."""
+    """Connect to the first host, then run as its agent; what the ranks print is shown here."""
     place = (job.address, control_port(job))
-    connection = _call(place, lambda: not front.open)
+    end = time.monotonic() + ARRIVE_SECONDS
+    log_at = time.monotonic() + LOG_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection(place, timeout=5)
+            break
+        except OSError as error:
+            if time.monotonic() > end or not front.open:
+                raise LaunchError(f"the first host does not answer at {place[0]}:{place[1]}: {error}") from error
+            if time.monotonic() > log_at:
+                log_at = end
+                logger.info("waiting for the first host at %s:%d: %s", *place, error)
+            time.sleep(0.5)
     connection.setblocking(False)
     descriptor = connection.detach()
     channel = Channel(descriptor, descriptor)
@@ -150,18 +158,3 @@ def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
     channel.send("caller", own=own, fingerprint=fingerprint)
     name = list(job.slots)[own]
     return Agent(channel, local=False, front=front, job=job.message(name)).run()
-
-
-def _call(place: tuple[str, int], given_up: Callable[[], bool]) -> socket.socket:
-    end = time.monotonic() + ARRIVE_SECONDS
-    tell = time.monotonic() + TELL_SECONDS
-    while True:
-        try:
-            return socket.create_connection(place, timeout=5)
-        except OSError as error:
-            if time.monotonic() > end or given_up():
-                raise LaunchError(f"the first host does not answer at {place[0]}:{place[1]}: {error}") from error
-            if time.monotonic() > tell:
-                tell = end
-                logger.info("waiting for the first host at %s:%d: %s", *place, error)
-            time.sleep(0.5)

@@ -144,12 +144,7 @@ _END = """        engine.save_checkpoint(str(checkpoints), client_state={"epoch"
 
 
 def script(model: str, checkpoints: bool) -> str:
-    """The text of the training script.
-
-    Args:
-        model: "vectors", "images" or "text".
-        checkpoints: saves after each epoch, and goes on from the last checkpoint.
-    """
+    """The text of the training script; with `checkpoints` it saves after each epoch and resumes."""
     parts, loss = _MODELS[model]
     begin, end = (_BEGIN, _END) if checkpoints else ("", "")
     return _HEAD + parts + _MAIN.format(loss=loss, begin=begin, end=end, first="first" if checkpoints else "0")
@@ -163,7 +158,7 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
         zero["offload_optimizer"] = place
         if options.stage == 3:
             zero["offload_param"] = place
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_batch_size": options.batch,
         "gradient_accumulation_steps": options.accumulate,
         "gradient_clipping": 1.0,
@@ -173,8 +168,8 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
         "steps_per_print": 1_000_000,
     }
     if options.precision != "fp32":
-        made[options.precision] = {"enabled": True}
-    return made
+        settings[options.precision] = {"enabled": True}
+    return settings
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -186,7 +181,18 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when nothing was written.
     """
-    options = _parser().parse_args(args)
+    parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
+    add("--model", choices=sorted(_MODELS), default="vectors", help="what the model sees")
+    add("--stage", type=int, choices=[0, 1, 2, 3], default=2, help="ZeRO stage: 0 nothing is split … 3 everything")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    add("--offload", choices=["none", "cpu", "nvme"], default="none", help="where optimizer state (stage 3: all) rests")
+    add("--batch", type=int, default=32, help="samples of an update, over all ranks")
+    add("--accumulate", type=int, default=1, help="micro-batches of an update")
+    add("--checkpoints", action="store_true", help="save after each epoch, go on from the last")
+    add("--force", action="store_true", help="write over files that exist")
+    options = parser.parse_args(args)
     problem = _problem(options)
     if problem:
         print(f"ds_new: {problem}", file=sys.stderr)
@@ -200,7 +206,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _problem(options: argparse.Namespace) -> str:
-    """Why nothing can be written; empty when it can."""
+    """The reason why nothing can be written; empty if it can."""
     there = [name for name in (SCRIPT, CONFIG) if (options.folder / name).exists()]
     if there and not options.force:
         return f"{' and '.join(there)} exist in {options.folder}; --force writes over them"
@@ -213,21 +219,6 @@ def _problem(options: argparse.Namespace) -> str:
             f"--batch {options.batch} is over all ranks and micro-batches: a multiple of --accumulate and of the ranks"
         )
     return ""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
-    add = parser.add_argument
-    add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
-    add("--model", choices=sorted(_MODELS), default="vectors", help="what the model sees")
-    add("--stage", type=int, choices=[0, 1, 2, 3], default=2, help="ZeRO stage: 0 nothing is split … 3 everything")
-    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
-    add("--offload", choices=["none", "cpu", "nvme"], default="none", help="where optimizer state (stage 3: all) rests")
-    add("--batch", type=int, default=32, help="samples of an update, over all ranks")
-    add("--accumulate", type=int, default=1, help="micro-batches of an update")
-    add("--checkpoints", action="store_true", help="save after each epoch, go on from the last")
-    add("--force", action="store_true", help="write over files that exist")
-    return parser
 
 
 if __name__ == "__main__":

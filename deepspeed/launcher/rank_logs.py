@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
+import struct
 import tempfile
+import termios
 import time
 import tty
 from collections.abc import Callable
@@ -18,15 +21,9 @@ KEPT_JOBS = 10
 
 
 def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
-    """The folder of this attempt's logs.
+    """The folder of an attempt's logs: in `named`, or of this user in the temporary folder, which keeps the last jobs.
 
-    Args:
-        named: the folder the user asked for; empty takes one of this user in the temporary folder.
-        job: identifier of the job.
-        attempt: its number, from 0.
-
-    Returns:
-        The folder, or None where nothing can be written: that is no reason not to train.
+    None where nothing can be written: that is no reason not to train.
     """
     if named:
         folder = Path(named) / f"attempt{attempt}"
@@ -39,7 +36,9 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
             parent = Path(tempfile.mkdtemp(prefix="deepspeed-"))
         folder = parent / job / f"attempt{attempt}"
         if not folder.parent.exists():
-            _prune(parent)
+            with contextlib.suppress(OSError):
+                for old in _by_age(parent)[KEPT_JOBS - 1 :]:
+                    shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
@@ -47,7 +46,7 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
 
 
 def jobs() -> list[Path]:
-    """The folders of this user's jobs where no folder was named, the last one first."""
+    """The folders of this user's jobs without a named one, the last job first."""
     parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
     with contextlib.suppress(OSError):
         if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
@@ -57,13 +56,6 @@ def jobs() -> list[Path]:
 
 def _by_age(parent: Path) -> list[Path]:
     return sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def _prune(parent: Path) -> None:
-    """Remove the folders of old jobs, those that are being written excepted."""
-    with contextlib.suppress(OSError):
-        for old in _by_age(parent)[KEPT_JOBS - 1 :]:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 TAIL_BYTES = 64 * 1024
@@ -91,7 +83,7 @@ def terminal_size(descriptor: int) -> Size | None:
 
 
 def open_channel(terminal: Size | None) -> tuple[int, int]:
-    """A (reader, writer) pair that looks to the writer like a terminal of that size, or for None like a pipe.
+    """A (reader, writer) pair whose writer is a terminal of that size, or for None a pipe.
 
     Progress bars ask whether they write to a terminal and how wide it is.
     """
@@ -100,21 +92,13 @@ def open_channel(terminal: Size | None) -> tuple[int, int]:
     else:
         reader, writer = os.openpty()
         tty.setraw(writer)
-        _set_size(writer, terminal)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", *terminal, 0, 0))
     os.set_blocking(reader, False)
     return reader, writer
 
 
-def _set_size(descriptor: int, size: Size) -> None:
-    import fcntl
-    import struct
-    import termios
-
-    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-
-
 class Log:
-    """The file of a rank's output; a disk that is full ends the file, not the rank."""
+    """The file of a rank's output; a full disk ends the file, not the rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +107,6 @@ class Log:
         self._file: BinaryIO | None = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append what the rank printed."""
         if self._file is None:
             return
         try:
@@ -137,7 +120,7 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file; what is written afterwards is dropped."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -145,13 +128,9 @@ class Log:
 
 
 class Stream:
-    """One output of a rank on its way from the rank's pipe to the launcher.
+    """One output of a rank, read from a non-blocking descriptor.
 
-    Args:
-        reader: non-blocking descriptor that the rank's writes arrive at.
-        emit: takes what is to be shown.
-        prefix: put before each line; empty passes bytes on as they come.
-        log: takes what the rank wrote.
+    `emit` shows it, with `prefix` before each line (empty: bytes as they come); `log` stores it.
     """
 
     def __init__(
@@ -166,7 +145,7 @@ class Stream:
         self._unfinished = b""
 
     def pump(self) -> bool:
-        """Pass on what has arrived; False when the rank's side is closed."""
+        """Read what has arrived; False if the rank's side is closed."""
         for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)
@@ -180,14 +159,14 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Pass on what is left and release the descriptor."""
+        """Read the rest and close the descriptor."""
         self.pump()  # not for ever: what the rank started may still write
         if self._unfinished:
             self._emit(self._prefix + self._unfinished + b"\n")
         os.close(self.reader)
 
     def last_traceback(self) -> str:
-        """The last traceback with the exceptions it is chained to; the last lines when it is no longer remembered."""
+        """The last traceback with the exceptions it is chained to; else the last lines."""
         text = self._tail
         start = text.rfind(_TRACEBACK)
         if start < 0:
@@ -197,7 +176,6 @@ class Stream:
         return _RANK_PREFIX.sub("", text[start:].decode(errors="replace"))
 
     def last_lines(self) -> str:
-        """What was printed last."""
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-LAST_LINES:])
 
     def _take(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Rank processes that end with the launcher, and the helper processes of a starter."""
+"""Rank processes that end with the launcher."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class RankSpec:
-    """How a rank is started.
+    """The start of a rank.
 
     Args:
         number: the global rank.
-        command: program and arguments.
-        environment: the whole environment of the process.
-        folder: the folder it starts in; None is this process's.
+        folder: working directory; None is this process's.
         cores: CPU cores it may run on; None leaves this process's.
         log_path: file that takes its output.
         prefix: put before each line that is shown.
-        terminals: size of the terminal that standard output and standard error are to look like, or None.
+        terminals: terminal sizes of standard output and standard error, None for a pipe.
     """
 
     number: int
@@ -49,12 +47,7 @@ class RankSpec:
 
 
 class Rank:
-    """One started rank: its process, what it prints, and how it ended.
-
-    Args:
-        start: what to run.
-        emit: takes the descriptor (1 or 2) and the bytes that are to be shown.
-    """
+    """One rank: its process, its output, and its end. `emit` takes the descriptor (1 or 2) and the bytes to show."""
 
     def __init__(self, start: RankSpec, emit: Callable[[int, bytes], object]) -> None:
         self.number = start.number
@@ -62,7 +55,9 @@ class Rank:
         self.ended_at = 0.0
         self.peak_memory = 0
         self.log_path = start.log_path
-        self._log = _open_log(start.log_path)
+        self._log: Log | None = None
+        with contextlib.suppress(OSError):  # a disk that takes no log is no reason not to train
+            self._log = Log(start.log_path) if start.log_path is not None else None
         self.streams: list[Stream] = []
         writers: list[int] = []
         try:
@@ -78,7 +73,7 @@ class Rank:
                 stderr=writers[1],
                 # A session of its own: Ctrl-C reaches the rank once, through the launcher, and the group can be killed.
                 start_new_session=True,
-                preexec_fn=_before_exec(os.getpid(), start.cores),
+                preexec_fn=self._before_exec(os.getpid(), start.cores),
             )
         finally:
             for writer in writers:
@@ -86,7 +81,7 @@ class Rank:
         self.errors = self.streams[1]
 
     def reap(self) -> bool:
-        """True once, when the process has ended; its exit code, time and peak memory are then known."""
+        """True once, when the process has ended; its exit code, end time and peak memory are set then."""
         if self.exit_code is not None:
             return False
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -98,7 +93,7 @@ class Rank:
         return True
 
     def close(self) -> None:
-        """Pass on what it last printed and release its streams."""
+        """Read the rest of its output and close the streams."""
         for stream in self.streams:
             stream.close()
         if self._log is not None:
@@ -106,7 +101,7 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """When it went wrong: its traceback comes before its end, which may take as long as freeing its memory."""
+        """Time of the failure: that of the traceback, as the end may take as long as freeing the memory."""
         return self._fatal_traceback_at or self.ended_at
 
     def last_words(self) -> str:
@@ -115,7 +110,7 @@ class Rank:
 
     @property
     def _fatal_traceback_at(self) -> float | None:
-        """Time of the last traceback; one long before the end was of an exception that the program survived."""
+        """Time of the last traceback; None if long before the end, when the program survived the exception."""
         printed_at = self.errors.traceback_at
         return printed_at if printed_at is not None and self.ended_at - printed_at < FATAL_SECONDS else None
 
@@ -127,39 +122,27 @@ class Rank:
 
     def kill_group(self) -> None:
         """Kill the process and everything it started that stayed in its group."""
-        _kill_group(self.process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @staticmethod
+    def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
+        def prepare() -> None:
+            if _prctl is not None:
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:  # it died before the line above
+                os._exit(1)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        return prepare
 
 
-def _open_log(path: Path | None) -> Log | None:
-    """The log at `path`; none where the disk does not allow it, which is no reason not to train."""
-    try:
-        return None if path is None else Log(path)
-    except OSError:
-        return None
-
-
-def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
-    def prepare() -> None:
-        if _prctl is not None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the line above
-            os._exit(1)
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
-
-    return prepare
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def close_all_but(*kept: int) -> None:
+def close_all_but(*descriptors: int) -> None:
     """Close every inherited descriptor but those and the three standard ones."""
     listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
     for descriptor in map(int, listed):
-        if descriptor > 2 and descriptor not in kept:
+        if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -175,12 +158,12 @@ class Guard:
         self._pid = os.fork()
         if self._pid == 0:
             os.setsid()
-            close_all_but(reader)  # the other ends are somebody's life
-            _wait_and_kill(reader)
+            close_all_but(reader)  # an end that stayed open here would hide from others that it was closed
+            self._kill_groups_at_end(reader)
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
-        """Kill the group of this rank should this process die."""
+        """Kill the group of this rank if this process dies."""
         os.write(self._writer, b"%d\n" % rank.process.pid)
 
     def dismiss(self) -> None:
@@ -189,51 +172,12 @@ class Guard:
         os.waitpid(self._pid, 0)
         os.close(self._writer)
 
-
-def _wait_and_kill(reader: int) -> None:
-    try:
-        with open(reader) as lines:
-            for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
-                _kill_group(group)
-    finally:
-        os._exit(0)
-
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Become the parent of what is left when a child of this process ends before its own children."""
-    if _prctl is not None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def helpers_of(pid: int) -> list[int]:
-    """Everything below a process but agents, which end with their connection, and what is below those."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-    own, found, waiting = _program(os.getpid()), list[int](), [pid]
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            program = _program(child)
-            if program and program != own:
-                found.append(child)
-                waiting.append(child)
-    return found
-
-
-def _program(pid: int) -> str:
-    """The file a process runs; empty when it has ended."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
-
-
-def kill(pids: list[int]) -> None:
-    """Kill what is left of these."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    @staticmethod
+    def _kill_groups_at_end(reader: int) -> None:
+        try:
+            with open(reader) as lines:
+                for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(group, signal.SIGKILL)
+        finally:
+            os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import shlex
 import sys
@@ -12,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.errors import DeepSpeedError, LaunchError
+from deepspeed.foundation.log import logger
 from deepspeed.launcher import hosts as launcher_hosts
 from deepspeed.launcher import multinode_runner, node_rendezvous
 from deepspeed.launcher.agent import own_folder
-from deepspeed.launcher.arguments import DLTS_HOSTFILE, parse, program, set_log_level
-from deepspeed.launcher.autotuning import hand_over
+from deepspeed.launcher.arguments import DLTS_HOSTFILE, parse, program
 from deepspeed.launcher.controller import Control
 from deepspeed.launcher.elastic import ElasticControl, valid_sizes
 from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
@@ -51,12 +52,17 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the rank that failed first, or 2 when nothing could be started.
     """
-    given = list(sys.argv[1:] if args is None else args)
+    arguments = list(sys.argv[1:] if args is None else args)
     try:
-        options = parse(given)
+        options = parse(arguments)
         if options.autotuning:
             _check(options)
-            hand_over(options, given, choose_hosts(options))
+            # The planner's autotuner takes the place of this process.
+            words = json.dumps(own_options(arguments[: len(arguments) - len(options.user_args) - 1]))
+            hosts, module = json.dumps(choose_hosts(options)), str(int(options.module))
+            command = [sys.executable, "-m", "deepspeed.planner.autotuner", options.autotuning, hosts, words, module]
+            sys.stdout.flush()
+            os.execv(sys.executable, [*command, options.user_script, *options.user_args])
         return run(options)
     except DeepSpeedError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
@@ -64,33 +70,29 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
-    """Start what the options ask for.
-
-    Args:
-        options: of the command.
-        known: the hosts; None looks for them.
-
-    Returns:
-        The exit code of the rank that failed first, or 0.
+    """Start the job of the options on `known` hosts, or on those that are found; returns the job's exit code.
 
     Raises:
         LaunchError: the options, the hostfile or the machine do not allow it.
     """
     _check(options)
-    set_log_level(options)
-    found = _pool(options) if known is None else launcher_hosts.Pool(known, "--world_info")
-    hosts = _narrow(options, found)
-    every = options.no_ssh or found.own is not None  # each host runs this command
+    logger.setLevel(logging.ERROR if options.quiet else options.log_level.upper())
+    pool = _pool(options) if known is None else launcher_hosts.Pool(known, "--world_info")
+    hosts = _narrow(options, pool)
+    every = options.no_ssh or pool.own is not None  # each host runs this command
     here = not every and not options.force_multi and len(hosts) == 1 and is_this_machine(next(iter(hosts)))
-    job = _job(options, hosts, here, found)
+    job = _job(options, hosts, here, pool)
     kind = Control if job.elastic is None else ElasticControl
     if every:
-        own = options.node_rank if options.node_rank >= 0 else found.own or 0
-        return run_behind(lambda front: node_rendezvous.run(job, own, _print(job), front))
+        own = options.node_rank if options.node_rank >= 0 else pool.own or 0
+        # What the hosts of one --no_ssh job have in common, and another job has not.
+        common = [job.program[-1], job.arguments, list(job.slots.items()), job.address, job.port]
+        fingerprint = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:32]
+        return run_behind(lambda front: node_rendezvous.run(job, own, fingerprint, front))
     if here:
         return run_behind(lambda front: kind(job, multinode_runner.ForkStarter(), front).run())
     settings = multinode_runner.StarterSettings(shlex.split(options.launcher_args), options.ssh_port)
-    starter = multinode_runner.make(options.launcher or found.launcher, settings)
+    starter = multinode_runner.make(options.launcher or pool.launcher, settings)
     if job.elastic is not None and starter.name != "ssh":
         raise LaunchError(f"--elastic_training starts lost hosts again, and {starter.name} cannot: use ssh or --no_ssh")
     return run_behind(lambda front: kind(job, starter, front).run())
@@ -114,25 +116,36 @@ def _check(options: argparse.Namespace) -> None:
         raise LaunchError(f"--master_port {options.master_port} is not a port: ports end at 65535")
 
 
+def own_options(words: Sequence[str]) -> list[str]:
+    """The launcher's options without --autotuning."""
+    flag = "--autotuning"
+    remaining, skip = list[str](), False
+    for word in words:
+        if skip or word == flag:
+            skip = word == flag and not skip
+        elif not word.startswith(f"{flag}="):
+            remaining.append(word)
+    return remaining
+
+
 def choose_hosts(options: argparse.Namespace) -> Hosts:
     """The hosts and slots that the options and the hostfile name; without hostfile those of this machine."""
     return _narrow(options, _pool(options))
 
 
 def _pool(options: argparse.Namespace) -> launcher_hosts.Pool:
-    found = launcher_hosts.find(options.hostfile, options.num_gpus)
-    if options.no_ssh and len(found.hosts) == 1 and options.num_nodes > 1:  # containers without any list of hosts
-        slots = next(iter(found.hosts.values()))
-        return launcher_hosts.Pool(
-            {f"node{index}": slots for index in range(options.num_nodes)}, "--num_nodes", counted=False
-        )
-    return found
+    pool = launcher_hosts.find(options.hostfile, options.num_gpus)
+    if options.no_ssh and len(pool.hosts) == 1 and options.num_nodes > 1:  # containers without any list of hosts
+        slots = next(iter(pool.hosts.values()))
+        return launcher_hosts.Pool({f"node{index}": slots for index in range(options.num_nodes)}, "--num_nodes")
+    return pool
 
 
-def _narrow(options: argparse.Namespace, found: launcher_hosts.Pool) -> Hosts:
-    hosts = select(found.hosts, options.include, options.exclude)
+def _narrow(options: argparse.Namespace, pool: launcher_hosts.Pool) -> Hosts:
+    hosts = select(pool.hosts, options.include, options.exclude)
     if options.num_nodes > len(hosts):
-        raise LaunchError(f"--num_nodes {options.num_nodes}, but {_named(options, found)} gives {list(hosts)}")
+        named = f"the hostfile {options.hostfile}" if pool.source == "this machine" else pool.source
+        raise LaunchError(f"--num_nodes {options.num_nodes}, but {named} gives {list(hosts)}")
     if options.num_nodes > 0:
         hosts = dict(list(hosts.items())[: options.num_nodes])
     if options.num_gpus > 0:
@@ -143,13 +156,9 @@ def _narrow(options: argparse.Namespace, found: launcher_hosts.Pool) -> Hosts:
     return hosts
 
 
-def _named(options: argparse.Namespace, found: launcher_hosts.Pool) -> str:
-    return f"the hostfile {options.hostfile}" if found.source == "this machine" else found.source
-
-
-def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: launcher_hosts.Pool) -> Job:
-    every = options.no_ssh or found.own is not None
-    known = set(hosts) | set(found.hosts)
+def _job(options: argparse.Namespace, hosts: Hosts, here: bool, pool: launcher_hosts.Pool) -> Job:
+    every = options.no_ssh or pool.own is not None
+    known = set(hosts) | set(pool.hosts)
     exports = declared(options.export, several_hosts=not here and not every, hosts=known)
     unknown = sorted({host for _, _, host in exports if host is not None} - known)
     if unknown:
@@ -163,7 +172,7 @@ def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: launcher_
         arguments=list(options.user_args),
         folder=own_folder(),
         exports=exports,
-        address=options.master_addr or found.address,
+        address=options.master_addr or pool.address,
         port=port,
         heartbeat=options.heartbeat,
         elastic=_elastic(options, hosts),
@@ -187,12 +196,6 @@ def _elastic(options: argparse.Namespace, hosts: Hosts) -> Elastic | None:
     if not fewest <= most or fewest > len(hosts):
         raise LaunchError(f"--min_elastic_nodes {fewest}, --max_elastic_nodes {most}, and there are {len(hosts)} hosts")
     return Elastic(fewest, most, valid_sizes(options.user_args, dict(os.environ)))
-
-
-def _print(job: Job) -> str:
-    """What the hosts of one --no_ssh job have in common, and another job has not."""
-    common = [job.program[-1], job.arguments, list(job.slots.items()), job.address, job.port]
-    return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:32]
 
 
 if __name__ == "__main__":

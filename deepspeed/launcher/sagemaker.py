@@ -29,14 +29,18 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
     Returns:
         The exit code; a failure is also written to `output/failure`.
     """
-    given = list(sys.argv[1:] if args is None else args)
-    given = given[:-1] if given[-1:] == ["train"] else given
+    arguments = list(sys.argv[1:] if args is None else args)
+    arguments = arguments[:-1] if arguments[-1:] == ["train"] else arguments
     os.environ.update({name: value for name, value in variables(root).items() if name not in os.environ})
     if not os.access(os.environ.get("HOME", ""), os.W_OK):
         os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
-    code = runner.main([*given, *hyper_parameters(root)])
+    code = runner.main([*arguments, *hyper_parameters(root)])
     if code not in (0, 85):
-        report_failure(root, f"exit code {code}: {reason(last_errors())}")
+        # The launcher's own report, which comes last, else the last lines shown.
+        shown = last_errors()
+        reports = list(re.finditer(r"^(\[deepspeed\]|deepspeed:) ", shown, re.MULTILINE))
+        reason = shown[reports[-1].end() :] if reports else shown[-FAILURE_BYTES // 2 :]
+        report_failure(root, f"exit code {code}: {reason}")
     return code
 
 
@@ -46,11 +50,11 @@ def hyper_parameters(root: Path) -> list[str]:
     Those of the SDK (`sagemaker_…`) are not the script's. A value in JSON quotes loses them; "true" stays a word.
     """
     try:
-        found = json.loads((root / "input/config/hyperparameters.json").read_text())
+        parameters = json.loads((root / "input/config/hyperparameters.json").read_text())
     except OSError:
         return []
     words: list[str] = []
-    for name, value in found.items():
+    for name, value in parameters.items():
         if name.startswith("sagemaker_"):
             continue
         text = str(value)
@@ -62,7 +66,7 @@ def hyper_parameters(root: Path) -> list[str]:
 
 def variables(root: Path) -> dict[str, str]:
     """What the training toolkit would have set: folders, channels, hosts."""
-    found = {
+    environment = {
         "SM_MODEL_DIR": str(root / "model"),
         "SM_OUTPUT_DATA_DIR": str(root / "output/data"),
         "SM_CHECKPOINT_DIR": str(root / "checkpoints"),
@@ -72,24 +76,18 @@ def variables(root: Path) -> dict[str, str]:
     except OSError:
         channels = {}
     for name in channels:
-        found[f"SM_CHANNEL_{name.upper().replace('-', '_')}"] = str(root / "input/data" / name)
+        environment[f"SM_CHANNEL_{name.upper().replace('-', '_')}"] = str(root / "input/data" / name)
     try:
         resources = json.loads((root / "input/config/resourceconfig.json").read_text())
     except OSError:
-        return found
-    found["SM_HOSTS"] = json.dumps(resources["hosts"])
-    found["SM_CURRENT_HOST"] = resources["current_host"]
+        return environment
+    environment["SM_HOSTS"] = json.dumps(resources["hosts"])
+    environment["SM_CURRENT_HOST"] = resources["current_host"]
     network = resources.get("network_interface_name")
     if network:
-        found["SM_NETWORK_INTERFACE_NAME"] = network
-        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = network
-    return found
-
-
-def reason(shown: str) -> str:
-    """Why a run failed: the launcher's own report, which comes last, else the last lines shown."""
-    found = list(re.finditer(r"^(\[deepspeed\]|deepspeed:) ", shown, re.MULTILINE))
-    return shown[found[-1].end() :] if found else shown[-FAILURE_BYTES // 2 :]
+        environment["SM_NETWORK_INTERFACE_NAME"] = network
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = network
+    return environment
 
 
 def report_failure(root: Path, text: str) -> None:

@@ -23,14 +23,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)  # after these the ranks end, whatever 
 
 
 class WorkerGroup:
-    """The ranks of some hosts.
-
-    Args:
-        job: what they run.
-        members: the hosts.
-        number: from 0.
-        loop: calls back.
-    """
+    """The ranks of one attempt (`number`, from 0) on some hosts."""
 
     def __init__(self, job: Job, members: Sequence[HostState], number: int, loop: Loop) -> None:
         self.members = list(members)
@@ -45,16 +38,10 @@ class WorkerGroup:
 
     @property
     def over(self) -> bool:
-        """Whether no rank runs any more."""
         return not any(peer.left for peer in self.members)
 
     def start(self, address: str, port: int) -> None:
-        """Have every host start its ranks.
-
-        Args:
-            address: where rank 0 is met.
-            port: of that address.
-        """
+        """Have every host start its ranks, with the rendezvous of rank 0 at an address and port."""
         shared = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -69,7 +56,7 @@ class WorkerGroup:
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
     def started(self, peer: HostState, message: dict[str, Any]) -> None:
-        """The ranks of a host run."""
+        """Note that the ranks of a host run."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
             return
@@ -81,7 +68,7 @@ class WorkerGroup:
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
     def ended(self, peer: HostState, message: dict[str, Any]) -> None:
-        """A rank has ended."""
+        """Note the end of a rank."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
             return
@@ -90,18 +77,18 @@ class WorkerGroup:
             f"rank {message['rank']} of {self.world} failed first "
             f"(host {message['host']}, pid {message['pid']}{log}): {message['means']}\n{message['words']}"
         )
-        at = time.monotonic() - message["ago"]
-        self._fail(Failure(at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
+        failed_at = time.monotonic() - message["ago"]
+        self._fail(Failure(failed_at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
     def lost(self, peer: HostState, why: str) -> None:
-        """A host is gone, and its ranks with it."""
+        """Note the loss of a host with its ranks."""
         had_ranks = bool(peer.left)
         peer.left.clear()
         if had_ranks and not self._ending:
             self._fail(Failure(time.monotonic(), 1, f"host {peer.name} ({peer.ranks()}) was lost: {why}"))
 
     def signal(self, number: int) -> None:
-        """A signal of the user's or a scheduler's: all ranks get it, and in the end they end."""
+        """Send a signal of the user or a scheduler to all ranks, and end them after the grace period."""
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
         if number == self.stopped_by and not again:
             return  # a scheduler tells the agent of every host, a platform every container
@@ -115,7 +102,6 @@ class WorkerGroup:
             peer.send("signal", number=number)
 
     def end(self) -> None:
-        """End the ranks that are left, everywhere."""
         if self._finished:  # the timer of an attempt that another one has followed
             return
         self._ending = True
@@ -124,11 +110,11 @@ class WorkerGroup:
                 peer.send("end", number=int(signal.SIGTERM), grace=GRACE_SECONDS)
 
     def result(self) -> tuple[int, str]:
-        """The exit code, and the report of the first failure; nothing that was still to be done is done any more."""
+        """The exit code and the report of the first failure; pending timers do nothing any more."""
         self._finished = True
         if not self.failures:
             return 0, ""
-        first = min(self.failures, key=lambda failure: (failure.secondary, failure.at))
+        first = min(self.failures, key=lambda failure: (failure.secondary, failure.time))
         code, stop = first.shell_code, self.stopped_by
         if stop is not None and (-first.code in (stop, signal.SIGKILL) or code == REQUEUE):
             saved = " (saved, to be started again)" if code == REQUEUE else ""

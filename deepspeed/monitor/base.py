@@ -1,15 +1,27 @@
-"""What every monitor is: it takes events, and is closed. Nothing here, or in a monitor's module, imports torch."""
+"""The interface of all monitors, and those that write JSON lines, to MLflow and for Prometheus.
+
+Nothing here, or in another monitor's module, imports torch, or the package that a monitor writes through before the
+monitor is made.
+"""
 
 from __future__ import annotations
 
 import abc
 import importlib.util
+import json
+import math
+import os
+import re
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from deepspeed.errors import NotAvailableError
+
+_MLFLOW_BATCH = 1000  # metrics in a batch, by MLflow's own limit
+_MLFLOW_ILLEGAL = re.compile(r"[^\w\-. /:]")  # what names of metrics may not have
 
 
 class Event(NamedTuple):
@@ -29,7 +41,7 @@ class Event(NamedTuple):
 
 
 class Monitor(abc.ABC):
-    """Writes events to one place, in this process and at once; an engine's are written by `writer`, aside.
+    """Writes events to one place, in this process; those of an engine run in a process each (`monitor_process`).
 
     Args:
         config: the block of the configuration, or anything with its keys as attributes.
@@ -63,7 +75,7 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def write(self, events: list[Event]) -> None:
-        """Write, and let the operating system, or the package, have it all."""
+        """Write, and flush to the operating system or the package."""
 
     def close(self) -> None:  # noqa: B027  # files that are flushed may stay open
         """Nothing more will come."""
@@ -72,3 +84,80 @@ class Monitor(abc.ABC):
 def folder_of(config: Any) -> Path:
     """The folder of a run: `output_path`/`job_name`, below the working directory where no path is given."""
     return Path(config.output_path or ".").absolute() / config.job_name
+
+
+class JsonlMonitor(Monitor):
+    """Appends a line with name, value, step and time for each event; numbers that JSON has not are strings."""
+
+    def __init__(self, jsonl_config: Any) -> None:
+        super().__init__(jsonl_config)
+        self.path = folder_of(jsonl_config) / "events.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, events: list[Event]) -> None:
+        """One write for all of them, so that a reader never sees half a line."""
+        rows = (e._asdict() | {"value": e.value if math.isfinite(e.value) else str(e.value)} for e in events)
+        self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class MLflowMonitor(Monitor):
+    """Logs to a run of its own, in one batch for all events that have come."""
+
+    module = extra = "mlflow"
+
+    def __init__(self, mlflow_config: Any) -> None:
+        super().__init__(mlflow_config)
+        uri = mlflow_config.tracking_uri
+        if uri is not None and ("://" not in uri or uri.startswith("file:")):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder was asked for by name
+        self._metric = import_module("mlflow.entities").Metric
+        self._client = import_module("mlflow.tracking").MlflowClient(uri)
+        name, experiment = mlflow_config.experiment, self._client.get_experiment_by_name(mlflow_config.experiment)
+        experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self.run_id = self._client.create_run(experiment_id, run_name=mlflow_config.run_name).info.run_id
+
+    def write(self, events: list[Event]) -> None:
+        """Log metrics, `step` as the step."""
+        metrics = [self._metric(_MLFLOW_ILLEGAL.sub("_", e.name), e.value, int(1000 * e.time), e.step) for e in events]
+        for first in range(0, len(metrics), _MLFLOW_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[first : first + _MLFLOW_BATCH])
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self.run_id)
+
+
+class PrometheusMonitor(Monitor):
+    """Serves gauges over HTTP: `Train/Samples/lr` is `deepspeed_train_samples_lr{job="…"}`, the step is a gauge too."""
+
+    module, extra = "prometheus_client", "prometheus"
+
+    def __init__(self, prometheus_config: Any) -> None:
+        super().__init__(prometheus_config)
+        package = import_module("prometheus_client")
+        self._gauge, self._registry = package.Gauge, package.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._job = prometheus_config.job_name
+        self._server, _ = package.start_http_server(prometheus_config.port, prometheus_config.host, self._registry)
+
+    def _set(self, name: str, meaning: str, value: float) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._gauge(name, meaning, ["job"], registry=self._registry).labels(self._job)
+        self._gauges[name].set(value)
+
+    def write(self, events: list[Event]) -> None:
+        """Set the gauges."""
+        for event in events:
+            name = "deepspeed_" + re.sub(r"\W", "_", event.name).lower()
+            self._set(name, event.name, event.value)
+            self._set("deepspeed_step", "x axis of the newest event", event.step)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()

@@ -13,8 +13,8 @@ from typing import Any
 from deepspeed.foundation.log import current_rank, log_rank0
 from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
-from deepspeed.monitor.live_status import LivePage
-from deepspeed.monitor.monitor_process import MONITORS, Feed, close_all, monitor_class
+from deepspeed.monitor.monitor_process import MONITORS, Feed, monitor_class
+from deepspeed.monitor.top import LivePage
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
@@ -24,7 +24,7 @@ _WITH_FOLDER = ("tensorboard", "csv_monitor")
 class MonitorMaster:
     """Hands the events of rank 0 to the writers of all monitors that the configuration enables.
 
-    Each writer is a process of its own (`writer`), so that `write_events` waits for nothing. They end with `close`,
+    Each writer is a process of its own (`monitor_process`), so `write_events` waits for nothing. They end with `close`,
     when this object goes, and when the run ends or is killed.
 
     Args:
@@ -51,39 +51,39 @@ class MonitorMaster:
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig, rank: int | None = None) -> None:
         self.monitor_config = monitor_config
-        asked = {block: getattr(monitor_config, block) for block in MONITORS}
-        wanted = {block: section.model_dump() for block, section in asked.items() if section.enabled}
+        sections = {block: getattr(monitor_config, block) for block in MONITORS}
+        wanted = {block: section.model_dump() for block, section in sections.items() if section.enabled}
         self.enabled = bool(wanted)
-        self.writes = self.enabled and (current_rank() if rank is None else rank) == 0
+        self._rank = current_rank() if rank is None else rank
+        self.writes = self.enabled and self._rank == 0
         for block in _WITH_FOLDER:
             if block in wanted:  # whoever names a folder gets the JSONL file in it
                 wanted.setdefault("jsonl_monitor", wanted[block])
         for block in wanted:
             monitor_class(block).require()
-        self._place = wanted.get("jsonl_monitor"), current_rank() if rank is None else rank  # of what ds_top reads
+        self._page_settings = wanted.get("jsonl_monitor")  # where the page is that ds_top reads
         self._page: LivePage | None = None
         self._feeds: list[Feed] = []
         for block, settings in wanted.items() if self.writes else ():
             feed = Feed(block, settings)
             setattr(self, "tb_monitor" if block == "tensorboard" else f"{block.removesuffix('_monitor')}_monitor", feed)
             self._feeds.append(feed)
-        self._closing = weakref.finalize(self, close_all, self._feeds)  # at exit too
+        self._closing = weakref.finalize(self, Feed.close_all, self._feeds)  # at exit too
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """What this rank did last, for `ds_top`, where a folder was named: a copy in memory.
+        """Show `ds_top` this rank's last step, where a folder was named: a copy in memory.
 
         Args:
             facts: values that JSON has.
         """
-        settings, rank = self._place
-        if settings is None:
+        if self._page_settings is None:
             return
         try:
-            self._page = self._page or LivePage(folder_of(SimpleNamespace(**settings)), rank)
+            self._page = self._page or LivePage(folder_of(SimpleNamespace(**self._page_settings)), self._rank)
             self._page.write(facts)
         except OSError as error:
-            self._place = None, rank
-            log_rank0(f"ds_top will not see rank {rank}: {error}", logging.WARNING)
+            self._page_settings = None
+            log_rank0(f"ds_top will not see rank {self._rank}: {error}", logging.WARNING)
 
     def write_events(self, event_list: Iterable[tuple[Any, ...]], flush: bool = True) -> None:
         """Queue events on rank 0; nothing happens elsewhere.
@@ -102,6 +102,6 @@ class MonitorMaster:
     def close(self) -> None:
         """Let the writers finish, and end them."""
         self._closing()
-        page, self._page, self._place = self._page, None, (None, 0)
+        page, self._page, self._page_settings = self._page, None, None
         if page is not None:
             page.close()

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -28,8 +29,8 @@ from deepspeed.monitor.base import Event, Monitor
 
 LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
 _PIPE = 1 << 20  # bytes that the kernel takes while the writer is busy
-_KEPT = 1 << 24  # bytes that are kept here when the pipe is full
-_TAIL, _WORDS = 4096, 300  # of what a writer said: bytes that are looked at when it ends, characters that are shown
+_PENDING = 1 << 24  # bytes that are held here when the pipe is full
+_TAIL, _SHOWN = 4096, 300  # of a writer's output: bytes that are read when it ends, characters that are shown
 
 
 class Feed:
@@ -45,57 +46,47 @@ class Feed:
 
     def __init__(self, block: str, settings: dict[str, Any]) -> None:
         self.block, self._run = block, os.getpid()
-        self._kept, self._lost = bytearray(), 0
-        self._said = tempfile.TemporaryFile()
+        self._pending, self._lost = bytearray(), 0
+        self._output = tempfile.TemporaryFile()
         self._writer: subprocess.Popen[bytes] | None = subprocess.Popen(
             [sys.executable, "-m", "deepspeed.monitor.monitor_process"],
             stdin=subprocess.PIPE,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._output,
+            stderr=self._output,
             start_new_session=True,  # Ctrl-C, or the end of the run's group, must not cost the last events
         )
         self._pipe = self._writer.stdin.fileno() if self._writer.stdin is not None else -1
         os.set_blocking(self._pipe, False)
-        try:
+        with suppress(AttributeError, OSError):  # else it stays as large as it is
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE)
-        except (AttributeError, OSError):
-            pass  # it stays as large as it is
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
-        """Hand a line over without waiting; what the pipe does not take goes with the next one.
-
-        Args:
-            line: whole, with its end.
-        """
+        """Hand a whole line over without waiting; what the pipe does not take goes with the next one."""
         if self._writer is None or os.getpid() != self._run:  # a forked loader has no monitor
             return
-        if len(self._kept) + len(line) > _KEPT:
+        if len(self._pending) + len(line) > _PENDING:
             if not self._lost:
                 self._warn("does not keep up, and loses events from here on")
             self._lost += 1
         else:
-            self._kept += line
+            self._pending += line
         try:
-            while self._kept:
-                del self._kept[: os.write(self._pipe, self._kept)]
+            while self._pending:
+                del self._pending[: os.write(self._pipe, self._pending)]
         except BlockingIOError:
             pass
         except OSError:
             self._end(1.0, "has closed its input")
 
     def close(self, limit: float | None = None) -> None:
-        """Let the writer write what it has, and end; one that takes longer than the limit is ended.
-
-        Args:
-            limit: seconds; None: `LIMIT`.
-        """
+        """Let the writer write the rest, and end; one that takes longer than the limit (in seconds) is killed."""
         limit = LIMIT if limit is None else limit
         if os.getpid() != self._run:
             return
         deadline = time.monotonic() + limit
         self.send(b"\n")
-        while self._kept and self._writer is not None and time.monotonic() < deadline:
+        while self._pending and self._writer is not None and time.monotonic() < deadline:
             time.sleep(0.01)
             self.send(b"")
         if self._writer is not None:
@@ -115,37 +106,33 @@ class Feed:
         if failed:
             self._end_group(writer)
             self._warn(complaint)
-        self._said.close()
+        self._output.close()
+
+    @staticmethod
+    def close_all(feeds: list[Feed]) -> None:
+        """Close feeds; their writers finish side by side, within one limit."""
+        deadline = time.monotonic() + LIMIT
+        for feed in feeds:
+            feed.send(b"\n")
+        for feed in feeds:
+            feed.close(max(1.0, deadline - time.monotonic()))
+        feeds.clear()
 
     @staticmethod
     def _end_group(writer: subprocess.Popen[bytes]) -> None:
         """End a writer that hangs, and the processes its package has started."""
-        try:
+        with suppress(OSError):  # they are gone
             os.killpg(writer.pid, signal.SIGKILL)
-        except OSError:
-            pass  # they are gone
-        try:
+        with suppress(subprocess.TimeoutExpired):  # the kernel holds it, as a dead file server can
             writer.wait(1.0)
-        except subprocess.TimeoutExpired:
-            pass  # the kernel holds it, as a dead file server can
 
     def _last_words(self) -> str:
-        size = os.fstat(self._said.fileno()).st_size
-        said = os.pread(self._said.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").split("\n")
-        return next((line for line in reversed(said) if line.strip()), "it said nothing").strip()[:_WORDS]
+        size = os.fstat(self._output.fileno()).st_size
+        tail = os.pread(self._output.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").split("\n")
+        return next((line for line in reversed(tail) if line.strip()), "it said nothing").strip()[:_SHOWN]
 
     def _warn(self, what: str) -> None:
         log_rank0(f"the monitor {self.block} {what}; training goes on", logging.WARNING)
-
-
-def close_all(feeds: list[Feed]) -> None:
-    """Close feeds; their writers finish side by side, within one limit."""
-    deadline = time.monotonic() + LIMIT
-    for feed in feeds:
-        feed.send(b"\n")
-    for feed in feeds:
-        feed.close(max(1.0, deadline - time.monotonic()))
-    feeds.clear()
 
 
 # block of the configuration: where its monitor is
@@ -154,9 +141,9 @@ MONITORS = {
     "wandb": ("deepspeed.monitor.wandb", "WandbMonitor"),
     "comet": ("deepspeed.monitor.comet", "CometMonitor"),
     "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor"),
-    "jsonl_monitor": ("deepspeed.monitor.jsonl", "JsonlMonitor"),
-    "mlflow": ("deepspeed.monitor.mlflow", "MLflowMonitor"),
-    "prometheus": ("deepspeed.monitor.prometheus", "PrometheusMonitor"),
+    "jsonl_monitor": ("deepspeed.monitor.base", "JsonlMonitor"),
+    "mlflow": ("deepspeed.monitor.base", "MLflowMonitor"),
+    "prometheus": ("deepspeed.monitor.base", "PrometheusMonitor"),
 }
 
 
@@ -166,7 +153,7 @@ def monitor_class(block: str) -> type[Monitor]:
     return getattr(import_module(module), name)
 
 
-def _take_in(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]) -> None:
+def _read_lines(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]) -> None:
     for line in iter(lines.readline, b""):
         if not line.strip():
             break
@@ -177,26 +164,18 @@ def _take_in(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]
     queue.put(None)
 
 
-def _all_there_is(queue: SimpleQueue[list[Any] | None]) -> list[list[Any] | None]:
-    found = [queue.get()]
-    try:
-        while found[-1] is not None:
-            found.append(queue.get_nowait())
-    except Empty:
-        pass
-    return found
-
-
 def _serve(lines: BinaryIO) -> None:
     block, settings, limit = json.loads(lines.readline())
     queue: SimpleQueue[list[Any] | None] = SimpleQueue()
-    threading.Thread(target=_take_in, args=(lines, limit, queue), daemon=True).start()
+    threading.Thread(target=_read_lines, args=(lines, limit, queue), daemon=True).start()
     monitor = monitor_class(block)(SimpleNamespace(**settings))
-    ended = False
-    while not ended:
-        found = _all_there_is(queue)
-        ended = found[-1] is None
-        events = [Event(*event) for together in found if together is not None for event in together]
+    batches: list[list[Any] | None] = []
+    while not batches or batches[-1] is not None:
+        batches = [queue.get()]
+        with suppress(Empty):
+            while batches[-1] is not None:
+                batches.append(queue.get_nowait())
+        events = [Event(*event) for batch in batches if batch is not None for event in batch]
         if events:
             monitor.write(events)
     monitor.close()

@@ -55,7 +55,7 @@ class Progress:
         self._thread = threading.Thread(target=self._draw, name="deepspeed-progress", daemon=True)
         self._thread.start()
 
-    # -- told by the loop; each is some assignments ---------------------------------------------------------------
+    # -- called by the loop; each is some assignments --------------------------------------------------------------
 
     def on_loss(self, loss: Any) -> None:
         """Keep a loss that `float` can read; it is read when a line is due."""
@@ -66,12 +66,7 @@ class Progress:
         self._batches += 1
 
     def on_update(self, updates: int, samples: int) -> None:
-        """An update is over.
-
-        Args:
-            updates: so far.
-            samples: of this one, over all ranks.
-        """
+        """An update is over: how many so far, and the samples of this one, over all ranks."""
         self._updates, self._samples = updates, self._samples + samples
         self._changed = True
         self._seen.append((time.monotonic(), self._batches, self._samples))
@@ -117,7 +112,7 @@ class Progress:
         self._drawn = live and not last
 
     def line(self) -> str:
-        """What is shown now."""
+        """The text that is shown now."""
         parts = [f"step {self._updates:,}"]
         if self._loss is not None:
             parts.append(f"loss {float(self._loss):.4g}")
@@ -126,7 +121,9 @@ class Progress:
             parts.append(f"{(after - before) / (until - since):,.4g} samples/s")
         left = self._left()
         if left is not None:
-            parts.append(f"{_clock(left)} left")
+            hours, rest = divmod(round(left), 3600)
+            clock = f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+            parts.append(f"{clock} left")
         return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
 
     def _left(self) -> float | None:
@@ -135,9 +132,3 @@ class Progress:
         if self._total is None or done <= before:
             return None
         return max(0, self._total - done) * (until - since) / (done - before)
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -1,22 +1,84 @@
-"""`ds_top RUN`: all ranks of a run, live, from another terminal."""
+"""`ds_top RUN`: all ranks of a run, live, from another terminal; and the mapped page that each rank writes for it.
+
+[Note: half a page] A reader may come in the middle of a write. The length is zero meanwhile, and what does not parse is
+read again.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import mmap
 import os
+import struct
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepspeed.monitor.live_status import FOLDER, read_pages
-
+FOLDER = "ranks"
+_BYTES = 4096
+_LENGTH = struct.Struct("=I")
+_READS, _BETWEEN_READS = 5, 0.002  # of a page that is being written; seconds
 _LATE = 3.0  # times the usual seconds of an update: then a rank is called late
 _CLEAR = "\x1b[H\x1b[2J"
 
 
+class LivePage:
+    """One rank's page below the folder of a run.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        path = folder / FOLDER / f"{rank}.page"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb+") as file:
+            file.truncate(_BYTES)
+            self._memory = mmap.mmap(file.fileno(), _BYTES)
+        self._process = os.getpid()
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """Replace what is there: values that JSON has, less than a page of them."""
+        if os.getpid() != self._process:  # a forked loader is no rank
+            return
+        data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()
+        if len(data) <= _BYTES - _LENGTH.size:
+            _LENGTH.pack_into(self._memory, 0, 0)
+            self._memory[_LENGTH.size : _LENGTH.size + len(data)] = data
+            _LENGTH.pack_into(self._memory, 0, len(data))
+
+    def close(self) -> None:
+        """Let the memory go; the file stays."""
+        self._memory.close()
+
+
+def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
+    """The last page of each rank of a run, by rank; pages that never were whole are left out."""
+    pages: dict[int, dict[str, Any]] = {}
+    for path in (folder / FOLDER).glob("*.page"):
+        with suppress(OSError, ValueError):
+            rank = int(path.stem)
+            for _ in range(_READS):
+                data = path.read_bytes()
+                with suppress(ValueError, struct.error):  # the file may have been made a moment ago
+                    (length,) = _LENGTH.unpack_from(data)
+                    page = json.loads(data[_LENGTH.size : _LENGTH.size + length]) if length else None
+                    if isinstance(page, dict) and {"time", "process"} <= page.keys():
+                        pages[rank] = page
+                        break
+                time.sleep(_BETWEEN_READS)
+    return dict(sorted(pages.items()))
+
+
 def table(folder: Path, now: float | None = None) -> str:
-    """One line for each rank.
+    """One line for each rank, and one for the run.
 
     Args:
         folder: of the run (`output_path`/`job_name` of a monitor).
@@ -30,27 +92,18 @@ def table(folder: Path, now: float | None = None) -> str:
     for rank, page in pages.items():
         memory = ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in page.get("memory", {}).items() if v >= 2**20)
         age, usual = now - page["time"], page.get("seconds", 0.0)
+        state = "  ended" if page.get("ended") else "  LATE" if usual and age > max(1.0, _LATE * usual) else ""
         lines.append(
             f"{rank:>4}  {str(page.get('host', '?'))[:12]:<12}{page['process']:>9}{page.get('update', 0):>9}"
-            f"{1e3 * usual:>12.1f}{age:>10.1f}  {memory + ' MiB' if memory else ''}{_state(page, age, usual)}"
+            f"{1e3 * usual:>12.1f}{age:>10.1f}  {memory + ' MiB' if memory else ''}{state}"
         )
-    lines.append(_summary(pages))
-    return "\n".join(lines)
-
-
-def _state(page: dict[str, Any], age: float, usual: float) -> str:
-    if page.get("ended"):
-        return "  ended"
-    return "  LATE" if usual and age > max(1.0, _LATE * usual) else ""
-
-
-def _summary(pages: dict[int, dict[str, Any]]) -> str:
     first = next(iter(pages.values()))
-    told = {name: first.get(name) for name in ("loss", "gradient norm", "samples", "skipped")}
-    ahead = max(page.get("update", 0) for page in pages.values())
-    behind = {rank for rank, page in pages.items() if page.get("update", 0) < ahead}
-    words = ", ".join(f"{name} {value:.6g}" for name, value in told.items() if value is not None)
-    return words + (f"; behind the others: rank(s) {', '.join(map(str, sorted(behind)))}" if behind else "")
+    facts = {name: first.get(name) for name in ("loss", "gradient norm", "samples", "skipped")}
+    summary = ", ".join(f"{name} {number:.6g}" for name, number in facts.items() if number is not None)
+    updates = {rank: page.get("update", 0) for rank, page in pages.items()}
+    behind = sorted(rank for rank, update in updates.items() if update < max(updates.values()))
+    lines.append(summary + (f"; behind the others: rank(s) {', '.join(map(str, behind))}" if behind else ""))
+    return "\n".join(lines)
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def state() -> str:
-    """What `library()` gives and why, in a few words."""
+    """The state of the library in a few words: which kernels run, or why none do."""
     return _load()[1]
 
 
@@ -72,8 +72,8 @@ def _opened() -> ctypes.CDLL:
         if "undefined symbol" not in str(error):
             raise
     # torch loads its own for all to see; a build of torch that does not has it in the process all the same
-    found = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
-    for path in dict.fromkeys([*found, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
+    loaded = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
+    for path in dict.fromkeys([*loaded, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
         with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(_FILE))
@@ -89,8 +89,8 @@ def _fingerprint(sources: list[Path]) -> int:
 
 
 def _absent(reason: str) -> tuple[None, str]:
-    asked = reason.startswith("off")
-    log_rank0(f"native library: {reason}; plain torch does its work", logging.INFO if asked else logging.WARNING)
+    level = logging.INFO if reason.startswith("off") else logging.WARNING
+    log_rank0(f"native library: {reason}; plain torch does its work", level)
     return None, reason
 
 

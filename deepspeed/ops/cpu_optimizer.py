@@ -143,12 +143,13 @@ class HostOptimizer(GroupOptimizer):
             self._step_in_torch(group, param, fold, state)
 
     def _step_natively(self, group: State, param: Tensor, fold: Fold, state: State) -> bool:
-        found = library()
-        if found is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
+        native = library()
+        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
             return False
         moments = [state[name] for name in self.moments]
         tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
-        if not all(_served(tensor) and tensor.numel() == param.numel() for tensor in tensors):
+        served = (t.device.type == "cpu" and t.dtype in KINDS and t.is_contiguous() for t in tensors)
+        if not all(served) or any(t.numel() != param.numel() for t in tensors):
             return False
         if "step" in state:
             state["step"] += 1
@@ -162,7 +163,7 @@ class HostOptimizer(GroupOptimizer):
             self.factor,
         )
         rule = (ctypes.c_float * len(numbers))(*numbers)
-        getattr(found, self.kernel)(ctypes.byref(leaf), rule, ctypes.c_int(threads()))
+        getattr(native, self.kernel)(ctypes.byref(leaf), rule, ctypes.c_int(threads()))
         increment_version(param)
         return True
 
@@ -173,7 +174,7 @@ class HostOptimizer(GroupOptimizer):
         out = param if fold.out is None else fold.out
         columns = [param, fold.gradient, out, *(state[name] for name in shaped)]
         counted = state
-        for values, gradient, copy, *moments in _chunks(columns):
+        for values, gradient, copy, *moments in self._chunks(columns):
             # torch's fused kernels take memory in the order in which it lies.
             new_values = values.to(dtype).contiguous()
             new_moments = [moment.to(dtype).contiguous() for moment in moments]
@@ -181,20 +182,16 @@ class HostOptimizer(GroupOptimizer):
             counted.update(zip(shaped, new_moments, strict=True))
             scaled = gradient.to(values.device, dtype).contiguous().mul(self.factor)
             self.update(group, [new_values], [scaled], [counted])
-            for kept, new in zip([values, *moments], [new_values, *new_moments], strict=True):
-                if kept is not new:
-                    kept.copy_(new)
+            for old, new in zip([values, *moments], [new_values, *new_moments], strict=True):
+                if old is not new:
+                    old.copy_(new)
             if copy is not values:
                 copy.copy_(new_values)
         state.update({name: value for name, value in counted.items() if name not in shaped})
 
-
-def _served(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in KINDS and tensor.is_contiguous()
-
-
-def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
-    if all(t.is_contiguous() for t in columns):
-        return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
-    return [tuple(t.view(columns[0].shape) for t in columns)]
+    @staticmethod
+    def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
+        if all(t.is_contiguous() for t in columns):
+            return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
+        return [tuple(t.view(columns[0].shape) for t in columns)]

@@ -8,9 +8,10 @@ do not come from a tensor without: models branch on masks and positions. So do s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -57,16 +58,19 @@ class Valueless(DispatchMode):
             return True if name == "equal" else _NUMBER
         if kind == "write":
             return self._write(func, without, args, kwargs)
-        made = None if name in _RUN else self._shapes(func, args, kwargs)
-        if made is None:  # no meta kernel, or sizes that depend on values
+        shapes = None if name in _RUN else self._shapes(func, args, kwargs)
+        if shapes is None:  # no meta kernel, or sizes that depend on values
             out = func(*args, **kwargs)
             if without:
                 self._mark(tensor for tensor in tensors_in(out) if tensor.is_floating_point())
             return out
-        floats = [t for t in tensors_in(made) if t.is_floating_point() or t.is_complex()]
+        floats = [t for t in tensors_in(shapes) if t.is_floating_point() or t.is_complex()]
         if not without and not any(t.numel() > _SMALL for t in floats):
             return func(*args, **kwargs)
-        return self._stand_in(made, args, name, _where(args, kwargs))
+        # It goes where the call is told to put it, else where the arguments are.
+        devices = (tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type != "cpu")
+        device = kwargs["device"] if kwargs.get("device") is not None else next(devices, "cpu")
+        return self._stand_in(shapes, args, name, torch.device(device))
 
     def _write(self, func: Any, without: bool, args: Any, kwargs: Any) -> Any:
         written = list(_written(func, args, kwargs))
@@ -80,7 +84,7 @@ class Valueless(DispatchMode):
         if not returned:
             return None
         if len(returned) == 1:
-            return written[0] if not _is_list(returned[0]) else written
+            return written if "[]" in str(returned[0].type) else written[0]
         return tuple(written[: len(returned)])
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -93,7 +97,7 @@ class Valueless(DispatchMode):
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return None
 
-    def _stand_in(self, made: Any, args: Any, name: str, device: torch.device) -> Any:
+    def _stand_in(self, shapes: Any, args: Any, name: str, device: torch.device) -> Any:
         def stand(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_floating_point() or tensor.is_complex():
                 new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -106,14 +110,18 @@ class Valueless(DispatchMode):
                 return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
-        return _mapped(made, stand)
+        return _mapped(shapes, stand)
 
     def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._without:
-                self._without[key] = weakref.ref(storage, functools.partial(_forget, self._without, key))
+                self._without[key] = weakref.ref(storage, functools.partial(self._forget, self._without, key))
+
+    @staticmethod
+    def _forget(known: dict[int, Any], key: int, _reference: Any) -> None:
+        known.pop(key, None)
 
 
 def dispatches(types: Iterable[Any]) -> bool:
@@ -126,18 +134,6 @@ def dispatches(types: Iterable[Any]) -> bool:
 def is_fake(types: Iterable[Any]) -> bool:
     """Whether torch asks only for shapes (as DTensor does once for each operator): nothing of it happens."""
     return any(kind.__name__ == "FakeTensor" for kind in types)
-
-
-def _forget(known: dict[int, Any], key: int, _reference: Any) -> None:
-    known.pop(key, None)
-
-
-def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
-    """Where a call puts what it makes: where it is told to, else where its arguments are."""
-    if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"])
-    found = [tensor.device for tensor in tensors_in((args, kwargs))]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,10 +149,6 @@ def _mapped(tree: Any, change: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_mapped(each, change) for each in tree)
     return tree
-
-
-def _is_list(value: Any) -> bool:
-    return "[]" in str(value.type)
 
 
 @functools.cache
@@ -176,3 +168,23 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         yield from tensors_in(value)
+
+
+_ONE_KERNEL = ("_fused_rms_norm", "_fused_rms_norm_backward")
+# A device has one kernel for these; the CPU runs them in pieces, which keep more for backward.
+
+
+@contextlib.contextmanager
+def device_kernels() -> Generator[None]:
+    """Inside, the CPU's tensors stay in one piece there too; only where operators have no values (`Valueless`)."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _ONE_KERNEL:
+        library.impl(name, _without_values, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _without_values(*_args: Any, **_kwargs: Any) -> Any:
+    return NotImplemented

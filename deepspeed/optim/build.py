@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from deepspeed.config.sections.optimizer import NOT_YET
 from deepspeed.errors import ArgumentError, DeepSpeedError, NotAvailableError, OptimizerError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.update import FUSED_DEVICES
+from deepspeed.ops.adam.fused_adam import FUSED_DEVICES
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import Muon
@@ -23,25 +23,14 @@ from deepspeed.ops.muon import Muon
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint " (did you mean 'x'?)" when a known name resembles `name`, ignoring case, and "" otherwise."""
     by_lower = {other.lower(): other for other in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], error: type[ArgumentError]) -> Any:
-    """`cls(first, **params)`.
+    """`cls(first, **params)`; raises `error` for an unknown key, a missing one or a value the class refuses.
 
-    Args:
-        section: "optimizer" or "scheduler", for the messages.
-        cls: the class.
-        first: its first argument: groups of parameters or the optimizer.
-        params: the `params` of the section.
-        error: raised when the class does not take them.
-
-    Returns:
-        The object.
-
-    Raises:
-        ArgumentError: of type `error`: an unknown key, a missing one or a value the class refuses.
+    `first` are groups of parameters or the optimizer, `params` those of the JSON's `section`.
     """
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     names = [p.name for p in accepted]
@@ -96,7 +85,13 @@ UNSUPPORTED = {
 FUSED_IN_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def _adam(params: Params, *, decoupled: bool) -> Recipe:
+def _adam(params: Params, name: str) -> Recipe:
+    """The class and arguments of "adam" or "adamw"."""
+    decoupled = params.pop("adam_w_mode", True)
+    if name == "adamw" and not decoupled:
+        raise OptimizerError(
+            'optimizer.params.adam_w_mode is false, but AdamW is decoupled by definition; write "type": "Adam"'
+        )
     if params.get("bias_correction"):
         del params["bias_correction"]
     # The states are those of the master, whose dtype the precision sections choose.
@@ -118,44 +113,16 @@ def _adam(params: Params, *, decoupled: bool) -> Recipe:
     return FusedAdam, {**params, "adam_w_mode": decoupled}
 
 
-def _adam_by_mode(params: Params) -> Recipe:
-    return _adam(params, decoupled=params.pop("adam_w_mode", True))
-
-
-def _adamw(params: Params) -> Recipe:
-    if not params.pop("adam_w_mode", True):
-        raise OptimizerError(
-            'optimizer.params.adam_w_mode is false, but AdamW is decoupled by definition; write "type": "Adam"'
-        )
-    return _adam(params, decoupled=True)
-
-
-def _plain(cls: type[torch.optim.Optimizer]) -> Callable[[Params], Recipe]:
-    def recipe(params: Params) -> Recipe:
-        params.pop("fp32_optimizer_states", None)
-        return cls, params
-
-    return recipe
-
-
-RECIPES: dict[str, Callable[[Params], Recipe]] = {
-    "adam": _adam_by_mode,
-    "adamw": _adamw,
-    "adagrad": _plain(torch.optim.Adagrad),
-    "lion": _plain(FusedLion),
-    "lamb": _plain(FusedLamb),
-    "muon": _plain(Muon),
-    "sgd": _plain(torch.optim.SGD),
+NAMED: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": FusedAdam,
+    "adamw": FusedAdam,
+    "adagrad": torch.optim.Adagrad,
+    "lion": FusedLion,
+    "lamb": FusedLamb,
+    "muon": Muon,
+    "sgd": torch.optim.SGD,
 }
-
-
-def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
-    return {
-        name: cls
-        for name, cls in found.items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    }
+"""Classes by the names of `optimizer.type`, in any case."""
 
 
 def _recipe(type_name: str, params: Params) -> Recipe:
@@ -165,29 +132,26 @@ def _recipe(type_name: str, params: Params) -> Recipe:
             "set gradient_clipping at the top level of the configuration"
         )
     if type_name.lower() in NOT_YET:
-        raise NotAvailableError(f"optimizer.type {type_name!r} is not available yet; use one of {', '.join(RECIPES)}")
-    if type_name.lower() in RECIPES:
-        return RECIPES[type_name.lower()](params)
-    classes = _torch_classes()
+        raise NotAvailableError(f"optimizer.type {type_name!r} is not available yet; use one of {', '.join(NAMED)}")
+    name = type_name.lower()
+    if name in ("adam", "adamw"):
+        return _adam(params, name)
+    if name in NAMED:
+        params.pop("fp32_optimizer_states", None)
+        return NAMED[name], params
+    classes = {
+        name: cls
+        for name in dir(torch.optim)
+        if isinstance(cls := getattr(torch.optim, name), type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
+    }
     if type_name not in classes:
         raise OptimizerError(
-            f"optimizer.type {type_name!r} is unknown{nearest(type_name, [*RECIPES, *classes])}; use one of "
-            f"{', '.join(RECIPES)} or a class of torch.optim"
+            f"optimizer.type {type_name!r} is unknown{nearest(type_name, [*NAMED, *classes])}; use one of "
+            f"{', '.join(NAMED)} or a class of torch.optim"
         )
     return classes[type_name], params
-
-
-def _tensors(groups: Sequence[dict[str, Any]] | Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of all groups; group dicts keep a list, so that a generator in one is not used up."""
-    tensors: list[Tensor] = []
-    for entry in groups:
-        if isinstance(entry, dict):
-            inside = entry["params"]
-            entry["params"] = [inside] if isinstance(inside, Tensor) else list(inside)
-            tensors += [p[1] if isinstance(p, tuple) else p for p in entry["params"]]
-        else:
-            tensors.append(entry)
-    return tensors
 
 
 _ON_HOST: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
@@ -195,15 +159,6 @@ _ON_HOST: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     FusedLion: DeepSpeedCPULion,
     torch.optim.Adagrad: DeepSpeedCPUAdagrad,
 }
-
-
-def _on_host(cls: type[torch.optim.Optimizer], arguments: Params, fp32_states: bool) -> Recipe:
-    """The one-pass form of a class for state in host memory, where there is one that takes the arguments."""
-    host = _ON_HOST.get(cls, cls)
-    named = {"adamw_mode" if key == "adam_w_mode" else key: value for key, value in arguments.items()}
-    if host is cls or named.keys() - inspect.signature(host).parameters.keys():
-        return cls, arguments
-    return host, {**named, "fp32_optimizer_states": fp32_states}
 
 
 def build_optimizer(
@@ -222,17 +177,25 @@ def build_optimizer(
         groups: tensors, or group dicts whose own values win over `params`; the dicts are kept as objects.
         on_host: its state will rest in host memory or on a disk, and the CPU updates it.
 
-    Returns:
-        The optimizer, on torch's fused kernel where one serves the tensors' device and dtype.
-
     Raises:
         OptimizerError: an unknown type or parameter, or a value that the class refuses.
         NotAvailableError: a type that this version does not have.
     """
-    tensors = _tensors(groups)
+    tensors: list[Tensor] = []
+    for entry in groups:
+        if isinstance(entry, dict):  # it keeps a list, so that a generator in it is not used up
+            inside = entry["params"]
+            entry["params"] = [inside] if isinstance(inside, Tensor) else list(inside)
+            tensors += [p[1] if isinstance(p, tuple) else p for p in entry["params"]]
+        else:
+            tensors.append(entry)
     cls, arguments = _recipe(type_name, dict(params))
-    if on_host:
-        cls, arguments = _on_host(cls, arguments, params.get("fp32_optimizer_states", True))
+    host = _ON_HOST.get(cls) if on_host else None
+    if host is not None:  # the one-pass form for state in host memory, if it takes the arguments
+        renamed = {"adamw_mode" if key == "adam_w_mode" else key: value for key, value in arguments.items()}
+        if renamed.keys() <= inspect.signature(host).parameters.keys():
+            states = params.get("fp32_optimizer_states", True)
+            cls, arguments = host, {**renamed, "fp32_optimizer_states": states}
     if "betas" in arguments:
         arguments["betas"] = tuple(float(beta) for beta in arguments["betas"])
     chosen = arguments.get("foreach") or arguments.get("fused") is not None or arguments.get("differentiable")
@@ -249,9 +212,6 @@ def leave_embeddings_to_adam(model: nn.Module) -> None:
     """Mark embeddings and output heads, which are tables of vectors rather than maps, for Muon's AdamW part.
 
     A mark that the user has put on a parameter (`param.use_muon`) stays.
-
-    Args:
-        model: whose parameters Muon is to update.
     """
     heads = {id(getattr(model, "get_output_embeddings", lambda: None)())}
     for name, module in model.named_modules():

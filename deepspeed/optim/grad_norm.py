@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,52 +26,16 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
         exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
             slices and buckets (needed when clipping feeds it back); else float32 will do, where it is faster.
     """
-    total = native_sums_of_squares([flat])
-    if total is not None:
-        return torch.tensor(total[0], dtype=torch.float64)
+    sums = native_sums_of_squares([flat])
+    if sums is not None:
+        return torch.tensor(sums[0], dtype=torch.float64)
     if flat.device.type != "cpu":
         # One pass over memory in either width, and float32 squares of finite gradients may overflow.
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     # A float32 sum overflows where squares are large, and that is no overflow of the gradients.
-    return quick if quick is not None and quick.isfinite() else _in_chunks(flat)
-
-
-def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
-    """The exact sums as numbers, from one call of the native library; None where that cannot form them.
-
-    Args:
-        flats: of one dtype.
-    """
-    function = _native()
-    if function is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
-        return None
-    dtypes = {flat.dtype for flat in flats}
-    if len(dtypes) != 1 or not dtypes <= KINDS.keys():
-        return [] if not flats else None
-    # Plain arrays: an array of ctypes is a class of its own, which is left to the garbage collector.
-    addresses = array("Q", [flat.data_ptr() for flat in flats])
-    numels, sums = array("q", [flat.numel() for flat in flats]), array("d", bytes(8 * len(flats)))
-    places = [each.buffer_info()[0] for each in (addresses, numels, sums)]
-    workers = threads() if max(numels) > _CHUNK else 1
-    function(places[0], KINDS[dtypes.pop()], places[1], len(flats), workers, places[2])
-    return list(sums)
-
-
-def _native() -> Callable[..., None] | None:
-    native = library()
-    if native is None:
-        return None
-    function = native.ds_sums_of_squares
-    if function.argtypes is None:
-        function.argtypes = [
-            ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
-        ]  # fmt: skip
-        function.restype = None
-    return function
-
-
-def _in_chunks(flat: torch.Tensor) -> torch.Tensor:
+    if quick is not None and quick.isfinite():
+        return quick
     total = torch.zeros((), dtype=torch.float64)
     scratch = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
     for start in range(0, flat.numel(), _CHUNK):
@@ -81,12 +45,33 @@ def _in_chunks(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
+    """The exact sums as numbers, from one call of the native library; None where that cannot form them."""
+    native = library()
+    if native is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
+        return None
+    dtypes = {flat.dtype for flat in flats}
+    if len(dtypes) != 1 or not dtypes <= KINDS.keys():
+        return [] if not flats else None
+    # Plain arrays: an array of ctypes is a class of its own, which is left to the garbage collector.
+    addresses = array("Q", [flat.data_ptr() for flat in flats])
+    numels, sums = array("q", [flat.numel() for flat in flats]), array("d", bytes(8 * len(flats)))
+    places = [each.buffer_info()[0] for each in (addresses, numels, sums)]
+    function = native.ds_sums_of_squares
+    if function.argtypes is None:
+        function.argtypes = [
+            ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+        ]  # fmt: skip
+        function.restype = None
+    workers = threads() if max(numels) > _CHUNK else 1
+    function(places[0], KINDS[dtypes.pop()], places[1], len(flats), workers, places[2])
+    return list(sums)
+
+
 def clip_factor(norm: float, limit: float) -> float:
     """Factor for all gradients so that their norm is at most `limit` (Pascanu et al., 2013; as torch forms it).
 
-    Args:
-        norm: global norm before clipping.
-        limit: `gradient_clipping`; 0 turns clipping off.
+    A `limit` (`gradient_clipping`) of 0 turns clipping off.
     """
     if limit <= 0.0 or not math.isfinite(norm):
         return 1.0
@@ -117,12 +102,12 @@ class CheckOverflow:
         zero_reduce_scatter: bool = False,
         deepspeed: Any = None,
     ) -> None:
-        self.params = _flat(param_groups or ())
+        self.params = self._flat(param_groups or ())
         self.mpu, self.zero_reduce_scatter = mpu, zero_reduce_scatter
 
     def check(self, param_groups: Iterable[Any] | None = None) -> bool:
         """Whether any rank has such a gradient; all ranks call together."""
-        return self.has_overflow(self.params if param_groups is None else _flat(param_groups))
+        return self.has_overflow(self.params if param_groups is None else self._flat(param_groups))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
         """The same of norms that were computed already: an overflow is a norm of -1, infinity or NaN.
@@ -131,8 +116,8 @@ class CheckOverflow:
             norm_group: of this rank's gradients.
             reduce_overflow: ask the other ranks too; then all call together.
         """
-        found = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
-        return self._anywhere(found) if reduce_overflow else found
+        overflow = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
+        return self._anywhere(overflow) if reduce_overflow else overflow
 
     def has_overflow_serial(self, params: Params) -> bool:
         """Whether a gradient on this rank is not finite."""
@@ -142,11 +127,11 @@ class CheckOverflow:
         """Whether a gradient on any rank is not finite; all ranks call together."""
         return self._anywhere(self.has_overflow_serial(params))
 
-    def _anywhere(self, found: bool) -> bool:
+    def _anywhere(self, overflow: bool) -> bool:
         if not is_initialized():
-            return found
+            return overflow
         group = None if self.mpu is None or self.zero_reduce_scatter else self.mpu.get_model_parallel_group()
-        flag = torch.tensor([float(found)])
+        flag = torch.tensor([float(overflow)])
         all_reduce(flag, op=ReduceOp.MAX, group=group)
         return bool(flag.item())
 
@@ -154,13 +139,13 @@ class CheckOverflow:
     def _has_inf_or_nan(x: torch.Tensor, j: Any = None) -> bool:
         return not bool(torch.isfinite(x.float().sum()) or torch.isfinite(x).all())
 
-
-def _flat(groups: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for group in groups:
-        inside = group["params"] if isinstance(group, dict) else group
-        found += [inside] if isinstance(inside, torch.Tensor) else list(inside)
-    return found
+    @staticmethod
+    def _flat(groups: Iterable[Any]) -> list[torch.Tensor]:
+        params: list[torch.Tensor] = []
+        for group in groups:
+            inside = group["params"] if isinstance(group, dict) else group
+            params += [inside] if isinstance(inside, torch.Tensor) else list(inside)
+        return params
 
 
 def get_grad_norm(
@@ -198,10 +183,10 @@ def clip_grad_norm_(
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     # A managed parameter assembles its gradient at each look: look once.
-    found = [(p, gradient) for p in listed if (gradient := p.grad) is not None]
-    norm = _norm([gradient for p, gradient in found if mpu is None or _counts(p, mpu)], norm_type, mpu)
+    gradients = [(p, gradient) for p in listed if (gradient := p.grad) is not None]
+    norm = _norm([gradient for p, gradient in gradients if mpu is None or _counts(p, mpu)], norm_type, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, gradient in found:
+    for _, gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
     return norm
 

@@ -40,11 +40,7 @@ class LossScaler:
         return self.scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step's outcome.
-
-        Args:
-            overflow: its gradients were not finite and the step was skipped.
-        """
+        """Take note of one step's outcome; `overflow`: its gradients were not finite and it was skipped."""
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and what decides its next change."""
@@ -96,9 +92,6 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         """Shrink or grow the scale after one step.
-
-        Args:
-            overflow: its gradients were not finite and the step was skipped.
 
         Raises:
             LossScaleError: it overflowed at the smallest scale.
@@ -160,14 +153,7 @@ def CreateLossScaler(  # noqa: N802 - the interface's name
 
 
 def from_config(fp16: FP16) -> LossScaler:
-    """The scaler that the `fp16` section asks for; scale one when it is off.
-
-    Args:
-        fp16: the section; `loss_scale` 0 means dynamic.
-
-    Returns:
-        The scaler.
-    """
+    """The scaler of the `fp16` section (`loss_scale` 0 is dynamic); a scale of one when it is off."""
     args = {
         INITIAL_LOSS_SCALE: 2.0**fp16.initial_scale_power,
         SCALE_WINDOW: fp16.loss_scale_window,

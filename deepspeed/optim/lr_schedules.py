@@ -45,7 +45,6 @@ class LRSchedule:
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups at the present iteration."""
         raise NotImplementedError(f"{type(self).__name__} has no get_lr")
 
     def get_last_lr(self) -> list[float]:
@@ -97,6 +96,12 @@ class LRSchedule:
     def _optimizer_lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    @staticmethod
+    def _positive(key: str, value: int) -> int:
+        if value <= 0:
+            raise SchedulerError(f"scheduler.params.{key} is {value}; it must be > 0")
+        return value
+
 
 class _Warmup:
     """The rise from 0 to 1 over the first iterations, logarithmic or linear."""
@@ -115,6 +120,13 @@ class _Warmup:
             return 1.0
         iteration = max(0, iteration)
         return iteration / self.num_steps if self.linear else math.log(iteration + 1) / math.log(self.num_steps)
+
+    def warn_unless_it_ends(self, total_num_steps: int) -> None:
+        if total_num_steps < self.num_steps:
+            warn_once(
+                f"scheduler.params.total_num_steps {total_num_steps} is below warmup_num_steps {self.num_steps}: "
+                "training ends before the highest rate is reached"
+            )
 
 
 class WarmupLR(LRSchedule):
@@ -187,7 +199,7 @@ class WarmupDecayLR(WarmupLR):
         """
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        _warn_if_all_warmup(total_num_steps, self.warmup.num_steps)
+        self.warmup.warn_unless_it_ends(total_num_steps)
 
     def _factor(self) -> float:
         rise = self.warmup.num_steps
@@ -229,7 +241,7 @@ class WarmupCosineLR(LRSchedule):
         self.cos_min_ratio = cos_min_ratio
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         self.org_lrs = self._optimizer_lrs()
-        _warn_if_all_warmup(total_num_steps, self.warmup.num_steps)
+        self.warmup.warn_unless_it_ends(total_num_steps)
         self._apply()
 
     def get_lr_ratio(self) -> float:
@@ -275,7 +287,7 @@ class LRRangeTest(LRSchedule):
         """
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = self._positive("lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         self._apply()
@@ -331,8 +343,8 @@ class OneCycle(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
-        self.first_size = _positive("cycle_first_step_size", cycle_first_step_size)
-        self.second_size = _positive("cycle_second_step_size", cycle_second_step_size or cycle_first_step_size)
+        self.first_size = self._positive("cycle_first_step_size", cycle_first_step_size)
+        self.second_size = self._positive("cycle_second_step_size", cycle_second_step_size or cycle_first_step_size)
         self.first_stairs = cycle_first_stair_count
         self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size = decay_step_size
@@ -362,8 +374,8 @@ class OneCycle(LRSchedule):
         if done >= length:
             return 0.0, (done - length) / self.decay_step_size if self.decay_step_size else 0.0
         if done <= self.first_size:
-            return _stairs(done / self.first_size, self.first_stairs), 0.0
-        return 1 - _stairs((done - self.first_size) / self.second_size, self.second_stairs), 0.0
+            return self._stairs(done / self.first_size, self.first_stairs), 0.0
+        return 1 - self._stairs((done - self.first_size) / self.second_size, self.second_stairs), 0.0
 
     def _apply(self) -> list[float]:
         for group, momentum in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
@@ -374,34 +386,22 @@ class OneCycle(LRSchedule):
         return super()._apply()
 
     def _has_momentum(self) -> bool:
-        found = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
-        if not found:
+        has_momentum = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+        if not has_momentum:
             log_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
-        return found
+        return has_momentum
 
-
-def _stairs(progress: float, count: int) -> float:
-    return math.floor(progress * count) / count if count else progress
-
-
-def _positive(key: str, value: int) -> int:
-    if value <= 0:
-        raise SchedulerError(f"scheduler.params.{key} is {value}; it must be > 0")
-    return value
-
-
-def _warn_if_all_warmup(total_num_steps: int, rise: int) -> None:
-    if total_num_steps < rise:
-        warn_once(
-            f"scheduler.params.total_num_steps {total_num_steps} is below warmup_num_steps {rise}: "
-            "training ends before the highest rate is reached"
-        )
+    @staticmethod
+    def _stairs(progress: float, count: int) -> float:
+        return math.floor(progress * count) / count if count else progress
 
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(SCHEDULES)
+PARAMETERS = {name: list(inspect.signature(cls).parameters.values())[1:] for name, cls in SCHEDULES.items()}
+"""Arguments of each schedule, without the optimizer."""
 
 
 def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
@@ -411,9 +411,6 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any
         name: one of `VALID_LR_SCHEDULES`, or the exact name of a class of torch.optim.lr_scheduler (`scheduler.type`).
         params: arguments of the class (`scheduler.params`).
         optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-
-    Returns:
-        The schedule.
 
     Raises:
         SchedulerError: an unknown name or parameter, or a value that the class refuses.
@@ -443,14 +440,6 @@ PEAK_RATE = {
 }
 
 
-def _parameters(schedule: str) -> list[inspect.Parameter]:
-    return list(inspect.signature(SCHEDULES[schedule]).parameters.values())[1:]
-
-
-def _to_bool(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes")
-
-
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--lr_schedule` and an option for each parameter of the schedules.
 
@@ -462,12 +451,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("Convergence Tuning", "learning-rate schedule")
     group.add_argument(f"--{LR_SCHEDULE}", choices=list(SCHEDULES), help="the schedule")
-    known = {parameter.name: parameter for name in SCHEDULES for parameter in _parameters(name)}
-    for name, parameter in known.items():
+    for name, parameter in {p.name: p for parameters in PARAMETERS.values() for p in parameters}.items():
         annotation = str(parameter.annotation)
-        kind = (
-            _to_bool if annotation == "bool" else int if "int" in annotation else str if annotation == "str" else float
-        )
+        kind: Any = int if "int" in annotation else str if annotation == "str" else float
+        if annotation == "bool":
+            kind = lambda text: text.lower() in ("1", "true", "yes")  # noqa: E731 - takes every text
         group.add_argument(f"--{name}", type=kind, help="scheduler.params of that name")
     return parser
 
@@ -479,7 +467,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
     """Put every option that was given into `params` (`scheduler.params`)."""
-    names = {parameter.name for name in SCHEDULES for parameter in _parameters(name)}
+    names = {parameter.name for parameters in PARAMETERS.values() for parameter in parameters}
     params.update({name: value for name, value in vars(args).items() if name in names and value is not None})
 
 
@@ -495,8 +483,8 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     name = getattr(args, LR_SCHEDULE, None)
     if name not in SCHEDULES:
         return None, f"--{LR_SCHEDULE} is {name!r}; use one of {', '.join(SCHEDULES)}"
-    given = {p.name: getattr(args, p.name, None) for p in _parameters(name)}
-    return {"type": name, "params": {key: value for key, value in given.items() if value is not None}}, None
+    options = {p.name: getattr(args, p.name, None) for p in PARAMETERS[name]}
+    return {"type": name, "params": {key: value for key, value in options.items() if value is not None}}, None
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:

@@ -47,13 +47,10 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class NestedState(MutableMapping[Tensor, Any]):
-    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix.
+    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix, its path and a dot.
 
-    So whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's.
-
-    Args:
-        optimizer: the outer one, whose `state` may become another object.
-        prefix: path of the nested one, with a dot at its end.
+    Whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's. The outer
+    one's `state` may become another object.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
@@ -89,8 +86,6 @@ class NestedState(MutableMapping[Tensor, Any]):
 
 
 class _NestedEntry(MutableMapping[str, Any]):
-    """The state of one parameter in a `NestedState`."""
-
     def __init__(self, entry: MutableMapping[str, Any], prefix: str) -> None:
         self._entry, self._prefix = entry, prefix
 
@@ -139,72 +134,69 @@ class Counters:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Counters:
-        """Copy them."""
         every = [optimizer, *nested_optimizers(optimizer).values()]
         groups = [
-            (group, {key: _copied(value) for key, value in group.items() if key != "params"})
+            (group, {key: cls._copied(value) for key, value in group.items() if key != "params"})
             for group in groups_of(optimizer)
         ]
-        named = [(each, {k: _copied(each.state[k]) for k in _names_in(each.state)}) for each in every]
-        return cls(groups, [(each, _plain_attributes(each)) for each in every], named)
+        named = [(each, {k: cls._copied(each.state[k]) for k in cls._names_in(each.state)}) for each in every]
+        return cls(
+            groups,
+            [
+                (each, {k: cls._copied(v) for k, v in vars(each).items() if k not in _OWN and cls._is_plain(v)})
+                for each in every
+            ],
+            named,
+        )
 
     def restore(self) -> None:
-        """Undo what was counted since: what comes next belongs to the same step."""
+        """Restore them: what comes next belongs to the same step."""
         for group, values in self.groups:
             for key in set(group) - set(values) - {"params"}:
                 del group[key]
             for key, value in values.items():
-                group[key] = _written(group.get(key), value)
+                group[key] = self._written(group.get(key), value)
         for optimizer, values in self.attributes:
             there = vars(optimizer)
             for key, value in values.items():
-                if not _same(there.get(key), value):
-                    setattr(optimizer, key, _written(there.get(key), value))
+                same = type(there.get(key)) is type(value) and not isinstance(value, Tensor)
+                if not same or there.get(key) != value:
+                    setattr(optimizer, key, self._written(there.get(key), value))
         for optimizer, values in self.named:
             state: Any = optimizer.state
-            for key in set(_names_in(state)) - set(values):
+            for key in set(self._names_in(state)) - set(values):
                 del state[key]
             for key, value in values.items():
-                state[key] = _written(state.get(key), value)
+                state[key] = self._written(state.get(key), value)
 
+    @staticmethod
+    def _names_in(state: MutableMapping[Any, Any]) -> list[Any]:
+        """Keys of a state that are names instead of parameters."""
+        return [key for key in dict.keys(state) if isinstance(key, str)] if isinstance(state, dict) else []
 
-def _names_in(state: MutableMapping[Any, Any]) -> list[Any]:
-    """Keys of a state that are names instead of parameters."""
-    return [key for key in dict.keys(state) if isinstance(key, str)] if isinstance(state, dict) else []
+    @classmethod
+    def _is_plain(cls, value: Any, depth: int = 2) -> bool:
+        if isinstance(value, Tensor):
+            return value.numel() == 1
+        if depth and isinstance(value, (list, tuple)):
+            return all(cls._is_plain(item, depth - 1) for item in value)
+        if depth and type(value) is dict:
+            return all(isinstance(key, _PLAIN) and cls._is_plain(item, depth - 1) for key, item in value.items())
+        return isinstance(value, _PLAIN)
 
+    @classmethod
+    def _copied(cls, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        if type(value) is list:
+            return [cls._copied(item) for item in value]
+        if type(value) is dict:
+            return {key: cls._copied(item) for key, item in value.items()}
+        return value
 
-def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in vars(optimizer).items() if key not in _OWN and _is_plain(value)}
-
-
-def _is_plain(value: Any, depth: int = 2) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    if depth and isinstance(value, (list, tuple)):
-        return all(_is_plain(item, depth - 1) for item in value)
-    if depth and type(value) is dict:
-        return all(isinstance(key, _PLAIN) and _is_plain(item, depth - 1) for key, item in value.items())
-    return isinstance(value, _PLAIN)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is list:
-        return [_copied(item) for item in value]
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _written(place: Any, value: Any) -> Any:
-    """What to put back: a tensor into the tensor that stands there, anything else as a copy of its own."""
-    if isinstance(value, Tensor) and isinstance(place, Tensor):
-        return place.copy_(value) if place is not value else place
-    return _copied(value)
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return False
-    return type(left) is type(right) and left == right
+    @classmethod
+    def _written(cls, place: Any, value: Any) -> Any:
+        """The value to put back: written into the tensor that is there, or a copy."""
+        if isinstance(value, Tensor) and isinstance(place, Tensor):
+            return place.copy_(value) if place is not value else place
+        return cls._copied(value)

@@ -26,15 +26,12 @@ def compute_dtypes(
 ) -> dict[Parameter, torch.dtype]:
     """The compute dtype of every floating parameter that does not keep its own.
 
-    Args:
-        module: the model.
-        dtype: the dtype of the JSON (`bf16`, `fp16`).
-        keep_fp32: module names, suffixes or patterns that stay float32 (`data_types.keep_in_fp32_modules`); those the
-            model itself lists (`_keep_in_fp32_modules`) stay too.
+    `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`); those
+    that the model itself lists (`_keep_in_fp32_modules`) stay too.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
-    kept: set[Parameter] = set()
+    stays_fp32: set[Parameter] = set()
     own = own_state(module)  # as buffers, these keep their dtype
     for name, child in module.named_modules():
         stays = isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns)
@@ -42,8 +39,8 @@ def compute_dtypes(
             if param.is_floating_point() and param not in own:
                 wanted[param] = dtype
                 if stays:
-                    kept.add(param)
-    return {p: torch.float32 if p in kept else d for p, d in wanted.items()}
+                    stays_fp32.add(param)
+    return {p: torch.float32 if p in stays_fp32 else d for p, d in wanted.items()}
 
 
 def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
@@ -51,16 +48,12 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 
     Layers with another policy are left to it (a last layer in float32, as Keras advises).
 
-    Args:
-        module: the model.
-        dtype: the dtype of the JSON (`bf16`, `fp16`); float32 goes with every policy.
-
     Raises:
-        DeepSpeedConfigError: All layers keep another dtype; names the policy that goes with the block.
+        DeepSpeedConfigError: all layers keep another dtype; names the policy that goes with the block.
     """
-    found, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
-    if found and dtype != torch.float32 and wanted not in found.values():
-        name, other = next(iter(found.items()))
+    by_layer, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
+    if by_layer and dtype != torch.float32 and wanted not in by_layer.values():
+        name, other = next(iter(by_layer.items()))
         block = next(short for short, full in DTYPES.items() if full == dtype)
         raise DeepSpeedConfigError(
             f"the block '{block}' asks for {wanted}, but Keras layer '{name}' computes in {other}, as all others do, "
@@ -72,19 +65,16 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:
     """Bring floating buffers to a dtype, in place (`data_types.buffer_dtype`).
 
-    Args:
-        module: the model.
-        dtype: the new one.
-        keep_fp32: as in `compute_dtypes`; the buffers of modules that stay float32, and of those below them, are left.
+    The buffers of modules that stay float32 (`keep_fp32`, as in `compute_dtypes`), and of those below them, are left.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
-    kept: set[nn.Module] = set()
+    excluded: set[nn.Module] = set()
     for name, child in module.named_modules():
         if isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns):
-            kept.update(child.modules())
+            excluded.update(child.modules())
     for child in module.modules():
         for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and child not in kept:
+            if buffer is not None and buffer.is_floating_point() and child not in excluded:
                 child._buffers[name] = buffer.to(dtype)
 
 
@@ -96,12 +86,7 @@ class InputCaster:
     """Forward pre-hooks that bring floating inputs to the dtype of the module they enter.
 
     A module takes part when it owns parameters that were cast. Modules that stay float32 beside cast ones get their
-    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm).
-
-    Args:
-        module: the model.
-        dtypes: what `compute_dtypes` gave.
-        low: the lower dtype.
+    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm). `dtypes` is of `compute_dtypes`.
     """
 
     def __init__(self, module: nn.Module, dtypes: dict[Parameter, torch.dtype], low: torch.dtype, hook: Any) -> None:

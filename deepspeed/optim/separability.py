@@ -41,11 +41,9 @@ _HOOKS = ("pre", "post")
 
 @dataclass(frozen=True)
 class MethodTraits:
-    """What a public method of an optimizer does when it is called without arguments.
+    """Traits of a public method without arguments.
 
-    Attributes:
-        reads_gradients: what it leaves depends on gradients, as SAM's `first_step`.
-        by_parameter: called for some parameters each, it does what it does for all.
+    `reads_gradients`, as SAM's `first_step`; `by_parameter`: called on parts of the parameters, it does the same.
     """
 
     reads_gradients: bool
@@ -58,12 +56,7 @@ class MethodTraits:
 
 @dataclass(frozen=True)
 class HowToStep:
-    """What an optimizer asks for before it steps.
-
-    Attributes:
-        closure: `step` wants a closure that computes gradients anew.
-        first: a method that has to be called once before, as `train` of schedule-free optimizers; empty: none.
-    """
+    """What an optimizer needs for a step: a closure that computes gradients anew, or a method called once before."""
 
     closure: bool = False
     first: str = ""
@@ -99,9 +92,7 @@ def update_traits(optimizer: Optimizer) -> UpdateTraits:
 
     It runs copies of it on parameters of a few dozen elements with made-up gradients: whole, shared out over two
     objects, and in two steps of one object. The optimizer itself, its parameters and the random state stay as they are.
-
-    Args:
-        optimizer: before its parameters are replaced; its state is copied where it has any.
+    Call it before the parameters are replaced.
     """
     if type(optimizer).__module__.startswith(_KNOWN) and not nested_optimizers(optimizer):
         return UpdateTraits(known=True)
@@ -144,9 +135,9 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
     """The largest difference, of the distance that anything moved; inf where something is not finite on one side."""
     worst = 0.0
-    for one, other in zip(left, right, strict=True):
-        gap = torch.where(one == other, torch.zeros_like(one), (one - other).abs())
-        gap = gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(torch.inf, torch.inf)
+    for value_left, other in zip(left, right, strict=True):
+        gap = torch.where(value_left == other, torch.zeros_like(value_left), (value_left - other).abs())
+        gap = gap.masked_fill(value_left.isnan() & other.isnan(), 0.0).nan_to_num(torch.inf, torch.inf)
         worst = max(worst, float(gap.max()) if gap.numel() else 0.0)
     return worst / moved if moved else worst
 
@@ -170,12 +161,7 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Copy:
-    """A small copy of an optimizer.
-
-    Args:
-        optimizer: to be copied, with those inside it.
-        keep: which of the chosen parameters it gets, by their place.
-    """
+    """A small copy of an optimizer and of those inside it; `keep` says which of the chosen parameters it gets."""
 
     def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -187,22 +173,22 @@ class _Copy:
             kind = tuple((key, value) for key, value in group.items() if isinstance(value, (bool, str)))
             kinds[kind] += bool(group["params"])
             # Groups that differ in numbers alone, as one for each layer, are alike: a few of them tell it.
-            chosen = _chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
+            chosen = self._chosen(group["params"]) if kinds[kind] <= _ALIKE else set[int]()
             for param in group["params"]:
                 if id(param) in small or id(param) not in chosen:
                     continue
-                small[id(param)] = _small(param, place)
+                small[id(param)] = self._small(param, place)
                 if keep(place):
                     self.tensors[place] = small[id(param)]
                 place += 1
             self._remember(group, {})
         left, left_out = {id(tensor) for tensor in self.tensors.values()}, torch.zeros(1)
         for group in groups_of(optimizer):
-            kept = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
+            copies = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
             twin = self._memo[id(group)]
             twin.update({key: copy.deepcopy(value, self._memo) for key, value in group.items() if key != "params"})
-            twin["params"] = kept
-            _set_rate(twin)
+            twin["params"] = copies
+            self._set_rate(twin)
             for param in group["params"]:
                 self._remember(param, small.get(id(param), left_out))
         every = [optimizer, *nested_optimizers(optimizer).values()]
@@ -239,15 +225,13 @@ class _Copy:
                 continue
             tensor = small.get(id(param))
             if tensor is not None and id(tensor) in left and isinstance(entry, Mapping):
-                twin[tensor] = {key: _cropped(value, param, tensor) for key, value in entry.items()}
+                twin[tensor] = {key: self._cropped(value, param, tensor) for key, value in entry.items()}
         return twin
 
     def values(self) -> Values:
-        """Copies of the parameters."""
         return [tensor.detach().clone() for _, tensor in sorted(self.tensors.items())]
 
     def stored(self) -> Values:
-        """Copies of all tensors of the state."""
         state = self.optimizer.state
         return [
             value.detach().clone()
@@ -273,7 +257,6 @@ class _Copy:
                 tensor.grad = scale * torch.randn(tensor.shape, generator=generator).to(tensor) + tensor.detach()
 
     def step(self, step: int, how: HowToStep, parts: int = 1, part: int = 0) -> None:
-        """One step of the copy."""
         self.set_gradients(step, parts=parts, part=part)
         if not how.closure:
             type(self.optimizer).step(self.optimizer)
@@ -284,6 +267,37 @@ class _Copy:
             return torch.zeros(())
 
         type(self.optimizer).step(self.optimizer, closure)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _chosen(params: Sequence[Tensor]) -> set[int]:
+        """A few parameters of a group, of each number of dimensions one at least."""
+        first = {param.dim(): param for param in reversed(params)}
+        rest = [param for param in params if all(param is not known for known in first.values())]
+        return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
+
+    @staticmethod
+    def _small(param: Tensor, place: int) -> nn.Parameter:
+        shape = [min(size, _SIDE if param.dim() <= 2 else _SIDE_OF_MANY) for size in param.shape]
+        device = torch.device("cpu") if param.device.type == "meta" else param.device
+        values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
+        twin = nn.Parameter(values.to(device), requires_grad=True)
+        vars(twin).update({key: mark for key, mark in vars(param).items() if isinstance(mark, (bool, int, float, str))})
+        return twin
+
+    @staticmethod
+    def _cropped(value: Any, param: Tensor, tensor: Tensor) -> Any:
+        if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
+            return copy.deepcopy(value)
+        return value.detach().reshape(-1)[: tensor.numel()].clone().view(tensor.shape).to(tensor.device)
+
+    @staticmethod
+    def _set_rate(group: dict[str, Any]) -> None:
+        """A schedule may begin at zero, where nothing would move."""
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = rate.clamp(min=1e-2)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = max(float(rate), 1e-2)
 
 
 def _run(twin: _Copy, how: HowToStep, parts: int = 1, steps: int = _STEPS, seed: int = 0) -> _Copy:
@@ -333,7 +347,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
 
 
 def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTraits | None:
-    """What the last of some calls does; None where it does nothing, or raises."""
+    """Traits of the last of some calls; None where it changes nothing, or raises."""
 
     def called(seed: int, keep: Callable[[int], bool] = lambda place: True) -> tuple[_Copy, tuple[Values, Values]]:
         twin = _run(_Copy(optimizer, keep), how)
@@ -360,55 +374,26 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 def _own_methods(cls: type) -> list[str]:
     """Names of the public methods that torch's Optimizer has not and that can be called without arguments."""
-    return [name for name in _callable_alone(cls) if not hasattr(Optimizer, name)]
-
-
-def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
-    pairs = [(a, b) for ours, theirs in zip(left, right, strict=True) for a, b in zip(ours, theirs, strict=False)]
-    return [*map(len, left)] == [*map(len, right)] and all(
-        a.shape == b.shape and bool((a == b).all()) for a, b in pairs
-    )
-
-
-def _callable_alone(cls: type) -> Iterator[str]:
+    names: list[str] = []
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
-        if name.startswith("_") or not inspect.isfunction(function):
+        if name.startswith("_") or hasattr(Optimizer, name) or not inspect.isfunction(function):
             continue
         parameters = list(inspect.signature(function).parameters.values())[1:]
         if any(isinstance(p.default, (str, os.PathLike)) for p in parameters):
             continue  # what is called by a name or a path may write files
         needed = [p for p in parameters if p.default is p.empty]
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
-            yield name
+            names.append(name)
+    return names
 
 
-def _chosen(params: Sequence[Tensor]) -> set[int]:
-    """A few parameters of a group, of each number of dimensions one at least."""
-    first = {param.dim(): param for param in reversed(params)}
-    rest = [param for param in params if all(param is not known for known in first.values())]
-    return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
-
-
-def _small(param: Tensor, place: int) -> nn.Parameter:
-    shape = [min(size, _SIDE if param.dim() <= 2 else _SIDE_OF_MANY) for size in param.shape]
-    device = torch.device("cpu") if param.device.type == "meta" else param.device
-    values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
-    twin = nn.Parameter(values.to(device), requires_grad=True)
-    vars(twin).update({key: mark for key, mark in vars(param).items() if isinstance(mark, (bool, int, float, str))})
-    return twin
-
-
-def _cropped(value: Any, param: Tensor, tensor: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
-        return copy.deepcopy(value)
-    return value.detach().reshape(-1)[: tensor.numel()].clone().view(tensor.shape).to(tensor.device)
-
-
-def _set_rate(group: dict[str, Any]) -> None:
-    """A schedule may begin at zero, where nothing would move."""
-    rate = group.get("lr")
-    if isinstance(rate, Tensor):
-        group["lr"] = rate.clamp(min=1e-2)
-    elif isinstance(rate, (int, float)):
-        group["lr"] = max(float(rate), 1e-2)
+def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
+    pairs = [
+        (a, b)
+        for left_values, right_values in zip(left, right, strict=True)
+        for a, b in zip(left_values, right_values, strict=False)
+    ]
+    return [*map(len, left)] == [*map(len, right)] and all(
+        a.shape == b.shape and bool((a == b).all()) for a, b in pairs
+    )

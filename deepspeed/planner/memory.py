@@ -21,8 +21,7 @@ from deepspeed.engine.memory.report import holdings
 from deepspeed.engine.state_size import bytes_of
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
-from deepspeed.ops.device_kernels import device_kernels
-from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.ops.fake_tensors import Valueless, device_kernels
 from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.train_program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory

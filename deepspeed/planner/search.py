@@ -184,9 +184,9 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
     plans = []
     for recompute, tier, stage, micro in itertools.product((False, True), tiers, STAGES, micros):
         policy = policy_for(stage)
-        alone = machine.ranks == 1 and policy.owns_a_slice  # splitting over one rank changes nothing
+        alone = machine.ranks == 1 and policy.owns_a_shard  # splitting over one rank changes nothing
         with_parameters = tier in _WITH_PARAMETERS
-        needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_slice)
+        needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_shard)
         if needless or (alone and tier == ON_DEVICE):
             continue
         plans.append(TrainingPlan(stage, tier, micro, share // micro, recompute))

@@ -21,7 +21,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.load import load_raw
-from deepspeed.config.sections.search import Autotuning
+from deepspeed.config.sections.parallel import Autotuning
 from deepspeed.engine.initialize import add_config_arguments, initialize
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.foundation.pytree import map_tensors

@@ -20,7 +20,7 @@ _WORDS = (
 
 
 def is_exhaustion(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out: the device's, the host's, or that of a limit set on the process."""
+    """Whether an error says that memory ran out: of the device, of the host, or of a limit on the process."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -29,22 +29,14 @@ def is_exhaustion(error: BaseException | None) -> bool:
 
 
 def raise_if_exhausted(doing: str, error: BaseException) -> None:
-    """Turn running out of memory into an error that suggests offload; nothing happens for any other error.
-
-    Args:
-        doing: what was done.
-        error: that ended it.
-
-    Raises:
-        MemoryExhaustedError: memory ran out.
-    """
+    """Raise an error that suggests offload where memory ran out; do nothing for any other error."""
     if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
 
 
 @contextlib.contextmanager
 def behind(error: BaseException | None) -> Iterator[None]:
-    """Around an end: without memory none is a clean one, and `error`, which says what it was needed for, is told."""
+    """Ignore that memory runs out in a clean-up after `error`, where that says the same."""
     try:
         yield
     except RuntimeError as trouble:
@@ -53,7 +45,6 @@ def behind(error: BaseException | None) -> Iterator[None]:
 
 
 def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
-    """The error itself."""
     return MemoryExhaustedError(
         f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
         f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
@@ -63,7 +54,7 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
 
 
 def _advice_on_pieces() -> str:
-    """What helps where torch holds much of the device in pieces too small to be lent."""
+    """Advice where much of torch's reserved memory is in pieces too small to be used."""
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -29,7 +29,7 @@ from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.compare import Exported
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.structured_removal import remove_from
 from deepspeed.compression.pruning.verify import flags_at_random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
@@ -258,7 +258,7 @@ def cut_at_random(model: Any, seed: int) -> None:
     plan = PruningPlan(model)
     shrink = plan.shrinks("ffn")[0]
     keeps = flags_at_random(shrink, 0.5, seed)
-    remove_from(model, removal_of(model, plan, list(zip(shrink.families, keeps, strict=True))))
+    remove_from(model, plan.removal_of(list(zip(shrink.families, keeps, strict=True))))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -19,7 +19,7 @@ EXCEPTIONS = {
     "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.__init__ parameters": _INTERFACE,
     "ops/adam/fused_adam.py:FusedAdam.__init__ parameters": _INTERFACE,
     "ops/lamb/fused_lamb.py:FusedLamb.__init__ parameters": _INTERFACE,
-    "ops/muon/muon.py:Muon.__init__ parameters": _INTERFACE,
+    "ops/muon.py:Muon.__init__ parameters": _INTERFACE,
     "optim/lr_schedules.py:OneCycle.__init__ parameters": _INTERFACE,
     "pipe/module.py:PipelineModule.__init__ parameters": _INTERFACE,
     "sequence/tiled.py:SequenceTiledCompute.apply parameters": _INTERFACE,

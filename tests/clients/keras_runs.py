@@ -323,11 +323,11 @@ def layer_by_layer(name: str) -> None:
     with engine_of(model, 3, zero_optimization=zero(3) | limits) as engine:
         lifecycle = engine.optimizer.parameter_offload
         named = {getattr(unit, "name", "?") for unit in lifecycle.units}
-        whole, most = sum(group.numel for group in lifecycle.keeper.groups), 0
+        whole, most = sum(group.numel for group in lifecycle.prefetcher.groups), 0
 
         def note(*_: Any) -> None:
             nonlocal most
-            here = sum(g.numel for g in lifecycle.keeper.groups if g.state.name == "GATHERED")
+            here = sum(g.numel for g in lifecycle.prefetcher.groups if g.state.name == "GATHERED")
             most = max(most, here)
 
         hooks = [layer.register_forward_pre_hook(note) for layer in lifecycle.units]

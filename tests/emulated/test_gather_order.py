@@ -53,7 +53,7 @@ def engine_of(stage: int, **zero: Any) -> Any:
     }
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     # A full wire would stop the host here, before it comes to where ranks meet; with a GPU it goes on.
-    wire = engine._components.reducer.wire
+    wire = engine._components.reducer.reduce_scatter
     wire.settings = replace(wire.settings, in_flight=1 << 30)
     return engine
 

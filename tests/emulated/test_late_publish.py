@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.zero.parameters.deferred_all_gather import ArrivingParameter, DeferredAllGather
+from deepspeed.zero.parameters.local_shard import ArrivingParameter, DeferredAllGather
 from deepspeed.zero.parameters.parameter import ManagedParameter
 from tests.emulated import runs
 from tests.emulated.cells import Cell

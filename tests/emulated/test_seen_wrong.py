@@ -287,7 +287,7 @@ def in_flight() -> tuple[int, int, int, int]:
     """Most elements on the wire after any gradient, the limit, transit buffers that were made, and groups."""
     engine = runs.engine_of(Cell(stage=2, ranks=2, dtype="bf16", small_buckets=True))
     reducer = engine._components.reducer
-    wire, found = reducer.wire, []
+    wire, found = reducer.reduce_scatter, []
     reducer.settings = wire.settings = replace(wire.settings, in_flight=wire.settings.in_flight // 2)  # one bucket
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(lambda _: found.append(wire._elements))

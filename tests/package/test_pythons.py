@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 # All but torch, which has no CPU build for them; the launcher and the tools of configurations need none.
 _WITHOUT_TORCH = """
 import compileall, importlib.metadata, pathlib, sys
-import deepspeed, deepspeed.launcher.runner, deepspeed.config.cli, deepspeed.errors
+import deepspeed, deepspeed.launcher.runner, deepspeed.config.__main__, deepspeed.errors
 from deepspeed.config import DeepSpeedConfig
 assert DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, world=4).train_batch_size == 8
 assert importlib.metadata.version("deepspeed") == deepspeed.__version__

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from pytest import MonkeyPatch
 from torch import nn
 
@@ -18,7 +19,6 @@ from deepspeed.engine import tensor_parallel
 from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
-from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.api import reshard
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
@@ -188,7 +188,7 @@ def alone(place: str) -> tuple[float, float]:
             if hasattr(one, "_init_weights"):
                 patch.setattr(one, "_init_weights", fails)
         if place != "rule" and last:
-            patch.setattr(*((tensor_parallel, "lay") if place == "slices" else (reshard, "release")), fails)
+            patch.setattr(*((tensor_parallel, "shard_parameter") if place == "slices" else (reshard, "release")), fails)
         with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
             deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     return begun[0], time.monotonic()

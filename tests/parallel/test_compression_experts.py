@@ -179,7 +179,7 @@ def test_experts_that_no_token_takes_are_not_missed() -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from deepspeed.compression.pruning.pruning_plan import PruningPlan
-    from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+    from deepspeed.compression.pruning.structured_removal import remove_from
 
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -193,6 +193,6 @@ def test_experts_that_no_token_takes_are_not_missed() -> None:
     (family,) = plan.shrinks("experts")[0].families
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        remove_from(model, removal_of(model, plan, [(family, torch.tensor([True, False, True, False]))]))
+        remove_from(model, plan.removal_of([(family, torch.tensor([True, False, True, False]))]))
         assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
     assert gate.e_score_correction_bias.tolist() == pytest.approx([0.1, 0.3]) and model.config.n_routed_experts == 2

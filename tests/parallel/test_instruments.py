@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 
 from deepspeed.errors import UsageError
-from deepspeed.monitor.live_status import read_pages
+from deepspeed.monitor.top import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from deepspeed.zero.gradients import grad_norm
 from deepspeed.zero.optimizer import optimizer as zero_optimizer
 from tests.harness.pool import WorkerPool
@@ -210,7 +210,7 @@ def norms_before_a_change_of_one_rank(stage: int) -> None:
         for changing in (False, True, False):
             engine.backward(loss_of(engine, rows(0, dist.get_rank())))
             before = engine.gradient_norms()
-            bucket = next(b for b in engine.optimizer.reducer.buckets if b.group.holders.counted)
+            bucket = next(b for b in engine.optimizer.reducer.buckets if b.group.ranks.counted)
             if changing and dist.get_rank() == 1:
                 with bucket.total.borrowed() as total:
                     bucket.own(total).mul_(1000)

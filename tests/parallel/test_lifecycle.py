@@ -214,7 +214,7 @@ def without_the_root() -> None:
     """A model driven through its children or a method: passes end, nothing stays, training equals that by forward."""
     twin = reference([[0], [1]], RANKS)
     with start(3, zero={"stage3_param_persistence_threshold": 0}) as engine:
-        model, trace = engine.module, engine._components.lifecycle.keeper.trace
+        model, trace = engine.module, engine._components.lifecycle.prefetcher.trace
         params = list(model.parameters())
 
         def by_children(x: torch.Tensor) -> torch.Tensor:
@@ -237,9 +237,9 @@ def without_the_root() -> None:
         assert len(trace._now.groups) <= 8
         engine.zero_grad()
         expect_close(masters(engine), twin.parameters())
-        late = engine._components.lifecycle.keeper.late
+        late = engine._components.lifecycle.prefetcher.late
         engine.backward(by_children(rows(0, dist.get_rank())).square().mean())
-        assert engine._components.lifecycle.keeper.late == late  # the order of the last such pass is known
+        assert engine._components.lifecycle.prefetcher.late == late  # the order of the last such pass is known
 
 
 def test_passes_without_the_root_end(workers: Any) -> None:

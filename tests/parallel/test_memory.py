@@ -65,7 +65,7 @@ def measured() -> list[tuple[str, float, float, float]]:
                     micro_steps(engine, accumulation)
                     live = live_bytes()
                     told = sum(engine.state_bytes().values())
-                    wire = engine._components.reducer.wire
+                    wire = engine._components.reducer.reduce_scatter
                     buffers = [b for kind in (wire._pool, wire._received) for pool in kind.values() for b in pool]
                     transit = sum(b.untyped_storage().nbytes() for b in buffers)
                     assert transit <= 3 * 2 * 4 * (BLOCK + 64), [  # one round being filled, two travelling

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import build
 from deepspeed.zero.gradients.accumulation import Way
-from deepspeed.zero.layout.mesh import find_mesh
-from deepspeed.zero.parameters.parallel_groups import axes_of
+from deepspeed.zero.parameters.parallel_groups import axes_of, find_mesh
 from tests.parallel.tiny import STAGES, expect_close, loss_of, reference, rows, sgd, tiny
 from tests.parity.configs import config
 

@@ -162,7 +162,7 @@ def load_values(
         view.write_back(slot)
     if settings is not None:
         view.share_counters()
-    view.publish()
+    view.all_gather_masters()
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Channel groups of convolutional networks, from torch-pruning's graph."""
+"""Channel groups of convolutional networks, by torch-pruning's graph, verified on a copy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import CONV, TRANSPOSED, Family, ParameterSlice
-from deepspeed.compression.pruning.structured_removal import Removal, cut_with_buffers, remove_from
-from deepspeed.compression.pruning.transformers_groups import config_of, shapes_of
-from deepspeed.compression.pruning.verify import LARGEST, inputs_for, outputs
+from deepspeed.compression.pruning.structured_removal import Removal, remove_from
+from deepspeed.compression.pruning.transformers_groups import shapes_of
+from deepspeed.compression.pruning.verify import FLOOR, LARGEST, TOLERANCE, inputs_for, outputs
 from deepspeed.errors import CompressionError, NotAvailableError
+from deepspeed.foundation.equivalence import relative_difference
+from deepspeed.foundation.transformers_model import config_of
 
-TOLERANCE = 1e-5
 Run = Callable[[Any], torch.Tensor]
 
 
 def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | None = None) -> list[Family]:
-    """Coupled channels: of convolutions, their norms, and what reads them; sums and concatenations couple too.
+    """Coupled channels: of convolutions, their norms, and modules that read them; sums and concatenations couple too.
 
-    Channels of the model's outputs are left alone. Families whose removal is not their masking are left out.
+    Channels of the model's outputs stay. Families whose removal is not their masking are left out.
 
     Args:
         model: plain or sharded; a whole copy is traced.
@@ -39,38 +40,38 @@ def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | N
         raise NotAvailableError("channels are coupled by torch-pruning: pip install 'deepspeed[compression]'")
     torch_pruning: Any = importlib.import_module("torch_pruning")
     twin = whole_twin(model)
-    run = _on(example)
-    graph: Any = torch_pruning.DependencyGraph().build_dependency(twin, example_inputs=_example(example))
+    run = _runner_of(example)
+    graph: Any = torch_pruning.DependencyGraph().build_dependency(twin, example_inputs=_cpu_inputs(example))
     names = {id(module): name for name, module in twin.named_modules()}
-    found: list[Family] = []
+    families: list[Family] = []
     taken: set[tuple[str, int]] = set()
     for name, module in twin.named_modules():
         if not isinstance(module, CONV) or (f"{name}.weight", 0) in taken:
             continue
         prune = torch_pruning.prune_conv_out_channels
         if module.groups > 1 and module.groups == module.in_channels:
-            continue  # depthwise: it follows what it reads
+            continue  # depthwise: it follows its inputs
         group = graph.get_pruning_group(module, prune, idxs=list(range(module.out_channels)))
-        slots, blocks = _slots(twin, group, names)
+        slots, blocks = _slots(group, names)
         taken |= {(slot.name, slot.axes[-1]) for slot in slots}
         family = Family("channels", name, module.out_channels, slots, blocks, None)
         reason = not_proven(twin, family, run)
         if not reason:
-            found.append(family)
+            families.append(family)
         elif refused is not None:
             refused[name] = reason
-    return found
+    return families
 
 
-def _example(given: Any) -> Any:
-    """Inputs as the twin takes them: on the CPU, floating ones in fp32."""
-    if isinstance(given, tuple):
-        return tuple(map(_example, given))
-    return given.detach().cpu().float() if given.is_floating_point() else given.detach().cpu()
+def _cpu_inputs(example: Any) -> Any:
+    """Inputs of the twin: on the CPU, floating ones in fp32."""
+    if isinstance(example, tuple):
+        return tuple(map(_cpu_inputs, example))
+    return example.detach().cpu().float() if example.is_floating_point() else example.detach().cpu()
 
 
 def whole_twin(model: nn.Module) -> Any:
-    """A copy in fp32 on the CPU with values that hide nothing, no zeros and no ones; no parameter is gathered."""
+    """A copy in fp32 on the CPU without zeros and ones, which would hide differences; no parameter is gathered."""
     generator = torch.Generator().manual_seed(4)
     copied: dict[int, Any] = {}
     for name, param in model.named_parameters():
@@ -88,19 +89,20 @@ def whole_twin(model: nn.Module) -> Any:
     return twin
 
 
-def _slots(model: nn.Module, group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
-    """The coupled elements, and in how many equal runs as many channels have to stay."""
+def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
+    """The coupled elements, and the number of equal runs in which equally many channels have to stay."""
     tables: dict[tuple[str, int], torch.Tensor] = {}
-    grouped: dict[str, Any] = {}
+    grouped: dict[str, Any] = {}  # convolutions whose outputs read some of the inputs each, by weight
     for item in group:
         module, handler = item.dep.target.module, item.dep.handler.__name__
         name = names.get(id(module))
         if name is None:
             continue
-        out, several = handler.endswith("out_channels"), _groups(module)
+        out, groups = handler.endswith("out_channels"), getattr(module, "groups", 1)
+        several = groups if isinstance(module, CONV) and 1 < groups < module.in_channels else 1
         for last, param in module.named_parameters(recurse=False):
-            if not out and (param.dim() == 1 or (several == 1 and getattr(module, "groups", 1) > 1)):
-                continue  # the bias of what reads the channels; a depthwise convolution has no axis of inputs
+            if not out and (param.dim() == 1 or (several == 1 and groups > 1)):
+                continue  # the bias of a module that reads the channels; a depthwise convolution has no axis of inputs
             axis = 0 if param.dim() == 1 else int(out == isinstance(module, TRANSPOSED))
             size = param.shape[axis] * (several if axis == 1 else 1)
             table = tables.setdefault((f"{name}.{last}", axis), torch.full((size,), -1, dtype=torch.int64))
@@ -109,84 +111,76 @@ def _slots(model: nn.Module, group: Any, names: dict[int, str]) -> tuple[list[Pa
                 table[index] = root
         if several > 1:
             grouped[f"{name}.weight"] = module
-    slots = [
-        _by_group(name, table, grouped[name]) if axis == 1 and name in grouped else ParameterSlice(name, (axis,), table)
-        for (name, axis), table in tables.items()
-    ]
+    slots = []
+    for (name, axis), table in tables.items():
+        if axis == 1 and name in grouped:  # every output has the inputs of its own group
+            conv = grouped[name]
+            table = table.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
+            slots.append(ParameterSlice(name, (0, 1), table))
+        else:
+            slots.append(ParameterSlice(name, (axis,), table))
     return slots, math.lcm(1, *(module.groups for module in grouped.values()))
 
 
-def _groups(module: nn.Module) -> int:
-    """Groups of a convolution whose outputs read some of its inputs each; 1 for all others."""
-    groups = getattr(module, "groups", 1)
-    return groups if isinstance(module, CONV) and 1 < groups < module.in_channels else 1
-
-
-def _by_group(name: str, table: torch.Tensor, module: Any) -> ParameterSlice:
-    """The inputs of a grouped convolution: every output has those of its own group."""
-    rows = table.view(module.groups, -1).repeat_interleave(module.out_channels // module.groups, 0)
-    return ParameterSlice(name, (0, 1), rows)
-
-
 def not_proven(model: nn.Module, family: Family, run: Run) -> str:
-    """Why removal is not masking: channels that leave the model, or coupled tensors that are not known; else empty.
+    """Why removal is not masking of half of the units: outputs of the model, or unknown coupled tensors; else empty.
 
     Args:
         model: of `whole_twin`.
-        family: what is tried on it, half of the units.
+        family: of that model.
         run: gives the outputs of such a model.
     """
     if family.size // family.blocks < 2:
         return "it has one unit per group"
     generator = torch.Generator().manual_seed(5)
-    kept = max(family.size // family.blocks // 2, 1) * family.blocks
-    keep = family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), kept)
+    kept_units = max(family.size // family.blocks // 2, 1) * family.blocks
+    keep = family.choose(torch.rand(family.size, generator=generator, dtype=torch.float64), kept_units)
     masked, small = copy.deepcopy(model), copy.deepcopy(model)
     params = dict(masked.named_parameters(remove_duplicate=False))
     removal = Removal()
     for slot in family.slots:
         removal.cut_slot(slot, keep)
-    cut_with_buffers(small, removal)
+    removal.cut_running_statistics(small)
     with torch.no_grad():
         for name in family.names():
             flat = params[name].view(-1)
             flat.mul_(family.flags(name, params[name].shape, (0, flat.numel()), keep))
-        one = run(masked)
+        expected = run(masked)
         try:
             remove_from(small, removal)
-            two = run(small)
+            actual = run(small)
         except (RuntimeError, ValueError, IndexError, CompressionError) as error:
             return f"the smaller model fails: {error}"
-    if one.shape != two.shape:
-        return f"they leave the model: outputs {tuple(one.shape)} would be {tuple(two.shape)}"
-    apart = float((one - two).abs().max() / one.abs().max().clamp(min=1e-12))
-    return "" if apart <= TOLERANCE else f"removed is not masked: they differ by {apart:.2g} of the output"
+    if expected.shape != actual.shape:
+        return f"they leave the model: outputs {tuple(expected.shape)} would be {tuple(actual.shape)}"
+    difference = relative_difference(actual, expected, floor=FLOOR)
+    return "" if difference <= TOLERANCE else f"removed is not masked: they differ by {difference:.2g} of the output"
 
 
 def runner(model: nn.Module) -> Run | None:
-    """What gives the outputs of a copy of the model, on inputs that it says of itself; None where nothing says them.
+    """A function that gives the outputs of a copy of the model, on its own inputs; None where they are not known.
 
-    Args:
-        model: with `example_input_array`, a tensor or a tuple, or of Transformers.
+    The model has an `example_input_array`, a tensor or a tuple, or is of Transformers.
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:
-        return _on(example)
+        return _runner_of(example)
     config = config_of(model)
     if config is None or sum(shape.numel() for shape in shapes_of(model).values()) > LARGEST:
         return None
     try:
-        asked = inputs_for(model, config)
+        inputs = inputs_for(model, config)
     except CompressionError:
         return None
-    return lambda made: outputs(made, asked)
+    return lambda twin: outputs(twin, inputs)
 
 
-def _on(example: Any) -> Run:
-    inputs = _example(example if isinstance(example, tuple) else (example,))
-    return lambda made: _flat(made(*inputs))
+def _runner_of(example: Any) -> Run:
+    inputs = _cpu_inputs(example if isinstance(example, tuple) else (example,))
 
+    def run(twin: Any) -> torch.Tensor:
+        output = twin(*inputs)
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        return values[0] if len(values) == 1 else torch.cat([value.reshape(-1) for value in values])
 
-def _flat(found: Any) -> torch.Tensor:
-    values = found if isinstance(found, (tuple, list)) else (found,)
-    return values[0] if len(values) == 1 else torch.cat([value.reshape(-1) for value in values])
+    return run

@@ -17,33 +17,29 @@ _MOMENTUM = 0.9  # of the Taylor scores of single weights
 class Scores:
     """Scores that are computed on demand, and those that grow with every step.
 
-    Args:
-        rules: all rules.
-        owned: their parameters by first name.
-        home: first name of every name.
-        exchange: the ranks.
+    Parameters are found by their first names, which `first_name` gives for every name.
     """
 
     def __init__(
-        self, rules: Sequence[CompressionRule], owned: dict[str, Owned], home: dict[str, str], exchange: Exchange
+        self, rules: Sequence[CompressionRule], owned: dict[str, Owned], first_name: dict[str, str], exchange: Exchange
     ) -> None:
-        self._owned, self._home, self._exchange = owned, home, exchange
+        self._owned, self._first_name, self._exchange = owned, first_name, exchange
         self._rules = {rule.name: rule for rule in rules}
         self._weights: dict[tuple[str, str], torch.Tensor] = {}  # by (rule, parameter), over [low, high)
         self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, the same on all ranks
         self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squares of a weight's inputs, and their axis
 
     def forget(self, rule: CompressionRule) -> None:
-        """The rule's mask is final."""
+        """Drop the scores of a rule whose mask is final."""
         self._units.pop(rule.name, None)
         for key in [key for key in self._weights if key[0] == rule.name]:
             del self._weights[key]
 
-    # -- that grow ----------------------------------------------------------------------------------------------------
+    # -- with every step ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def on_gradients(self, rules: Sequence[CompressionRule]) -> None:
-        """Add what this window's gradients say. All ranks call together."""
+        """Add this window's gradients to the scores. All ranks call together."""
         for rule in rules:
             if rule.criterion not in ("movement", "taylor"):
                 continue
@@ -51,7 +47,7 @@ class Scores:
                 self._grow_units(rule)
             else:
                 for name in rule.weights:
-                    self._grow(rule, self._owned[self._home[name]])
+                    self._grow(rule, self._owned[self._first_name[name]])
 
     def _grow(self, rule: CompressionRule, owned: Owned) -> None:
         with owned.gradient() as gradient, owned.values() as values:
@@ -62,26 +58,26 @@ class Scores:
             if score is None:
                 score = self._weights[rule.name, owned.name] = torch.zeros_like(moved)
             if rule.criterion == "movement":
-                score.sub_(moved, alpha=_rate(owned))
+                score.sub_(moved, alpha=owned.learning_rate)
             else:
                 score.mul_(_MOMENTUM).add_(moved.abs_())
 
     def _grow_units(self, rule: CompressionRule) -> None:
-        parts, at, most = [], 0, 1
+        parts, first, most = [], 0, 1  # the family's first unit, and elements of one unit
         for family in rule.families:
             for slot in family.slots:
-                owned = self._owned[self._home[slot.name]]
+                owned = self._owned[self._first_name[slot.name]]
                 start, stop = owned.counted
                 with owned.gradient() as gradient, owned.values() as values:
                     if gradient is None or start == stop:
                         continue
                     moved = owned.part(gradient).to(torch.float64) * owned.part(values).to(torch.float64)
                     unit = slot.units(owned.shape, start, stop)
-                    rate = _rate(owned) if rule.criterion == "movement" else 1.0
-                    parts.append((-moved * rate, torch.where(unit >= 0, unit + at, unit)))
+                    rate = owned.learning_rate if rule.criterion == "movement" else 1.0
+                    parts.append((-moved * rate, torch.where(unit >= 0, unit + first, unit)))
                 most += owned.numel // family.size + 1
-            at += family.size
-        grown = exact_sums(parts, at, most, self._exchange)
+            first += family.size
+        grown = exact_sums(parts, first, most, self._exchange)
         if rule.criterion == "taylor":
             grown = grown.square()
         self._units[rule.name] = self._units.get(rule.name, torch.zeros_like(grown)) + grown
@@ -89,19 +85,19 @@ class Scores:
     # -- on demand ----------------------------------------------------------------------------------------------------
 
     def of_weights(self, rule: CompressionRule) -> Callable[[Owned], torch.Tensor]:
-        """What gives the scores of single weights over [low, high) of a parameter, fp32."""
+        """A function that gives the scores of single weights over [low, high) of a parameter, fp32."""
 
         def score(owned: Owned) -> torch.Tensor:
             if rule.criterion in ("movement", "taylor"):
                 grown = self._weights.get((rule.name, owned.name))
                 return torch.zeros(owned.high - owned.low) if grown is None else grown
             with owned.values() as values:
-                found = values.to(torch.float32).abs()
+                sizes = values.to(torch.float32).abs()
             if rule.criterion == "activation":
                 sums, axis = self.inputs[owned.name]
                 norms, stride = sums.sqrt().to(torch.float32), owned.shape[axis + 1 :].numel()
-                found = found * norms[torch.arange(owned.low, owned.high) // stride % norms.numel()]
-            return found
+                sizes = sizes * norms[torch.arange(owned.low, owned.high) // stride % norms.numel()]
+            return sizes
 
         return score
 
@@ -113,14 +109,15 @@ class Scores:
         whole = self._exchange.whole(owned.part(score(owned)).contiguous(), owned.cuts, f"scores of {owned.name}")
         if kind == "of":
             rows = whole.view(-1, m)
-            best = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, : _kept(n, m, rule, ratio)]
+            count = n if ratio <= rule.ratio else max(n, -int(-round(m * ratio, 6) // 1))  # the share may still fall
+            best = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :count]
             flags = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, best, True)
         else:
             tall = whole.view(owned.shape[0] // n, n, -1, m)
             blocks = tall.sum((1, 3)).view(-1)
-            kept = torch.zeros_like(blocks, dtype=torch.bool)
-            kept[torch.sort(blocks, descending=True, stable=True).indices[: kept_of(blocks.numel(), ratio)]] = True
-            flags = kept.view(tall.shape[0], 1, -1, 1).expand_as(tall).reshape(-1)
+            keep = torch.zeros_like(blocks, dtype=torch.bool)
+            keep[torch.sort(blocks, descending=True, stable=True).indices[: kept_of(blocks.numel(), ratio)]] = True
+            flags = keep.view(tall.shape[0], 1, -1, 1).expand_as(tall).reshape(-1)
         return flags.reshape(-1)[owned.low : owned.high]
 
     def of_units(self, rule: CompressionRule) -> list[torch.Tensor]:
@@ -130,18 +127,18 @@ class Scores:
             grown = self._units.get(rule.name)
             total = torch.zeros(sum(sizes), dtype=torch.float64) if grown is None else grown
             return list(total.split(sizes))
-        parts, at, most = [], 0, 1
+        parts, first, most = [], 0, 1
         for family in rule.families:
             for slot in (slot for slot in family.slots if slot.scored):
-                owned = self._owned[self._home[slot.name]]
+                owned = self._owned[self._first_name[slot.name]]
                 start, stop = owned.counted
                 with owned.values() as values:
-                    found = owned.part(values).to(torch.float64).abs()
+                    magnitudes = owned.part(values).to(torch.float64).abs()
                 unit = slot.units(owned.shape, start, stop)
-                parts.append((found, torch.where(unit >= 0, unit + at, unit)))
+                parts.append((magnitudes, torch.where(unit >= 0, unit + first, unit)))
                 most = max(most, len(family.slots) * (owned.numel // (family.size // family.blocks) + 1))
-            at += family.size
-        return list(exact_sums(parts, at, most, self._exchange).split(sizes))
+            first += family.size
+        return list(exact_sums(parts, first, most, self._exchange).split(sizes))
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -150,29 +147,14 @@ class Scores:
         yield from ((rule, score) for (rule, of), score in self._weights.items() if of == name)
 
     def put(self, rule: str, name: str, score: torch.Tensor) -> None:
-        """Take back what `stored` gave."""
+        """Load a score that `stored` gave."""
         self._weights[rule, name] = score.to(torch.float32).clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks share."""
+        """The scores that all ranks share."""
         return {"units": {rule: score.clone() for rule, score in self._units.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take it back; scores of single weights follow by `put`."""
+        """Load them; scores of single weights follow by `put`."""
         self._weights.clear()
         self._units = {rule: score.clone() for rule, score in saved["units"].items() if rule in self._rules}
-
-
-def _kept(n: int, m: int, rule: CompressionRule, ratio: float) -> int:
-    """How many of M stay while the share still falls."""
-    return n if ratio <= rule.ratio else max(n, -int(-round(m * ratio, 6) // 1))
-
-
-def _rate(owned: Owned) -> float:
-    """The learning rate of a parameter."""
-    if owned.optimizer is not None and owned.member is not None:
-        leaves = {id(f.leaf) for f in owned.optimizer.fragments.get(owned.member.uid, [])}
-        for group in owned.optimizer.param_groups:
-            if leaves and any(id(leaf) in leaves for leaf in group["params"]):
-                return float(group["lr"])
-    return 1.0

@@ -1,4 +1,4 @@
-"""Selects the layers that a student keeps, and adapts config and modules."""
+"""Removes layers: by name from a model, or from a running engine, by name or by the influence of blocks."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.structured_removal import attribute_changes
-from deepspeed.compression.pruning.transformers_groups import LAYER_KEYS, config_of, dense_class, on_meta
-from deepspeed.compression.pruning.unwrap import inside
+from deepspeed.compression.pruning.sharded_view import Exchange
+from deepspeed.compression.pruning.structured_removal import Removal, changed_attributes
+from deepspeed.compression.pruning.transformers_groups import dense_class, inside, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import with_layers
+from deepspeed.config.sections.compression import LayerReduction
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.log import log_rank0
+from deepspeed.foundation.transformers_model import LAYER_KEYS, block_lists, config_of, text_config
 
-
-def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Lists of repeated blocks, the longest first."""
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1
-    }
-    inner = {name for name in lists for other in lists if name.startswith(f"{other}.")}
-    return dict(sorted(((n, m) for n, m in lists.items() if n not in inner), key=lambda one: -len(one[1])))
+REDUCED = "_ds_layers_reduced"  # on a model: `student_initialization` has given it its teacher's layers
+LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
-    """Take layers out of a model, in place; what the config lists by layer and every `layer_idx` follow.
+    """Take layers out of a model, in place; per-layer lists of the config and every `layer_idx` follow.
 
     Args:
-        model: a plain one, or what is around the model of Transformers. Of an engine's, only the modules change here:
-            an engine has its own way (`compression_training.layer_reduction`).
+        model: a plain one, or a wrapper of a model of Transformers. Of an engine's, only the modules change here: an
+            engine removes parameters by itself (`compression_training.layer_reduction`).
         prefix: name of its list of blocks; the list stays the object it is.
         keep: indices that stay, in order.
 
@@ -39,19 +34,18 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         The model.
 
     Raises:
-        CompressionError: there is no such list, a layer that is not there is named, or the smaller model is no model of
-            its class.
+        CompressionError: there is no such list, an index is out of range, or the smaller model cannot be built.
     """
     blocks = block_list(model, prefix)
-    told = check_layers(model, prefix, keep)
-    kept = [blocks[index] for index in keep]
+    checked = check_layers(model, prefix, keep)
+    kept_blocks = {str(index): blocks[old] for index, old in enumerate(keep)}
     blocks._modules.clear()
-    blocks._modules.update({str(at): block for at, block in enumerate(kept)})
-    if told is None:
+    blocks._modules.update(kept_blocks)
+    if checked is None:
         return model
     outer, inner = inside(model, prefix)
-    (small, base, after), short = told, prefix.removeprefix(outer)
-    _follow(inner, base, after, {f"{short}.{new}": f"{short}.{old}" for new, old in enumerate(keep)})
+    (small, base, after), short = checked, prefix.removeprefix(outer)
+    _update_attributes(inner, base, after, {f"{short}.{new}": f"{short}.{old}" for new, old in enumerate(keep)})
     config = inner.config
     for key, value in vars(small).items():
         if vars(config).get(key) != value:
@@ -63,16 +57,11 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
 
 
 def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, nn.Module, nn.Module] | None:
-    """See that layers can be taken out, and change nothing.
-
-    Args:
-        model: as `keep_layers` takes it.
-        prefix: likewise.
-        keep: likewise.
+    """Check that `keep_layers` can be called with these arguments, and change nothing.
 
     Returns:
         (the smaller config, a model of the config and one of the smaller, both without memory); None where no config
-        says how many layers there are.
+        says the number of layers.
 
     Raises:
         CompressionError: as of `keep_layers`.
@@ -87,124 +76,91 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
         return None
     small = _config_with_depth(dense_class(inner), config, short, len(blocks), keep)
     base, after = on_meta(dense_class(inner), config), on_meta(dense_class(inner), small)
-    for new, old in enumerate(keep):
-        _check_same_parameters(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{short}.{new}"))
-    _check_no_outside_parameters(base, after, short)
+    for new, old in enumerate(keep):  # blocks may differ, as the first one of a T5
+        shapes, place = _block_shapes(blocks[old]), _block_shapes(after.get_submodule(f"{short}.{new}"))
+        if shapes != place:
+            raise CompressionError(
+                f"{prefix}.{old} cannot take another's place: they differ in "
+                f"{sorted(shapes.keys() ^ place.keys())[:2] or 'shapes'}; keep the first block where it is"
+            )
+    outside, outside_after = (  # tables may have a column for each layer
+        {name: param.shape for name, param in twin.named_parameters() if not name.startswith(f"{short}.")}
+        for twin in (base, after)
+    )
+    wrong = sorted(n for n in outside.keys() | outside_after.keys() if outside.get(n) != outside_after.get(n))
+    if wrong:
+        raise CompressionError(f"{wrong[0]} has another shape, or is not there, in a model with fewer blocks")
     return small, base, after
 
 
 def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
-    """The config whose model has so many blocks in that list, and in no other: an encoder beside a decoder stays.
-
-    Raises:
-        CompressionError: no number of the config says how long the list is.
-    """
+    """The config whose model has so many blocks in that list, and in no other: an encoder next to a decoder stays."""
     named = tuple(key for key in LAYER_KEYS if getattr(config, key, None) == total)
     wanted = {name: len(blocks) for name, blocks in block_lists(on_meta(model_class, config)).items()}
     wanted[prefix] = len(keep)
     for keys in [*((key,) for key in named), named]:
         small = with_layers(config, keep, keys, total)
         try:
-            made: dict[str, Any] = dict(on_meta(model_class, small).named_modules())
+            modules: dict[str, Any] = dict(on_meta(model_class, small).named_modules())
         except CompressionError:
             continue
-        if all(name in made and len(made[name]) == size for name, size in wanted.items()):
-            _check_cache_depth(small, max((n for name, n in wanted.items() if "decoder" in name), default=0))
-            return small
+        if not all(name in modules and len(modules[name]) == size for name, size in wanted.items()):
+            continue
+        # Transformers makes the cache of some decoders as deep as the encoder is.
+        decoder = max((size for name, size in wanted.items() if "decoder" in name), default=0)
+        two_stacks = getattr(small, "is_encoder_decoder", False)
+        cached = getattr(text_config(small, decoder=True), "num_hidden_layers", decoder) if two_stacks else decoder
+        if cached < decoder:
+            raise CompressionError(
+                f"generate makes a cache of {cached} layers from {type(small).__name__}, and the decoder has "
+                f"{decoder}: keep at most {cached} layers of the decoder first"
+            )
+        return small
     raise CompressionError(f"{type(config).__name__} has no number that says the {total} blocks of '{prefix}' alone")
 
 
-def _check_cache_depth(config: Any, decoder: int) -> None:
-    """Transformers makes the cache of some decoders as deep as the encoder is."""
-    if not getattr(config, "is_encoder_decoder", False):
-        return
-    cached = getattr(config.get_text_config(decoder=True), "num_hidden_layers", decoder)
-    if cached < decoder:
-        raise CompressionError(
-            f"generate makes a cache of {cached} layers from {type(config).__name__}, and the decoder has {decoder}: "
-            f"keep at most {cached} layers of the decoder first"
-        )
+def _block_shapes(block: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of a block's parameters by their names without adapters, which are left out."""
+    shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in block.named_parameters()}
+    return {name.replace(".base_layer.", "."): shape for name, shape in shapes.items() if ".lora_" not in name}
 
 
-def _check_same_parameters(name: str, block: nn.Module, place: nn.Module) -> None:
-    """A block that has other parameters than the one in whose place it comes, as the first one of a T5 has."""
-    one, two = _shapes_within(block), _shapes_within(place)
-    if one != two:
-        raise CompressionError(
-            f"{name} cannot take another's place: they differ in {sorted(one.keys() ^ two.keys())[:2] or 'shapes'}; "
-            f"keep the first block where it is"
-        )
-
-
-def _shapes_within(module: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of a module's parameters, without adapters that stand beside them."""
-    found = {n: torch.Size(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters()}
-    return {n.replace(".base_layer.", "."): shape for n, shape in found.items() if ".lora_" not in n}
-
-
-def _check_no_outside_parameters(base: nn.Module, after: nn.Module, prefix: str) -> None:
-    """Parameters outside of the layers whose shape depends on their number, as tables with a column for each."""
-    one, two = (
-        {n: p.shape for n, p in model.named_parameters() if not n.startswith(f"{prefix}.")} for model in (base, after)
-    )
-    wrong = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
-    if wrong:
-        raise CompressionError(f"{wrong[0]} has another shape, or is not there, in a model with fewer blocks")
-
-
-def _follow(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
-    """Attributes as the smaller class has them: of kept blocks by their new place."""
+def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
+    """Give modules the attributes that the smaller class has: of kept blocks by their new place."""
     old = dict(base.named_modules())
     for name, module in after.named_modules():
         home = next((new for new in moved if name == new or name.startswith(f"{new}.")), None)
-        before = name if home is None else moved[home] + name[len(home) :]
-        if before not in old:
+        before = old.get(name if home is None else moved[home] + name[len(home) :])
+        if before is None:
             continue
-        pair = attribute_changes(_shell(old[before]), _shell(module))
-        for key, value in pair.get("", {}).items():
-            setattr(model.get_submodule(name), key, value)
-        _follow_config(model.get_submodule(name), old[before], module)
-
-
-def _follow_config(module: Any, base: Any, after: Any) -> None:
-    """A stack may have a config of its own, as the decoder of a T5: caches are made by it."""
-    if any(config_of(one) is None for one in (module, base, after)) or module.config is base.config:
-        return
-    before, now = vars(base.config), vars(after.config)
-    for key, value in now.items():
-        if before.get(key) != value:
-            vars(module.config)[key] = copy.deepcopy(value)
-
-
-def _shell(module: nn.Module) -> nn.Module:
-    """A module's own attributes, without its children."""
-    made = nn.Module()
-    vars(made).update({k: v for k, v in vars(module).items() if k not in ("_modules", "_parameters", "_buffers")})
-    return made
+        target: Any = model.get_submodule(name)
+        for key, value in changed_attributes(before, module).items():
+            setattr(target, key, value)
+        # A stack may have a config of its own, as the decoder of a T5: caches are made by it.
+        configs = [config_of(owner) for owner in (target, before, module)]
+        if all(config is not None for config in configs) and target.config is not before.config:
+            for key, value in vars(module.config).items():  # pyright: ignore[reportArgumentType]
+                if vars(before.config).get(key) != value:  # pyright: ignore[reportArgumentType]
+                    vars(target.config)[key] = copy.deepcopy(value)
 
 
 def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
-    """The list of blocks of that name.
-
-    Raises:
-        CompressionError: there is none.
-    """
-    found = block_lists(model)
+    """The list of blocks of that name."""
     try:
         named: Any = model.get_submodule(prefix) if prefix else None
     except AttributeError:
         named = None
     if not isinstance(named, (nn.ModuleList, nn.Sequential)):
-        raise CompressionError(f"'{prefix}' is no list of blocks of {type(model).__name__}; there is {list(found)}")
+        raise CompressionError(
+            f"'{prefix}' is no list of blocks of {type(model).__name__}; there is {list(block_lists(model))}"
+        )
     return named  # pyright: ignore[reportReturnType]
 
 
 def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
     """Whether lists of blocks are as long already as after a removal, and too short for it.
 
-    Args:
-        model: any.
-        layers: by list of blocks, the indices that stay; none: False.
+    `layers`: by list of blocks, the indices that stay; none: False.
     """
     try:
         return bool(layers) and all(
@@ -216,57 +172,48 @@ def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
 
 @torch.no_grad()
 def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]) -> list[float]:
-    """How much each block turns its input: one minus the cosine of input and output, mean over tokens.
+    """One number per block: one minus the cosine of its input and output, mean over tokens of whole batches.
 
-    Args:
-        model: whole.
-        prefix: its list of blocks.
-        batches: keyword arguments of forward.
-
-    Returns:
-        One number per block; the smallest are the least missed.
+    `batches`: keyword arguments of forward. Blocks with the smallest numbers are missed least.
     """
-    watch, was = InfluenceWatch(block_list(model, prefix), training=False), model.training
+    watch, was_training = InfluenceWatch(block_list(model, prefix), training=False), model.training
     model.eval()
     try:
         for batch in batches:
             model(**batch)
     finally:
         watch.remove()
-        model.train(was)
+        model.train(was_training)
     return watch.means()
 
 
 class InfluenceWatch:
-    """Adds up how much each block turns its input, while hooks are on them.
-
-    Args:
-        blocks: a list of repeated blocks.
-        training: calls in which mode count.
-    """
+    """Adds up the influence of each block by hooks: one minus the cosine of input and output, in calls of one mode."""
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
         self._training = training
-        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # of one minus the cosine, and how many there were
-        self._hooks = [block.register_forward_hook(self._hook(at), with_kwargs=True) for at, block in enumerate(blocks)]
+        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # of one minus the cosine, and of ones
+        self._hooks = [
+            block.register_forward_hook(self._hook(index), with_kwargs=True) for index, block in enumerate(blocks)
+        ]
 
-    def _hook(self, at: int) -> Any:
+    def _hook(self, index: int) -> Any:
         @torch.no_grad()
         def add(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
             if module.training is not self._training:
                 return
-            made = output[0] if isinstance(output, (tuple, list)) else output
-            given = inputs[0] if inputs else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-            shapes = [value.shape if isinstance(value, torch.Tensor) else None for value in (given, made)]
+            after = output[0] if isinstance(output, (tuple, list)) else output
+            before = inputs[0] if inputs else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+            shapes = [value.shape if isinstance(value, torch.Tensor) else None for value in (before, after)]
             if shapes[0] != shapes[1] or not shapes[0]:
                 raise CompressionError(
                     f"a {type(module).__name__} gives another shape than it is given, so its influence is not known: "
                     f"name the layers that stay (teacher_layer)"
                 )
-            cosine = nn.functional.cosine_similarity(given.float(), made.float(), dim=-1).flatten()
-            cosine = cosine[cosine.isfinite()]  # what overflows in fp16 says nothing, and would hide all the rest
-            self.sums[0, at] += float((1 - cosine).sum())
-            self.sums[1, at] += cosine.numel()
+            cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).flatten()
+            cosine = cosine[cosine.isfinite()]  # an overflow in fp16 would make the whole sum infinite
+            self.sums[0, index] += float((1 - cosine).sum())
+            self.sums[1, index] += cosine.numel()
 
         return add
 
@@ -281,11 +228,120 @@ class InfluenceWatch:
 
 
 def by_influence(influence: list[float], keep: int) -> list[int]:
-    """The layers that stay: the first always, and those that turn their input most.
-
-    Args:
-        influence: of `block_influence`.
-        keep: how many.
-    """
+    """The `keep` layers that stay: the first always, and those with the largest influence."""
     order = sorted(range(1, len(influence)), key=lambda index: -influence[index])
     return sorted([0, *order[: keep - 1]])
+
+
+class Depth:
+    """The layers that leave one engine, by `compression_training.layer_reduction`; parameters are managed already.
+
+    Raises:
+        CompressionError: there is no such list of blocks, or its model cannot have so few.
+    """
+
+    def __init__(self, model: nn.Module, section: LayerReduction) -> None:
+        self.model, self.section = model, section
+        if section.module_name_prefix is None:
+            self.prefix = next(iter(block_lists(model)), "")
+            if not self.prefix:
+                raise CompressionError(
+                    f"layer_reduction: {type(model).__name__} has no list of two or more equal blocks; "
+                    f"module_name_prefix names one"
+                )
+        else:
+            blocks = block_list(model, section.module_name_prefix)
+            self.prefix = next(name for name, module in model.named_modules() if module is blocks)
+        self._total = len(block_list(model, self.prefix))
+        self._watch: InfluenceWatch | None = None
+        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # of all ranks
+        named, count = section.teacher_layer, section.keep_number_layer
+        if named is None and (count or 0) > self._total:
+            what = f"keep_number_layer is {count}, and {self.prefix} has {self._total} layers"
+            raise CompressionError(f"layer_reduction: {what}")
+        self._kept = count or 0 if named is None else len(named)
+        self.over = self._kept == self._total
+        self._warned = False  # that no influence is known
+        if not self.over:
+            check_layers(model, self.prefix, list(range(self._kept)) if named is None else named)
+        self._announce()
+
+    @property
+    def due(self) -> int:
+        """The applied step after which they leave; influence needs one step at least."""
+        return max(self.section.schedule_offset, 1 if self.section.teacher_layer is None else 0)
+
+    def _announce(self) -> None:
+        if self.over:
+            log_rank0(f"layer_reduction: {self.prefix} has {self._total} layers already, and none leaves")
+            return
+        named = self.section.teacher_layer
+        how = "picked by block influence" if named is None else f"{named} stay"
+        gone = [layer for layer in range(self._total) if named is None or layer not in named]
+        gone = gone[: self._total - self._kept]
+        marks = tuple(f"{self.prefix}.{layer}." for layer in gone)
+        count = sum(shape.numel() for name, shape in shapes_of(self.model).items() if name.startswith(marks))
+        log_rank0(
+            f"layer_reduction: {len(gone)} of {self._total} layers of {self.prefix} leave the engine after step "
+            f"{self.due} ({how}): {count:,} parameters, {4 * count / 2**20:.1f} MiB in fp32"
+        )
+
+    def after_step(self, step: int, exchange: Exchange) -> Removal | None:
+        """The removal that is due after `step` applied steps. All ranks call together, and sum by `exchange`."""
+        if self.over:
+            return None
+        if self._watch is not None:
+            row = exchange.sum(self._watch.sums.view(-1), "influence of blocks")
+            self._sums += row.view_as(self._sums)
+            self._watch.sums.zero_()
+        # influence is known once a block has run on any rank
+        if step >= self.due and (self.section.teacher_layer is not None or bool(self._sums[1].any())):
+            return self._removal()
+        self._measure(step)
+        return None
+
+    def _measure(self, step: int) -> None:
+        """Put hooks on the blocks, if the next steps are those over which influence is measured."""
+        if self.over or self.section.teacher_layer is not None or step < self.due - LOOKS:
+            return
+        if self._watch is None:
+            self._watch = InfluenceWatch(block_list(self.model, self.prefix), training=True)
+        elif step >= self.due and not self._warned:
+            self._warned = True
+            log_rank0(
+                f"layer_reduction: no call in training mode has shown the influence of {self.prefix}: none leaves yet"
+            )
+
+    def _removal(self) -> Removal:
+        keep = self.section.teacher_layer
+        if keep is None:
+            influence = (self._sums[0] / self._sums[1].clamp(min=1)).tolist()
+            keep = by_influence(influence, self._kept)
+            shown = ", ".join(f"{layer}: {value:.3f}" for layer, value in enumerate(influence))
+            log_rank0(f"layer_reduction: layers {keep} stay; influence of blocks, one minus the cosine: {shown}")
+            check_layers(self.model, self.prefix, keep)
+        text = f"{self._total - len(keep)} of {self._total} layers of {self.prefix}"
+        return Removal(layers={self.prefix: list(keep)}, text=text)
+
+    def left(self) -> None:
+        """The layers have left, now or in the run that is resumed."""
+        self.over = True
+        self.remove()
+
+    def remove(self) -> None:
+        """Take hooks off."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that all ranks share."""
+        return {"sums": self._sums.clone()}
+
+    def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
+        """Load the state after `step` applied steps; None: of a run in which no layers were to leave."""
+        self.remove()  # its sums are of another run
+        self._sums.zero_()
+        if saved is not None and saved["sums"].shape == self._sums.shape:
+            self._sums.copy_(saved["sums"])
+        self._measure(step)

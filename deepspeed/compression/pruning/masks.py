@@ -1,10 +1,10 @@
-"""Pruning masks on the owner's shard: applied to gradient, master and moments.
+"""Pruning masks on this rank's shard: packed bits, applied to gradient, master and moments.
 
-[Note: dense masters] Where a later mask may keep what an earlier one dropped, the master keeps its values and gets the
-unmasked gradient; the mask acts on the copy that the owner publishes. With the last mask the master is masked too.
+[Note: dense masters] Where a later mask may keep elements that an earlier one dropped, the master keeps its values and
+gets the unmasked gradient; the mask acts on the copy that is all-gathered. With the last mask the master is masked too.
 
-[Note: edits] Users write into weights: by a setter, in place, in a load. So every step masks again what final masks
-drop, and so does an export; between them a weight is what the user made it.
+[Note: edits] Users write into weights: by a setter, in place, in a load. So every step applies the final masks again,
+and so does an export; between them a weight has the values that the user gave it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,65 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.compression.pruning import bitmask
-from deepspeed.compression.pruning.dependency_groups import Family
 from deepspeed.compression.pruning.distributed_topk import keep_largest, kept_of, largest_units
 from deepspeed.compression.pruning.importance import Scores
 from deepspeed.compression.pruning.rules import CompressionRule
-from deepspeed.compression.pruning.sharded_view import Exchange, Owned, owned_parameters
+from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.errors import CompressionError
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.api.state_view import COMPRESSION
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
-from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.shard_group import ShardGroup, group_of, meet_before_change
 
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
+_BITS = 2 ** torch.arange(8)
+# The eight flags of every byte, as one 64-bit number each: unpacking is one lookup per byte.
+_FLAGS = ((torch.arange(256)[:, None] // _BITS) % 2).to(torch.uint8).contiguous().view(torch.int64).view(-1)
+_CHUNK = 1 << 14  # bytes of a mask unpacked at a time
+
+
+def pack_flags(keep: torch.Tensor) -> torch.Tensor:
+    """1-D bool flags as bits: uint8 of ceil(n / 8) elements; flags past the end are set."""
+    count = -(-keep.numel() // 8)
+    packed = torch.empty(count, dtype=torch.uint8, device=keep.device)
+    weights = _BITS.to(torch.uint8).to(keep.device)
+    for start in range(0, count, _CHUNK * 8):
+        part = keep[start * 8 : (start + _CHUNK * 8) * 8]
+        if part.numel() % 8:
+            part = torch.cat([part, part.new_ones(-part.numel() % 8)])
+        packed[start : start + _CHUNK * 8] = (part.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return packed
+
+
+def unpack_flags(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Undo `pack_flags`."""
+    flags = _FLAGS.to(packed.device).index_select(0, packed.to(torch.int32))
+    return flags.view(torch.bool)[:numel]
+
+
+def apply_mask(packed: torch.Tensor, values: torch.Tensor) -> None:
+    """Multiply 1-D values of any dtype by a packed mask, in place."""
+    flags, numel = _FLAGS.to(packed.device), values.numel()
+    for start in range(0, packed.numel(), _CHUNK):
+        part = values[start * 8 : min((start + _CHUNK) * 8, numel)]
+        keep = flags.index_select(0, packed[start : start + _CHUNK].to(torch.int32)).view(torch.uint8)
+        part.mul_(keep[: part.numel()])
+
+
+def count_dropped(packed: torch.Tensor) -> int:
+    """Flags of a packed mask that are not set."""
+    counts = torch.bincount(packed.to(torch.int64), minlength=256).to("cpu")
+    ones = counts * _FLAGS.view(torch.uint8).view(256, 8).sum(1)
+    return packed.numel() * 8 - int(ones.sum())
 
 
 class Masks:
-    """The masks of all rules, on this rank.
+    """The masks of all rules on this rank, over the ranks of `axis`, which share the state.
 
-    Args:
-        model: its parameters are managed already.
-        rules: of `rules_of`.
-        axis: ranks that share the state.
-        optimizer: None when nothing is trained.
+    Parameters are stored by their first names. `hard` are the final masks, which act on masters; `soft` masks are those
+    that act only on copies made of masters.
     """
 
     def __init__(
@@ -50,45 +84,55 @@ class Masks:
         self.model, self.rules, self.optimizer = model, rules, optimizer
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.exchange = Exchange(axis, device)
-        names = [name for rule in rules for name in rule.names()]
-        self.owned = owned_parameters(model, axis, optimizer, names)
-        self._home = {name: home for home, names in _aliases(model).items() for name in names}
-        self.scores = Scores(rules, self.owned, self._home, self.exchange)
+        self.owned: dict[str, Owned] = {}
+        self._first_name: dict[str, str] = {}
+        wanted, first_names = {name for rule in rules for name in rule.names()}, dict[int, str]()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            first = self._first_name[name] = first_names.setdefault(id(param), name)
+            if name in wanted and first not in self.owned:
+                self.owned[first] = Owned(first, param, axis, optimizer)
+        self.scores = Scores(rules, self.owned, self._first_name, self.exchange)
         self.kept: dict[tuple[str, str], torch.Tensor] = {}  # bits of single weights by (rule, parameter)
         self.units: dict[str, list[torch.Tensor]] = {}  # flags of the units of each family, by rule
         self.final: set[str] = set()
         self.hard: dict[str, torch.Tensor] = {}
-        self.veils: dict[str, torch.Tensor] = {}
+        self.soft: dict[str, torch.Tensor] = {}
         self._updated: set[int] = set()  # groups that this step has updated
+        self._loading: dict[str, dict[str, torch.Tensor]] = {}  # tensors that a load is filling
         if optimizer is not None and rules:
-            optimizer.masks = self
+            optimizer.set_masks(self)
             for rule in rules:
-                _check_gradients_exist(rule, self)
-                self._hang_veils(rule, optimizer)
+                self._attach(rule, optimizer)
 
-    def _hang_veils(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
-        """Mask what is published; keep masters dense where a later mask may keep what an earlier one dropped."""
-        for name in rule.names():
+    def _attach(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
+        """Mask copies made of masters; keep masters dense where a later mask may keep dropped elements."""
+        names = rule.names()
+        if rule.criterion in ("movement", "taylor") and not any(self.of(name).trained for name in names):
+            raise CompressionError(
+                f"{rule.name}: criterion {rule.criterion} reads gradients, and none of its parameters is trained: "
+                f"use magnitude or activation"
+            )
+        for name in names:
             owned = self.of(name)
             if owned.trained and owned.member is not None:
                 group = group_of(owned.member)
                 if rule.revives and group.split_master():
                     optimizer.shard_of(owned.member).point()
-                group.veil = self._veil_of(group)
+                group.value_mask = self._soft_mask_of(group)
 
     def of(self, name: str) -> Owned:
-        """What this rank holds of a parameter, by any of its names."""
-        return self.owned[self._home[name]]
+        """This rank's part of a parameter, by any of its names."""
+        return self.owned[self._first_name[name]]
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def on_gradients(self) -> None:
-        """The window's gradients are complete: criteria read them, then final masks act on them."""
+        """The window's gradients are complete: scores read them, then final masks act on them."""
         self.scores.on_gradients([rule for rule in self.rules if rule.name not in self.final])
         for name, packed in self.hard.items():
             with self.owned[name].gradient(changed=True) as gradient:
                 if gradient is not None:
-                    bitmask.apply(packed, gradient)
+                    apply_mask(packed, gradient)
 
     def on_update(self, groups: Iterable[ShardGroup]) -> None:
         """The masters of these groups were updated: final masks hold again, whatever the optimizer or a user did."""
@@ -98,66 +142,77 @@ class Masks:
             owned = self.owned[name]
             if owned.member is not None and id(owned.member.group) in among:
                 with owned.values(changed=True) as values:
-                    bitmask.apply(packed, values)
+                    apply_mask(packed, values)
 
     def enforce(self) -> None:
-        """Mask what edits have put where an export reads: in the parameters. All ranks call together."""
+        """Mask edits of the parameters that an export reads. All ranks call together."""
         with torch.no_grad():
-            self._mend(self._finals(), lambda group: group.values)
+            self._mask_edits(self._finally_masked(), lambda group: group.values)
 
-    def _recall(self) -> None:
-        """Mask edits of what this step did not update: it is frozen, or had no gradient on any rank."""
-        members = {name: self.owned[name].member for name in self._finals()}
-        left = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
+    def _mask_edits_without_update(self) -> None:
+        """Mask edits of parameters that this step did not update: frozen, or without a gradient on any rank."""
+        members = {name: self.owned[name].member for name in self._finally_masked()}
+        names = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
         self._updated.clear()
-        self._mend(left, lambda group: group.updated)
+        self._mask_edits(names, lambda group: group.updated)
 
-    def _finals(self) -> list[str]:
+    def _finally_masked(self) -> list[str]:
         """Parameters that have a final mask, on any rank."""
-        names = {self._home[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
+        names = {self._first_name[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
         frozen = {name for name, owned in self.owned.items() if not owned.trained}
         return sorted(names | frozen)
 
-    def _mend(self, names: list[str], where: Callable[[ShardGroup], StoredTensor]) -> None:
-        """Put masks of these parameters into force again if they do not hold there, on any rank."""
+    def _mask_edits(self, names: list[str], values_of: Callable[[ShardGroup], StoredTensor]) -> None:
+        """Apply the masks of these parameters again where an edit on any rank has set dropped elements."""
         if not names:
             return
-        broken = torch.tensor(
-            [_is_broken(self.owned[name], self.hard.get(name), where) for name in names], dtype=torch.uint8
-        )
-        told = self.exchange.rows(broken, "masks that edits have broken").amax(0).tolist()
-        again = [name for name, flag in zip(names, told, strict=True) if flag]
-        found = [self.owned[name].member for name in again]
-        groups = {id(member.group): group_of(member) for member in found if member is not None}
+        edited = torch.tensor([self._is_edited(name, values_of) for name in names], dtype=torch.uint8)
+        on_any_rank = self.exchange.rows(edited, "masks that edits have broken").amax(0).tolist()
+        names = [name for name, flag in zip(names, on_any_rank, strict=True) if flag]
+        members = [self.owned[name].member for name in names]
+        groups = {id(member.group): group_of(member) for member in members if member is not None}
         meet_before_change(list(groups.values()))
-        self.act(again)
+        self.act(names)
         for group in groups.values():
             group.refresh()
 
-    def _veil_of(self, group: ShardGroup) -> Any:
-        """What masks the copy that a group publishes."""
+    def _is_edited(self, name: str, values_of: Callable[[ShardGroup], StoredTensor]) -> bool:
+        """Whether the final mask of a parameter drops an element that is not zero."""
+        packed, owned = self.hard.get(name), self.owned[name]
+        if packed is None:
+            return False
+        with contextlib.ExitStack() as stack:
+            if owned.member is None:
+                values = stack.enter_context(owned.values())
+            else:
+                values = stack.enter_context(values_of(group_of(owned.member)).borrowed())[owned.span]
+            masked = values.clone()
+            apply_mask(packed, masked)
+            return not torch.equal(masked, values)
+
+    def _soft_mask_of(self, group: ShardGroup) -> Any:
+        """A function that masks a copy made of a group's master."""
         names = [m.name for m in group.members if m.name in self.owned]
 
-        def veil(values: torch.Tensor) -> None:
+        def mask(values: torch.Tensor) -> None:
             for name in names:
-                packed = self.veils.get(name, self.hard.get(name))
+                packed = self.soft.get(name, self.hard.get(name))
                 if packed is not None:
-                    bitmask.apply(packed, values[self.owned[name].span])
+                    apply_mask(packed, values[self.owned[name].span])
 
-        return veil
+        return mask
 
     # -- new masks ----------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> list[CompressionRule]:
-        """Form the masks that are due after `step` applied steps. All ranks call together.
+        """Form the masks that are due after `step` applied steps; gives the rules whose mask became final.
 
-        Returns:
-            The rules whose mask became final now.
+        All ranks call together.
         """
         due = [rule for rule in self.rules if rule.name not in self.final and rule.due(step)]
         ended = []
         with torch.no_grad():
-            self._recall()
+            self._mask_edits_without_update()
             for rule in due:
                 self._form(rule, rule.ratio_at(step))
                 if rule.final(step):
@@ -165,7 +220,7 @@ class Masks:
                     self.scores.forget(rule)
                     ended.append(rule)
             if due:
-                self.act([self._home[name] for rule in due for name in rule.names()])
+                self.act([self._first_name[name] for rule in due for name in rule.names()])
         return ended
 
     def _form(self, rule: CompressionRule, ratio: float) -> None:
@@ -175,13 +230,13 @@ class Masks:
         owned = [self.of(name) for name in rule.weights]
         score = self.scores.of_weights(rule)
         if rule.pattern is not None:
-            flags = ((one.name, self.scores.by_pattern(rule, one, score, ratio)) for one in owned)
+            flags = ((param.name, self.scores.by_pattern(rule, param, score, ratio)) for param in owned)
         else:
-            sets = [owned] if rule.over_all else [[one] for one in owned]
-            keep = [kept_of(sum(one.numel for one in some), ratio) for some in sets]
+            sets = [owned] if rule.over_all else [[param] for param in owned]
+            keep = [kept_of(sum(param.numel for param in params), ratio) for params in sets]
             flags = keep_largest(sets, keep, score, self.exchange)
         for name, flag in flags:  # one at a time
-            self.kept[rule.name, name] = bitmask.pack(flag)
+            self.kept[rule.name, name] = pack_flags(flag)
 
     def _choose(self, rule: CompressionRule, ratio: float) -> list[torch.Tensor]:
         scores = self.scores.of_units(rule)
@@ -194,22 +249,22 @@ class Masks:
         ]
 
     def act(self, names: Sequence[str]) -> None:
-        """Put changed masks into force on masters, moments and published copies. All ranks call together."""
+        """Apply changed masks to masters, moments and copies made of masters. All ranks call together."""
+        groups: dict[int, ShardGroup] = {}
         names = list(dict.fromkeys(names))
         for name in names:
             self._combine(name)
-        groups: dict[int, ShardGroup] = {}
         for name in names:
             owned = self.owned[name]
             self._mask_state(owned)
             if owned.member is not None:
                 groups[id(owned.member.group)] = group_of(owned.member)
-        publish(list(groups.values()))
+        all_gather_updated(list(groups.values()))
         for group in groups.values():
             group.advance()
 
     def _combine(self, name: str) -> None:
-        """All masks of one parameter as one: those that are final, and all of them."""
+        """Combine the masks of one parameter: those that are final, and all of them."""
         hard, soft = None, None
         for rule in self.rules:
             packed = self._bits(rule, name)
@@ -218,7 +273,7 @@ class Masks:
             if rule.name in self.final or not self.owned[name].trained:
                 hard = packed if hard is None else hard & packed
             soft = packed if soft is None else soft & packed
-        for store, packed in ((self.hard, hard), (self.veils, soft if soft is not hard else None)):
+        for store, packed in ((self.hard, hard), (self.soft, soft if soft is not hard else None)):
             if packed is None:
                 store.pop(name, None)
             else:
@@ -229,17 +284,10 @@ class Masks:
             return self.kept[rule.name, name]
         owned, flags = self.owned[name], None
         for family, keep in zip(rule.families, self.units.get(rule.name, ()), strict=False):
-            if any(self._home[slot] == name for slot in family.names()):
-                own = self._flags(family, owned, keep)
-                flags = own if flags is None else flags & own
-        return None if flags is None else bitmask.pack(flags)
-
-    def _flags(self, family: Family, owned: Owned, keep: torch.Tensor) -> torch.Tensor:
-        names = [name for name in family.names() if self._home[name] == owned.name]
-        made = family.flags(names[0], owned.shape, (owned.low, owned.high), keep)
-        for name in names[1:]:
-            made &= family.flags(name, owned.shape, (owned.low, owned.high), keep)
-        return made
+            for tied in (tied for tied in family.names() if self._first_name[tied] == name):
+                part = family.flags(tied, owned.shape, (owned.low, owned.high), keep)
+                flags = part if flags is None else flags & part
+        return None if flags is None else pack_flags(flags)
 
     def _mask_state(self, owned: Owned) -> None:
         packed = self.hard.get(owned.name)
@@ -247,110 +295,73 @@ class Masks:
             return
         if owned.member is None or self.optimizer is None or not owned.trained:
             with owned.values(changed=True) as values:
-                bitmask.apply(packed, values)
+                apply_mask(packed, values)
             return
         with self.optimizer.shard_of(owned.member).at_hand(changed=True), owned.values(changed=True) as values:
-            bitmask.apply(packed, values)
+            apply_mask(packed, values)
             for moment in owned.moments():
-                bitmask.apply(packed, moment)
+                apply_mask(packed, moment)
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """What a checkpoint stores beside the optimizer's state of a fragment: masks and scores of single weights."""
+        """Masks and scores of single weights that a checkpoint stores with the optimizer's state of a fragment."""
         name = fragment.member.name
         if name not in self.owned:
             return {}
-        owned, made = self.owned[name], {}
-        for (rule, of), packed in self.kept.items():
-            if of == name:
-                made[f"{MASK}.{rule}"] = bitmask.unpack(packed, owned.high - owned.low).view(fragment.leaf.shape)
+        owned, state = self.owned[name], {}
+        for (rule, parameter), packed in self.kept.items():
+            if parameter == name:
+                state[f"{MASK}.{rule}"] = unpack_flags(packed, owned.high - owned.low).view(fragment.leaf.shape)
         for rule, score in self.scores.stored(name):
-            made[f"{SCORE}.{rule}"] = score.view(fragment.leaf.shape)
-        return made
+            state[f"{SCORE}.{rule}"] = score.view(fragment.leaf.shape)
+        return state
 
     def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
-        """Take masks and scores out of a state that was loaded; gives what belongs to the optimizer.
+        """Take masks and scores out of a state that is being loaded; gives the rest, which is the optimizer's.
 
-        The tensors are filled later: `loaded` reads them.
+        The tensors are filled later: `load_state_dict` reads them.
         """
         rest = {}
         for key, value in state.items():
             if key.startswith((MASK, SCORE)):
-                self._arriving.setdefault(fragment.member.name, {})[key] = value
+                self._loading.setdefault(fragment.member.name, {})[key] = value
             else:
                 rest[key] = value
         return rest
 
-    @property
-    def _arriving(self) -> dict[str, dict[str, torch.Tensor]]:
-        return self.__dict__.setdefault("_coming", {})
+    def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """Tensors that a load is filling."""
+        return self._loading.get(fragment.member.name, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks share: flags of units, their scores, which rules have ended."""
+        """The state that all ranks share: flags of units, their scores, which rules have ended."""
         units = {rule: [flags.clone() for flags in rows] for rule, rows in self.units.items()}
         return {"units": units, "final": sorted(self.final), "scores": self.scores.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take back masks and scores, after the tensors of a checkpoint were read. All ranks call together."""
+        """Load masks and scores, after the tensors of a checkpoint were read. All ranks call together."""
         self.kept.clear()
         self.hard.clear()
-        self.veils.clear()
-        self.final = set(saved["final"]) & {rule.name for rule in self.rules}
+        self.soft.clear()
+        known = {rule.name for rule in self.rules}
+        self.final = set(saved["final"]) & known
         self.units = {rule: [flags.clone() for flags in rows] for rule, rows in saved["units"].items()}
         self.scores.load_state_dict(saved["scores"])
-        known = {rule.name for rule in self.rules}
-        for name, state in self._arriving.items():
+        for name, state in self._loading.items():
             for key, value in state.items():
-                kind, rule = (MASK, key[len(MASK) + 1 :]) if key.startswith(MASK) else (SCORE, key[len(SCORE) + 1 :])
-                if rule not in known:
-                    continue
-                if kind == MASK:
-                    self.kept[rule, name] = bitmask.pack(value.reshape(-1).to(torch.bool))
-                else:
+                kind = MASK if key.startswith(MASK) else SCORE
+                rule = key.removeprefix(f"{kind}.")
+                if rule in known and kind == MASK:
+                    self.kept[rule, name] = pack_flags(value.reshape(-1).to(torch.bool))
+                elif rule in known:
                     self.scores.put(rule, name, value.reshape(-1))
-        self._arriving.clear()
-        self.act([self._home[name] for rule in self.rules for name in rule.names()])
-
-    def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Tensors that a load is filling."""
-        return self._arriving.get(fragment.member.name, {})
+        self._loading.clear()
+        self.act([self._first_name[name] for rule in self.rules for name in rule.names()])
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> int:
         """Bytes of the masks on this rank."""
-        stores = [*self.kept.values(), *self.hard.values(), *self.veils.values()]
+        stores = [*self.kept.values(), *self.hard.values(), *self.soft.values()]
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())
-
-
-def _check_gradients_exist(rule: CompressionRule, masks: Masks) -> None:
-    """A criterion that reads gradients, of parameters that have none."""
-    if rule.criterion in ("movement", "taylor") and not any(masks.of(name).trained for name in rule.names()):
-        raise CompressionError(
-            f"{rule.name}: criterion {rule.criterion} reads gradients, and none of its parameters is trained: "
-            f"use magnitude or activation"
-        )
-
-
-def _is_broken(owned: Owned, packed: torch.Tensor | None, where: Callable[[ShardGroup], StoredTensor]) -> bool:
-    """Whether a final mask drops an element that is not zero there."""
-    if packed is None:
-        return False
-    with contextlib.ExitStack() as stack:
-        if owned.member is None:
-            values = stack.enter_context(owned.values())
-        else:
-            values = stack.enter_context(where(group_of(owned.member)).borrowed())[owned.span]
-        masked = values.clone()
-        bitmask.apply(packed, masked)
-        return not torch.equal(masked, values)
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Every name of each parameter, by its first."""
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        found.setdefault(first.setdefault(id(param), name), []).append(name)
-    return found

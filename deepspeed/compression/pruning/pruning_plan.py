@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,35 +11,38 @@ from torch import nn
 
 from deepspeed.compression.pruning.channel_graph import channel_families, not_proven, runner, whole_twin
 from deepspeed.compression.pruning.dependency_groups import Family
-from deepspeed.compression.pruning.experts import chosen_of, expert_shrinks, prove_experts
+from deepspeed.compression.pruning.structured_removal import Removal, changed_attributes
 from deepspeed.compression.pruning.transformers_groups import (
-    HEAD_KEYS,
     Shrink,
-    config_of,
     dense_class,
+    expert_shrinks,
+    experts_per_token,
     ffn_shrinks,
     head_shrinks,
+    inside,
+    on_meta,
+    slots_under_adapters,
 )
-from deepspeed.compression.pruning.unwrap import inside, slots_under_adapters
-from deepspeed.compression.pruning.verify import prove
+from deepspeed.compression.pruning.verify import prove, prove_experts
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.transformers_model import HEAD_KEYS, config_number, config_of
 
-_FINDERS = {"ffn": (ffn_shrinks, prove), "heads": (head_shrinks, prove), "experts": (expert_shrinks, prove_experts)}
+_FINDERS: dict[str, tuple[Any, Any]] = {
+    "ffn": (ffn_shrinks, prove),
+    "heads": (head_shrinks, prove),
+    "experts": (expert_shrinks, prove_experts),
+}
 
 
 class PruningPlan:
-    """The coupled tensors of a model.
-
-    Args:
-        model: plain or sharded.
-    """
+    """The coupled tensors of a model, plain or sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.prefix, self.inner = inside(model)
         self.config = config_of(self.inner)
         self._graph: list[Family] | None = None
-        self._found: dict[str, list[Shrink]] = {}
+        self._shrinks: dict[str, list[Shrink]] = {}
         self.refused: dict[str, str] = {}
         self.left_alone: dict[str, str] = {}  # convolutions whose channels stay, and why
         self.distances: dict[str, float] = {}
@@ -48,42 +52,41 @@ class PruningPlan:
     @property
     def heads(self) -> int | None:
         """Attention heads, where the config says them."""
-        return next(
-            (getattr(self.config, k) for k in HEAD_KEYS if isinstance(getattr(self.config, k, None), int)), None
-        )
+        return config_number(self.config, HEAD_KEYS)
 
     def shrinks(self, kind: str) -> list[Shrink]:
-        """What the config can say smaller of one kind, proven on a twin; empty, with a reason in `refused`."""
-        if kind not in self._found:
-            self._found[kind] = []
+        """The config's numbers of one kind that can be smaller, verified; empty, with a reason in `refused`."""
+        if kind not in self._shrinks:
+            self._shrinks[kind] = []
             if self.config is None or kind not in _FINDERS:
                 self.refused[kind] = f"{type(self.model).__name__} has no config that could say fewer {kind}"
                 return []
-            find: Any = _FINDERS[kind][0]
+            (find, verify), shrinks = _FINDERS[kind], list[Shrink]()
             try:
                 for shrink in find(self.inner, self.config):
-                    proven, self.distances[kind] = _FINDERS[kind][1](dense_class(self.inner), self.config, find, shrink)
-                    self._found[kind].append(self._named(proven))
-                if not self._found[kind]:
+                    verified, self.distances[kind] = verify(dense_class(self.inner), self.config, find, shrink)
+                    shrinks.append(self._with_whole_names(verified))
+                self._shrinks[kind] = shrinks
+                if not shrinks:
                     self.refused[kind] = f"{type(self.config).__name__} names no width of the {kind} units"
             except CompressionError as error:
-                self._found[kind], self.refused[kind] = [], str(error)
-        return self._found[kind]
+                self.refused[kind] = str(error)
+        return self._shrinks[kind]
 
-    def _named(self, shrink: Shrink) -> Shrink:
+    def _with_whole_names(self, shrink: Shrink) -> Shrink:
         """The shrink by the names that parameters have in the whole model."""
         if not self.prefix:
             return shrink
-        there = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for family in shrink.families:
             family.label = self.prefix + family.label
             slots = [replace(slot, name=self.prefix + slot.name) for slot in family.slots]
-            here = [[slot] if slot.name in there else slots_under_adapters(self.model, slot) for slot in slots]
-            family.slots = [slot for some in here for slot in some]
+            pieces = [[slot] if slot.name in names else slots_under_adapters(self.model, slot) for slot in slots]
+            family.slots = [slot for piece in pieces for slot in piece]
         return shrink
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:
-        """The family of which an axis of a parameter holds units; None when no plan has it."""
+        """The family whose units an axis of a parameter holds; None where there is none."""
         for family in self._channels() if kind == "channels" else ():
             if any(slot.name == name and slot.axes[-1] == axis for slot in family.slots):
                 return family
@@ -94,7 +97,7 @@ class PruningPlan:
         return None
 
     def prove_named(self, family: Family) -> None:
-        """Try a family whose partners were named by hand on a twin, where inputs for it are known.
+        """Verify a family whose partners were named by hand on a copy, where inputs for it are known.
 
         Raises:
             CompressionError: a model without these units is not the model with the units masked.
@@ -112,7 +115,7 @@ class PruningPlan:
             )
 
     def _running_twin(self) -> tuple[Any, ...]:
-        """(twin, what runs it); empty where no inputs are known that it takes."""
+        """(copy, function that runs it); empty where no inputs are known that it takes."""
         run = runner(self.model)
         if run is None:
             return ()
@@ -125,60 +128,46 @@ class PruningPlan:
         return twin, run
 
     def forget_twin(self) -> None:
-        """No more families are tried: the twin's memory is given back."""
+        """Free the memory of the copy: no more families are verified."""
         self._twin = None
 
     def why_not(self, kind: str, labels: list[str]) -> str:
-        """Why units of these modules cannot be taken out.
+        """Why units of one kind cannot be removed from the modules of these names."""
+        reasons = [f"{label}: {self.left_alone[label]}" for label in labels if label in self.left_alone]
+        reason = self.refused.get("ffn" if kind == "rows" else kind, "no partners of these modules are known")
+        return "; ".join(reasons) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
 
-        Args:
-            kind: of the families.
-            labels: names of the modules.
-        """
-        found = [f"{label}: {self.left_alone[label]}" for label in labels if label in self.left_alone]
-        kinds = {"rows": "ffn"}
-        reason = self.refused.get(kinds.get(kind, kind), "no partners of these modules are known")
-        return "; ".join(found) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
-
-    def check_said(self, family: Family, kept: int) -> None:
-        """See that the model's config can be saved with so many units.
-
-        Args:
-            family: of this plan.
-            kept: units that stay of each run of them.
+    def check_said(self, family: Family, kept_units: int) -> None:
+        """Check that the model's config can be saved with so many units of each run of a family.
 
         Raises:
             CompressionError: it cannot; the text names the nearest number that can.
         """
         shrink, width = self.shrink_of(family), family.size // family.blocks
-        if shrink is None or self._unsaid(shrink, width, width):
-            return  # a config that is wrong already is no matter of the cut
-        reason = self._unsaid(shrink, kept, width)
+        if shrink is None or self._config_refusal(shrink, width, width):
+            return  # the dense config is refused too
+        reason = self._config_refusal(shrink, kept_units, width)
         if reason:
-            order = sorted(range(1, width), key=lambda other: abs(other - kept))
-            near = next((other for other in order if not self._unsaid(shrink, other, width)), width)
+            order = sorted(range(1, width), key=lambda other: abs(other - kept_units))
+            near = next((other for other in order if not self._config_refusal(shrink, other, width)), width)
             raise CompressionError(
-                f"{type(self.config).__name__} cannot say {kept} of {width} {shrink.kind} units: {reason}; the nearest "
-                f"number that can be exported is {near} (dense_ratio {near / width:.4g})"
+                f"{type(self.config).__name__} cannot say {kept_units} of {width} {shrink.kind} units: {reason}; the "
+                f"nearest number that can be exported is {near} (dense_ratio {near / width:.4g})"
             )
 
-    def _unsaid(self, shrink: Shrink, kept: int, of: int) -> str:
-        """What a config says against a number; empty: nothing."""
-        if shrink.kind == "experts" and kept < chosen_of(self.config):
-            return f"a token passes {chosen_of(self.config)}"
-        made = shrink.config(self.config, kept, of)
+    def _config_refusal(self, shrink: Shrink, kept_units: int, of: int) -> str:
+        """Why a config refuses a number of units; empty where it takes it."""
+        if shrink.kind == "experts" and kept_units < experts_per_token(self.config):
+            return f"a token passes {experts_per_token(self.config)}"
+        config = shrink.config(self.config, kept_units, of)
         try:
-            getattr(made, "validate", lambda: None)()
-        except Exception as error:  # whatever a config refuses itself by
+            getattr(config, "validate", lambda: None)()
+        except Exception as error:  # any type, by the config's class
             return str(error.__cause__ or error).splitlines()[-1].strip()
         return ""
 
     def packed_family(self, name: str, kind: str = "ffn") -> Family:
-        """The family of FFN units, or of whole experts, that a packed tensor of experts holds.
-
-        Raises:
-            CompressionError: no plan has it.
-        """
+        """The family of FFN units, or of whole experts, that a packed tensor of experts holds."""
         axes = 1 if kind == "experts" else 2
         for shrink in self.shrinks(kind):
             for family in shrink.families:
@@ -191,16 +180,61 @@ class PruningPlan:
 
     def _channels(self) -> list[Family]:
         """Families of a convolutional network that says what its inputs look like (`example_input_array`)."""
-        example = getattr(self.model, "example_input_array", None)
-        if self._graph is None and example is None:
-            self.refused["channels"] = f"{type(self.model).__name__} has no example_input_array to trace it with"
         if self._graph is None:
+            example = getattr(self.model, "example_input_array", None)
+            if example is None:
+                self.refused["channels"] = f"{type(self.model).__name__} has no example_input_array to trace it with"
             self._graph = [] if example is None else channel_families(self.model, example, self.left_alone)
         return self._graph
 
     def shrink_of(self, family: Family) -> Shrink | None:
         """The config's number that a family belongs to."""
         for shrink in self.shrinks(family.kind):
-            if any(one.label == family.label and one.names() == family.names() for one in shrink.families):
+            if any(other.label == family.label and other.names() == family.names() for other in shrink.families):
                 return shrink
         return None
+
+    def removal_of(self, chosen: list[tuple[Family, torch.Tensor]]) -> Removal:
+        """The removal of units of families, by flags of the units that stay; buffers of their sizes are cut too.
+
+        Raises:
+            CompressionError: the config cannot express it.
+        """
+        removal = Removal(text=", ".join(f"{int((~k).sum())} {f.kind} of {f.label}" for f, k in chosen[:4]))
+        for family, keep in chosen:
+            for slot in family.slots:
+                removal.cut_slot(slot, keep)
+        removal.cut_running_statistics(self.model)
+        for family, keep in chosen:  # buffers of routers have an entry per expert, as corrections of their scores
+            for home in dict.fromkeys(s.name.rpartition(".")[0] for s in family.slots if family.kind == "experts"):
+                for last, buffer in self.model.get_submodule(home).named_buffers(recurse=False):
+                    if buffer.shape == (family.size,):
+                        removal.cut(f"{home}.{last}", 0, torch.nonzero(keep).view(-1))
+        if self.config is not None:
+            self._change_config(removal, chosen)
+        return removal
+
+    def _change_config(self, removal: Removal, chosen: list[tuple[Family, torch.Tensor]]) -> None:
+        """Add the smaller numbers of the config to a removal, and the attributes of modules that follow from them."""
+        config = copy.deepcopy(self.config)
+        counts: dict[int, tuple[Shrink, list[tuple[int, int]]]] = {}  # by shrink: (kept, of) of each family
+        for family, keep in chosen:
+            shrink = self.shrink_of(family)
+            if shrink is not None:
+                numbers = counts.setdefault(id(shrink), (shrink, []))[1]
+                numbers.append((int(keep.sum()) // family.blocks, family.size // family.blocks))
+        for shrink, numbers in counts.values():
+            if len(set(numbers)) > 1 or len(numbers) != len(shrink.families):
+                raise CompressionError(
+                    f"{type(config).__name__} says one number of {shrink.kind} for all layers: prune all layers alike "
+                    f"(scope layer, modules of every layer), which is the nearest plan that can be exported"
+                )
+            config = shrink.config(config, *numbers[0])
+            removal.config |= {key: getattr(config, key) for key in shrink.changes}
+        if counts:
+            model_class = dense_class(self.inner)
+            before = dict(on_meta(model_class, self.config).named_modules())
+            for name, module in on_meta(model_class, config).named_modules():
+                changes = changed_attributes(before[name], module) if name in before else {}
+                if changes:
+                    removal.attributes[(self.prefix + name).removesuffix(".")] = changes

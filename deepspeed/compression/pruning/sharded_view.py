@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,45 +29,28 @@ class Exchange:
         self._channel, self._rounds = axis.channel(), 0
 
     def rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """Everybody's row.
-
-        Args:
-            row: 1-D, as long on every rank.
-            label: for reports.
-
-        Returns:
-            [ranks, n] on the CPU.
-        """
+        """All-gather a 1-D row, as long on every rank: [ranks, n] on the CPU."""
         axis, n = self.axis, row.numel()
         if axis.group is None or not n:
             return row.detach().cpu().view(1, -1).expand(axis.size, -1)
-        where = torch.device("cpu") if axis.tagged else self.device
-        flat = torch.empty(axis.size * n, dtype=row.dtype, device=where)
-        flat[axis.rank * n : (axis.rank + 1) * n] = row.to(where)
+        device = torch.device("cpu") if axis.tagged else self.device
+        flat = torch.empty(axis.size * n, dtype=row.dtype, device=device)
+        flat[axis.rank * n : (axis.rank + 1) * n] = row.to(device)
         self._rounds += 1
         tag = tag_of(self._channel, SMALL, self._rounds)
         spread(axis, flat, [rank * n for rank in range(axis.size + 1)], tag, label).wait()
         return flat.view(axis.size, n).cpu()
 
     def sum(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum of everybody's row, in rank order."""
+        """The sum of all ranks' rows, in rank order."""
         return self.rows(row, label).sum(0)
 
     def max(self, number: float, label: str) -> float:
-        """The largest of everybody's number."""
+        """The largest of all ranks' numbers."""
         return float(self.rows(torch.tensor([number], dtype=torch.float64), label).max())
 
     def whole(self, part: torch.Tensor, cuts: Sequence[int], label: str) -> torch.Tensor:
-        """A tensor of which every rank has a part.
-
-        Args:
-            part: this rank's.
-            cuts: ranks + 1 boundaries.
-            label: for reports.
-
-        Returns:
-            1-D.
-        """
+        """All-gather a 1-D tensor of which every rank has a part, between two of `ranks + 1` boundaries."""
         axis = self.axis
         flat = torch.empty(cuts[-1], dtype=part.dtype, device=part.device)
         flat[cuts[axis.rank] : cuts[axis.rank + 1]] = part
@@ -82,10 +64,10 @@ class Owned:
     """One parameter, as this rank holds it: elements [low, high) of the flattened tensor.
 
     Args:
-        name: in the model.
+        name: in the model, the first of a tied parameter's.
         param: the parameter.
         axis: the ranks that share the state.
-        optimizer: where its moments and gradients are; None when nothing is trained.
+        optimizer: has its moments and gradients; None when nothing is trained.
     """
 
     def __init__(self, name: str, param: nn.Parameter, axis: Axis, optimizer: ZeroOptimizer | None) -> None:
@@ -97,12 +79,12 @@ class Owned:
             self.cuts = tuple(self.numel * rank // axis.size for rank in range(axis.size + 1))
         else:
             self.cuts = self.member.group.layout.cuts_of(self.member.index)
-        whole = self.member is None or not self.member.group.policy.owns_a_slice
+        whole = self.member is None or not self.member.group.policy.owns_a_shard
         self.low, self.high = (0, self.numel) if whole else self.counted
 
     @property
     def counted(self) -> tuple[int, int]:
-        """The part that is this rank's in a sum over ranks: no element belongs to two."""
+        """The part [start, stop) that this rank adds to a sum over ranks: no element belongs to two."""
         return self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
 
     @property
@@ -111,16 +93,26 @@ class Owned:
         return self.member is not None and self.optimizer is not None and self.member.uid in self.optimizer.fragments
 
     @property
+    def learning_rate(self) -> float:
+        """The learning rate of the parameter; 1 where it is not trained."""
+        if self.optimizer is not None and self.member is not None:
+            leaves = {id(f.leaf) for f in self.optimizer.fragments.get(self.member.uid, [])}
+            for group in self.optimizer.param_groups:
+                if leaves and any(id(leaf) in leaves for leaf in group["params"]):
+                    return float(group["lr"])
+        return 1.0
+
+    @property
     def span(self) -> slice:
         """Where [low, high) lies in this rank's master and gradient accumulator."""
         if self.member is None:
             return slice(self.low, self.high)
-        at = self.member.offset - self.member.group.low + self.low
-        return slice(at, at + self.high - self.low)
+        start = self.member.offset - self.member.group.low + self.low
+        return slice(start, start + self.high - self.low)
 
     @contextlib.contextmanager
     def values(self, changed: bool = False) -> Iterator[torch.Tensor]:
-        """The best values of [low, high), 1-D: the master's, where there is one."""
+        """The values of [low, high), 1-D: the master's, where there is one."""
         if self.member is None:
             yield self.param.data.view(-1)
             return
@@ -155,29 +147,7 @@ class Owned:
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
                     yield value.view(-1)
 
-    def part(self, held: torch.Tensor) -> torch.Tensor:
-        """What of a tensor over [low, high) is counted here."""
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """The counted part of a tensor over [low, high)."""
         start, stop = self.counted
-        return held[start - self.low : stop - self.low]
-
-
-def owned_parameters(
-    module: nn.Module, axis: Axis, optimizer: ZeroOptimizer | None, names: Sequence[str]
-) -> dict[str, Owned]:
-    """The named parameters; tied ones once, under their first name.
-
-    Args:
-        module: the model.
-        axis: ranks that share the state.
-        optimizer: of the engine.
-        names: of parameters, any of a tied one's.
-    """
-    wanted = set(names)
-    first: dict[int, str] = {}
-    found: dict[str, Owned] = {}
-    named: Any = module.named_parameters(remove_duplicate=False)
-    for name, param in named:
-        home = first.setdefault(id(param), name)
-        if name in wanted and home not in found:
-            found[home] = Owned(home, param, axis, optimizer)
-    return found
+        return values[start - self.low : stop - self.low]

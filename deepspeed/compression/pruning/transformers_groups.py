@@ -1,50 +1,48 @@
-"""Dependency groups of a Transformers model, read from its config.
+"""Models of Transformers: dependency groups read from the config, and the model in a wrapper or under adapters.
 
 The model is built twice on the meta device, as it is and with one number of the config made smaller. The parameters
 whose shapes differ are the coupled ones, and the smaller model says which attributes of which modules follow. How an
-axis is laid out (gate beside up, query, key and value in one matrix) is settled by the proof on a small twin.
+axis is laid out (gate next to up, query, key and value in one matrix) is settled by verification on a small twin.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
+from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice, out_axis
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.transformers_model import (
+    EXPERT_KEYS,
+    EXPERTS_PER_TOKEN_KEYS,
+    FFN_KEYS,
+    HEAD_DIM_KEYS,
+    HEAD_KEYS,
+    KEY_VALUE_HEAD_KEYS,
+    WIDTH_KEYS,
+    config_number,
+    pretrained_models,
+)
 
-FFN_KEYS = (
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "encoder_ffn_dim",
-    "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim", "inner_dim", "dim_feedforward",
-    "d_inner", "ffn_size", "expert_ffn_hidden_size", "n_ffn", "feed_forward_size", "dense_intermediate_size",
-    "time_mix_extra_dim",
-)  # fmt: skip
-HEAD_KEYS = (
-    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
-    "num_decoder_heads",
-)  # fmt: skip
-GROUP_KEYS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
-HEAD_DIM_KEYS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim")
-LAYER_KEYS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"
-)  # fmt: skip
-WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "n_hidden", "model_dim", "word_embed_proj_dim")
+ADAPTER = ".lora_"  # in the names of low-rank adapters
+_BASE = "base_layer"
 
 
 @dataclass(eq=False)
 class Shrink:
-    """A smaller number in the config, and what follows from it.
+    """A smaller number in the config, and the units that leave with it.
 
     Args:
-        kind: `ffn`, `heads` or `layers`.
+        kind: `ffn`, `heads` or `experts`.
         changes: config keys and the values they have now.
-        unit: how many of the key's value are one unit (query heads of a key-value group).
-        families: units by layer; their slots hold the layout that was proven.
+        unit: by key, how much of its value is one unit (query heads of a key-value group).
+        families: units by layer; their slots hold the layout that was verified.
     """
 
     kind: str
@@ -52,62 +50,177 @@ class Shrink:
     unit: dict[str, int] = field(default_factory=dict)
     families: list[Family] = field(default_factory=list)
 
-    def config(self, config: Any, kept: int, of: int) -> Any:
-        """A copy of the config that keeps `kept` of `of` units."""
-        made = copy.deepcopy(config)
+    def config(self, config: Any, kept_units: int, of: int) -> Any:
+        """A copy of the config that keeps `kept_units` of `of` units."""
+        small = copy.deepcopy(config)
         for key, value in self.changes.items():
-            setattr(made, key, value // of * kept if key in self.unit else value)
-        return made
+            setattr(small, key, value // of * kept_units if key in self.unit else value)
+        return small
 
+    def names(self) -> set[str]:
+        """The coupled parameters of all layers."""
+        return {name for family in self.families for name in family.names()}
 
-def config_of(model: nn.Module) -> Any:
-    """The config of a Transformers model; None for other modules."""
-    config = getattr(model, "config", None)
-    return config if hasattr(config, "to_dict") and hasattr(config, "model_type") else None
+    def kept_per_block(self, ratio: float) -> int:
+        """Units of each run that a ratio keeps: one at least."""
+        width = self.families[0].size // self.families[0].blocks
+        return max(1, min(width, -int(-round(width * ratio, 6) // 1)))
+
+    @property
+    def layouts(self) -> int:
+        """Layouts that an axis may have."""
+        return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
+
+    def laid(self, layout: int) -> Shrink:
+        """The shrink with another layout of axes that hold several copies of the units; 0 is the first.
+
+        Layouts of FFN: copies one after the other, copies interleaved. Of heads: query, key, value one after the other;
+        then group by group.
+        """
+        return replace(self, families=[family.laid(layout) for family in self.families])
+
+    def joined(self) -> Shrink:
+        """The shrink with one choice of units for all layers of a stack, as a bias that layers share needs."""
+        stacks: dict[str, list[Family]] = {}
+        for family in self.families:
+            parts = re.split(r"\.\d+", family.label)  # the last part tells two attentions of one block apart
+            stacks.setdefault(parts[0] + parts[-1], []).append(family)
+        merged = [
+            replace(families[0], slots=[slot for family in families for slot in family.slots], config=True)
+            for families in stacks.values()
+        ]
+        return replace(self, families=merged) if any(family.slots for family in merged) else self
 
 
 def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A model without memory.
-
-    Raises:
-        CompressionError: the class cannot be built from that config.
-    """
+    """A model without memory; CompressionError where the class cannot be built from that config."""
     try:
         with torch.device("meta"):
             return model_class(copy.deepcopy(config))
-    except Exception as error:  # a config that a model class refuses says so in any way it likes
+    except Exception as error:  # of any type, by the model class
         raise CompressionError(f"{model_class.__name__} cannot be built so: {type(error).__name__}: {error}") from error
 
 
 def dense_class(model: nn.Module) -> type[nn.Module]:
-    """The class a model had before its modules learned of quantizers."""
+    """The class of a model without quantizers."""
     return getattr(type(model), "_plain", type(model))
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of the parameters, each under its first name; true ones of sharded parameters too."""
+    """Shapes of the parameters, each under its first name; whole ones of sharded parameters too."""
     return {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+
+
+def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
+    """(prefix of its names, the model of Transformers) in a wrapper; the model itself where there is none, or several.
+
+    `holding`: name of a module: of several models the one that has it.
+    """
+    models = pretrained_models(model)
+    if "" in models:
+        return "", model
+    if holding is not None:
+        models = {name: module for name, module in models.items() if holding.startswith(f"{name}.")}
+    if len(models) != 1:
+        return "", model
+    name, module = next(iter(models.items()))
+    return f"{name}.", module
+
+
+def left_on(model: nn.Module, mark: str) -> Any:
+    """The mark that `init_compression` left on a model, or on one inside it; None where there is none."""
+    return next((vars(module)[mark] for module in model.modules() if mark in vars(module)), None)
+
+
+def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole state dict of the model inside: names without the wrapper's, low-rank adapters added to their weights.
+
+    Raises:
+        CompressionError: adapters of another kind.
+    """
+    prefix, _ = inside(model)
+    plain = {}
+    for name, value in state.items():
+        if not name.startswith(prefix) or ADAPTER in name:
+            continue
+        short, (home, _, last) = name[len(prefix) :], name.rpartition(".")
+        if home.endswith(f".{_BASE}"):
+            short = short.replace(f".{_BASE}.", ".")
+            home = home.removesuffix(f".{_BASE}")
+            module: Any = model.get_submodule(home)
+            added: Any = 0
+            for adapter in module.active_adapters if last == "weight" else ():
+                down, up = (state.get(f"{home}.lora_{side}.{adapter}.weight") for side in "AB")
+                if down is None or up is None or down.dim() != 2 or len(getattr(module, "lora_magnitude_vector", ())):
+                    raise CompressionError(
+                        f"{home} has adapters that are no plain LoRA of a Linear: call merge_and_unload, then export"
+                    )
+                product = (up.float() @ down.float()) * module.scaling[adapter]
+                added = added + (product.t() if getattr(module, "fan_in_fan_out", False) else product)
+            if last == "weight":
+                value = value + (added.to(value.dtype) if isinstance(added, torch.Tensor) else torch.zeros_like(value))
+        plain[short] = value
+    return plain
+
+
+def slots_under_adapters(model: nn.Module, slot: ParameterSlice) -> list[ParameterSlice]:
+    """The slices of a parameter under plain LoRA, by its name without adapters: its own, and those of the adapters.
+
+    Units that leave a weight leave the product that an adapter adds to it: rows of `lora_B`, columns of `lora_A`.
+
+    Raises:
+        CompressionError: there are adapters of another kind, or the parameter is not there.
+    """
+    home, _, last = slot.name.rpartition(".")
+    module: Any = dict(model.named_modules()).get(home, nn.Module())
+    base = getattr(module, _BASE, None)
+    other = [name for name, _ in module.named_parameters() if not name.startswith(f"{_BASE}.")]
+    if base is None or len(slot.axes) != 1 or not all(name.startswith(("lora_A.", "lora_B.")) for name in other):
+        raise CompressionError(
+            f"{slot.name} is not in {type(model).__name__}, nor under plain LoRA adapters: leave adapters of other "
+            f"kinds off what is pruned, or prune before they are added"
+        )
+    slots = [replace(slot, name=f"{home}.{_BASE}.{last}")]
+    if last == "weight":
+        side = "lora_B" if slot.axes[-1] == out_axis(base) else "lora_A"
+        axis = 0 if side == "lora_B" else 1
+        slots += [
+            ParameterSlice(f"{home}.{name}", (axis,), slot.table, scored=False)
+            for name in other
+            if name.startswith(f"{side}.")
+        ]
+    return slots
+
+
+# -- differences of two models ----------------------------------------------------------------------------------------
 
 
 def _smaller(value: int) -> int | None:
     return next((value // d for d in (2, 3, 5) if value % d == 0 and value >= d), None)
 
 
-def _differences(large: nn.Module, small: nn.Module) -> dict[str, list[tuple[int, int, int]]]:
-    """(axis, size, smaller size) of each parameter that changes."""
-    one, two = shapes_of(large), shapes_of(small)
-    if one.keys() != two.keys():
-        raise CompressionError(f"other parameters appear: {sorted(one.keys() ^ two.keys())[:3]}")
-    found = {}
-    for name, shape in one.items():
-        axes = [(axis, a, b) for axis, (a, b) in enumerate(zip(shape, two[name], strict=True)) if a != b]
+def _differences(large: nn.Module, small: nn.Module, buffers: bool = False) -> dict[str, list[tuple[int, int, int]]]:
+    """(axis, size, smaller size) of each parameter, and each buffer if asked for, that changes."""
+    shapes, smaller = shapes_of(large), shapes_of(small)
+    if buffers:
+        shapes |= {name: buffer.shape for name, buffer in large.named_buffers()}
+        smaller |= {name: buffer.shape for name, buffer in small.named_buffers()}
+    if shapes.keys() != smaller.keys():
+        raise CompressionError(f"other parameters appear: {sorted(shapes.keys() ^ smaller.keys())[:3]}")
+    changes = {}
+    for name, shape in shapes.items():
+        axes = [(axis, a, b) for axis, (a, b) in enumerate(zip(shape, smaller[name], strict=True)) if a != b]
         if axes:
-            found[name] = axes
-    return found
+            changes[name] = axes
+    return changes
+
+
+def _keys(config: Any) -> set[str]:
+    return set(config.to_dict()) | set(vars(config)) | set(getattr(config, "attribute_map", {}))
 
 
 def _layer(name: str) -> str:
-    """The repeated block a parameter is in: its name up to the last number."""
+    """The repeated block of a parameter: its name up to the last number."""
     numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
     return name[: numbers[-1].end()] if numbers else ""
 
@@ -116,132 +229,88 @@ def _layer(name: str) -> str:
 
 
 def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """The FFN widths that the config can say."""
-    base = on_meta(type(model), config)
-    found = []
-    for key in FFN_KEYS:
+    """The FFN widths that the config can express."""
+    base, width = on_meta(type(model), config), config_number(config, WIDTH_KEYS)
+    shrinks = []
+    for key in (key for key in FFN_KEYS if key in _keys(config)):
         value = getattr(config, key, None)
-        value = _implied_ffn(base, config, key) if value is None else value
-        if not isinstance(value, int) or (less := _smaller(value)) is None or key not in _keys(config):
+        if value is None and key in ("n_inner", "intermediate_size", "ffn_dim"):
+            value = 4 * (width or 0) or None  # None stands for four times the width
+        if not isinstance(value, int) or (less := _smaller(value)) is None:
             continue
-        made = copy.deepcopy(config)
-        setattr(made, key, less)
+        small = copy.deepcopy(config)
+        setattr(small, key, less)
         try:
-            axes = _differences(base, on_meta(type(model), made))
+            axes = _differences(base, on_meta(type(model), small))
         except CompressionError:
             continue
-        width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), None)
-        if not axes or _touches_width(base, axes, width, value):
-            continue
-        found.append(Shrink("ffn", {key: value}, {key: 1}, _ffn_families(base, axes, value, less)))
-    return found
-
-
-def _keys(config: Any) -> set[str]:
-    return set(config.to_dict()) | set(vars(config)) | set(getattr(config, "attribute_map", {}))
-
-
-def _implied_ffn(base: nn.Module, config: Any, key: str) -> int | None:
-    """`n_inner: None` stands for four times the width."""
-    if key not in ("n_inner", "intermediate_size", "ffn_dim") or key not in _keys(config):
-        return None
-    width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), 0)
-    return 4 * width or None
-
-
-def _touches_width(base: nn.Module, axes: dict[str, Any], width: int | None, value: int) -> bool:
-    """Whether embeddings or norms of the residual change too: then it is no FFN width."""
-    return any("embed" in name and width == value for name in axes)
+        if axes and not (width == value and any("embed" in name for name in axes)):  # else it is the model's width
+            shrinks.append(Shrink("ffn", {key: value}, {key: 1}, _ffn_families(base, axes, value, less)))
+    return shrinks
 
 
 def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], value: int, less: int) -> list[Family]:
     shapes = shapes_of(base)
     by_layer: dict[str, list[ParameterSlice]] = {}
     experts: dict[str, int] = {}
-    for name, changed in axes.items():
-        for axis, size, smaller in changed:
+    for name, changes in axes.items():
+        shape, layer = shapes[name], _layer(name)
+        for axis, size, smaller in changes:
             if size * less != smaller * value:
                 raise CompressionError(f"{name} changes from {size} to {smaller}, which is no multiple")
-            packed = len(shapes[name]) == 3 and axis > 0 and shapes[name][0] > 1 and "conv" not in name
-            layer = _layer(name)
-            slot = _ffn_slot(name, shapes[name], axis, value, packed)
-            by_layer.setdefault(layer, []).append(slot)
-            if packed:
-                experts[layer] = shapes[name][0]
-    made = []
+            index, indexed = torch.arange(size), (axis,)
+            tables = [index % value, index // (size // value)]  # gate next to up, or interleaved
+            if len(shape) == 3 and axis > 0 and shape[0] > 1 and "conv" not in name:  # packed experts
+                experts[layer], indexed = shape[0], (0, axis)
+                tables = [torch.arange(shape[0])[:, None] * value + table for table in tables]
+            by_layer.setdefault(layer, []).append(ParameterSlice(name, indexed, tables[0], layouts=tuple(tables)))
+    families = []
     for layer, slots in by_layer.items():
         blocks = experts.get(layer, 1)
         if blocks > 1 and any(len(slot.axes) == 1 for slot in slots):
-            slots, blocks = [_unpacked(slot, value) for slot in slots], 1
-        made.append(Family("ffn", layer, value * blocks, slots, blocks, True))
-    return made
-
-
-def _ffn_slot(name: str, shape: torch.Size, axis: int, value: int, packed: bool) -> ParameterSlice:
-    index = torch.arange(shape[axis])
-    tables = [index % value, index // (shape[axis] // value)]  # gate beside up, or in turns
-    if not packed:
-        return ParameterSlice(name, (axis,), tables[0], layouts=tuple(tables))
-    rows = torch.arange(shape[0])[:, None] * value
-    tables = [rows + table[None] for table in tables]
-    return ParameterSlice(name, (0, axis), tables[0], layouts=tuple(tables))
-
-
-def _unpacked(slot: ParameterSlice, value: int) -> ParameterSlice:
-    """The same unit of all experts together, where something beside them has that width too."""
-    if len(slot.axes) == 1:
-        return slot
-    tables = tuple(table[0] % value for table in slot.layouts)
-    return ParameterSlice(slot.name, slot.axes[-1:], tables[0], layouts=tables)
-
-
-def relaid(shrink: Shrink, layout: int) -> Shrink:
-    """The shrink with another layout of axes that hold several copies of the units; 0 is the first.
-
-    Layouts of FFN: copies one after the other, copies interleaved. Of heads: query, key, value one after the other;
-    then group by group.
-    """
-    return Shrink(shrink.kind, shrink.changes, shrink.unit, [family.laid(layout) for family in shrink.families])
+            # Another module of that width is there too: the same unit leaves it and all experts together.
+            for place, slot in enumerate(slots):
+                if len(slot.axes) == 2:
+                    tables = tuple(table[0] % value for table in slot.layouts)
+                    slots[place] = ParameterSlice(slot.name, slot.axes[-1:], tables[0], layouts=tables)
+            blocks = 1
+        families.append(Family("ffn", layer, value * blocks, slots, blocks, True))
+    return families
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
 def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Fewer heads of the same size, where the config can say that.
+    """Fewer heads of the same size, where the config can express that.
 
     Raises:
         CompressionError: it cannot; the text says why.
     """
     base = on_meta(type(model), config)
-    reasons, found = [], []
+    reasons, shrinks = [], []
     for key in HEAD_KEYS:
         heads = getattr(config, key, None)
         if not isinstance(heads, int) or key not in _keys(config) or heads < 2:
             continue
         shrink = _head_shrink(model, config, base, key, heads, reasons)
-        if shrink is not None and not any(_same(shrink, other) for other in found):
-            found.append(shrink)
-    if not found:
+        if shrink is not None and not any(shrink.names() & other.names() for other in shrinks):
+            shrinks.append(shrink)
+    if not shrinks:
         raise CompressionError(
             f"fewer heads cannot be said by {type(config).__name__}: "
             f"{'; '.join(dict.fromkeys(reasons)) or 'it has no number of heads of two or more'}; FFN units and layers "
             f"can be removed and exported"
         )
-    return found
-
-
-def _same(one: Shrink, two: Shrink) -> bool:
-    names = {name for family in one.families for name in family.names()}
-    return bool(names & {name for family in two.families for name in family.names()})
+    return shrinks
 
 
 def _head_shrink(
     model: nn.Module, config: Any, base: nn.Module, key: str, heads: int, reasons: list[str]
 ) -> Shrink | None:
-    group_key = next((k for k in GROUP_KEYS if isinstance(getattr(config, k, None), int)), None)
+    group_key = next((k for k in KEY_VALUE_HEAD_KEYS if isinstance(getattr(config, k, None), int)), None)
     groups = min(getattr(config, group_key), heads) if group_key else heads
-    width = next((getattr(config, k) for k in WIDTH_KEYS if isinstance(getattr(config, k, None), int)), None)
+    width = config_number(config, WIDTH_KEYS)
     units = groups if groups > 1 else heads
     less = _smaller(units)
     if less is None:
@@ -262,11 +331,11 @@ def _head_shrink(
         except (CompressionError, AttributeError) as error:  # a property without a setter
             reasons.append(str(error).splitlines()[0][:160])
             continue
-        if same or not axes or not any(_is_projection(name, changed) for name, changed in axes.items()):
+        if same or not any(name.endswith("weight") for name in axes):
             reasons.append("its attention computes the size of a head from the width and the number of heads")
             continue
         try:
-            shrink.families = _head_families(base, axes, _Heads(heads, groups, size, units), less)
+            shrink.families = _HeadCounts(heads, groups, size, units).families(axes)
         except CompressionError as error:
             reasons.append(str(error))
             continue
@@ -274,16 +343,26 @@ def _head_shrink(
     return None
 
 
-def _is_projection(name: str, changed: list[tuple[int, int, int]]) -> bool:
-    return bool(changed) and name.endswith("weight")
-
-
 @dataclass(frozen=True)
-class _Heads:
+class _HeadCounts:
+    """Query heads, key-value groups, the size of a head, and units: heads that leave together."""
+
     heads: int
     groups: int
     size: int
     units: int
+
+    def families(self, axes: dict[str, list[tuple[int, int, int]]]) -> list[Family]:
+        """By attention module: a block of a decoder that reads an encoder has two."""
+        by_module: dict[str, list[ParameterSlice]] = {}
+        for name, changes in axes.items():
+            layer = _layer(name)
+            path = name[len(layer) :].strip(".").split(".")
+            module = f"{layer}.{path[0]}" if layer and len(path) > 2 else layer
+            for axis, size, _ in changes:
+                tables = self.tables(size)
+                by_module.setdefault(module, []).append(ParameterSlice(name, (axis,), tables[0], layouts=tuple(tables)))
+        return [Family("heads", module, self.units, slots, 1, True) for module, slots in by_module.items()]
 
     def tables(self, axis: int) -> list[torch.Tensor]:
         """The unit at each index of an axis of that size, by layout."""
@@ -296,56 +375,50 @@ class _Heads:
             return [index // self.size if self.units == self.groups else torch.full((axis,), -1)]
         if axis in (self.heads, self.groups):
             return [index // (axis // self.units)]
-        if axis == q + 2 * kv:
-            return self._fused(q, kv, per_unit)
+        if axis == q + 2 * kv:  # one matrix for all three
+            query = torch.arange(q) // (self.size * per_unit)
+            if self.units != self.groups:
+                return [torch.cat([query, torch.full((2 * kv,), -1)])]
+            key = torch.arange(kv) // self.size
+            return [torch.cat([query, key, key]), index // ((per_unit + 2) * self.size)]
         if axis % (self.units * self.size) == 0:  # several copies, as of gated queries
             copies = axis // q if axis % q == 0 else 1
-            one = torch.arange(axis // copies) // (axis // copies // self.units)
-            return [one.repeat(copies), index // (axis // self.units)]
+            copy_of_units = torch.arange(axis // copies) // (axis // copies // self.units)
+            return [copy_of_units.repeat(copies), index // (axis // self.units)]
         raise CompressionError(f"an axis of {axis} is no number of heads")
 
-    def _fused(self, q: int, kv: int, per_unit: int) -> list[torch.Tensor]:
-        query = torch.arange(q) // (self.size * per_unit)
-        other = torch.arange(kv) // self.size if self.units == self.groups else torch.full((kv,), -1)
-        beside = torch.cat([query, other, other])
-        if self.units != self.groups:
-            return [beside]
-        run = (per_unit + 2) * self.size
-        return [beside, torch.arange(q + 2 * kv) // run]
+
+# -- experts ----------------------------------------------------------------------------------------------------------
 
 
-def _head_families(
-    base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], counts: _Heads, less: int
-) -> list[Family]:
-    by_layer: dict[str, list[ParameterSlice]] = {}
-    for name, changed in axes.items():
-        for axis, size, _ in changed:
-            tables = counts.tables(size)
-            slot = ParameterSlice(name, (axis,), tables[0], layouts=tuple(tables))
-            by_layer.setdefault(_attention(name), []).append(slot)
-    return [Family("heads", layer, counts.units, slots, 1, True) for layer, slots in by_layer.items()]
+def experts_per_token(config: Any) -> int:
+    """Experts that a token passes; 1 where the config does not say."""
+    return config_number(config, EXPERTS_PER_TOKEN_KEYS) or 1
 
 
-def _attention(name: str) -> str:
-    """The attention module of a parameter: a block of a decoder that looks at an encoder has two."""
-    layer = _layer(name)
-    rest = name[len(layer) :].strip(".").split(".")
-    return f"{layer}.{rest[0]}" if layer and len(rest) > 2 else layer
+def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
+    """Fewer experts, where the config has their number: by layer every axis of that size; buffers of routers too.
 
-
-def joined(shrink: Shrink) -> Shrink:
-    """The shrink with one choice of units for all layers of a stack, as a bias that layers share needs."""
-    stacks: dict[str, list[Family]] = {}
-    for family in shrink.families:
-        stacks.setdefault(re.split(r"\.\d+", family.label)[0] + _role(family.label), []).append(family)
-    merged = [
-        Family(parts[0].kind, parts[0].label, parts[0].size, [s for p in parts for s in p.slots], parts[0].blocks, True)
-        for parts in stacks.values()
-    ]
-    whole = {slot.name for family in merged for slot in family.slots}
-    return Shrink(shrink.kind, shrink.changes, shrink.unit, merged) if whole else shrink
-
-
-def _role(label: str) -> str:
-    """What stands after the last number, where two attentions of one block differ."""
-    return re.split(r"\.\d+", label)[-1]
+    Raises:
+        CompressionError: a parameter changes by something else than their number.
+    """
+    base = on_meta(type(model), config)
+    dims = {name: tensor.dim() for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
+    for key in EXPERT_KEYS:
+        count = getattr(config, key, None)
+        less = max(experts_per_token(config), (count or 0) // 2) if isinstance(count, int) else 0
+        if key not in {*config.to_dict(), *vars(config)} or not isinstance(count, int) or less >= count:
+            continue
+        small = copy.deepcopy(config)
+        setattr(small, key, less)
+        families: dict[str, Family] = {}
+        for name, changes in _differences(base, on_meta(type(model), small), buffers=True).items():
+            layer = name.rpartition(".")[0].rpartition(".")[0]  # the block with router and experts
+            family = families.setdefault(layer, Family("experts", layer, count, [], 1, True))
+            for axis, size, left in changes:
+                if (size, left) != (count, less):
+                    raise CompressionError(f"{name} changes from {size} to {left} with {less} of {count} experts")
+                family.slots.append(ParameterSlice.along_axis(name, axis, count, count, scored=dims[name] == 3))
+        if families:
+            return [Shrink("experts", {key: count}, {key: 1}, list(families.values()))]
+    return []

@@ -32,8 +32,6 @@ class Writer(Section):
 
 
 class Checkpoint(Section):
-    """`checkpoint`."""
-
     open_names = True
     tag_validation: TagValidation = key("Warn", "when ranks disagree on the tag")
     load_universal: bool = key(False, "without a tag, load the one `latest_universal` names")

@@ -17,7 +17,7 @@ Schedule = Literal["step", "cubic"]
 def _partners(value: object) -> object:
     """One list of expressions per entry of `modules`; a bare string stands for a list of one."""
     if isinstance(value, list):
-        return [[one] if isinstance(one, str) else one for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [[entry] if isinstance(entry, str) else entry for entry in value]  # pyright: ignore[reportUnknownVariableType]
     return value
 
 
@@ -144,20 +144,14 @@ class PruneParams(Section):
 
 
 class QuantizeGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: QuantizeParams = key(QuantizeParams, "numbers of the group")
 
 
 class BitsGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: BitsParams = key(BitsParams, "numbers of the group")
 
 
 class PruneGroup(CompressionGroup):
-    """A group of modules with its own numbers."""
-
     params: PruneParams = key(PruneParams, "numbers of the group")
 
 
@@ -239,8 +233,6 @@ class Export(Section):
 
 
 class CompressionTraining(Section):
-    """`compression_training`."""
-
     layer_reduction: LayerReduction = key(LayerReduction, "a student with fewer layers")
     weight_quantization: WeightTechnique = key(WeightTechnique, "quantized weights")
     activation_quantization: ActivationTechnique = key(ActivationTechnique, "quantized activations")
@@ -257,7 +249,7 @@ class CompressionTraining(Section):
         """Whether anything is to be done while training."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
         beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
-        return beside or any(one.shared_parameters.enabled for one in techniques)
+        return beside or any(technique.shared_parameters.enabled for technique in techniques)
 
     @property
     def pruning(self) -> dict[str, Technique]:

@@ -85,8 +85,6 @@ class DataRouting(Section):
 
 
 class DataEfficiency(Section):
-    """`data_efficiency`."""
-
     open_names = True
     switch = "enabled"
     enabled: bool = later(False, "curriculum, dynamic batches, token dropping")
@@ -108,8 +106,6 @@ class CurriculumLearning(Section):
 
 
 class ProgressiveLayerDrop(Section):
-    """`progressive_layer_drop`."""
-
     switch = "enabled"
     enabled: bool = later(False, "drop layers at random, more as training goes on")
     theta: float = later(1.0, "share of layers kept at the end", ge=0, le=1)
@@ -117,8 +113,6 @@ class ProgressiveLayerDrop(Section):
 
 
 class Eigenvalue(Section):
-    """`eigenvalue`."""
-
     switch = "enabled"
     enabled: bool = later(False, "curvature per block, for the quantization schedule")
     verbose: bool = later(False, "print them")

@@ -26,23 +26,17 @@ class Throughput(Section):
 
 
 class Timers(Section):
-    """`timers`."""
-
     open_names = True
     throughput: Throughput = key(Throughput, "samples per second")
 
 
 class TensorBoard(Section):
-    """`tensorboard`."""
-
     enabled: bool = key(False, "write events for TensorBoard")
     output_path: str = key("", "folder of the event files; empty: the working directory")
     job_name: str = key("DeepSpeedJobName", "folder of this run")
 
 
 class WandB(Section):
-    """`wandb`."""
-
     enabled: bool = key(False, "send events to Weights & Biases, offline where WANDB_MODE says so")
     group: str | None = key(None, "group of runs")
     team: str | None = key(None, "team")
@@ -50,8 +44,6 @@ class WandB(Section):
 
 
 class Comet(Section):
-    """`comet`."""
-
     enabled: bool = key(False, "send events to Comet")
     samples_log_interval: Int = key(100, "samples between two events of one name", ge=1)
     project: str | None = key(None, "project")
@@ -64,8 +56,6 @@ class Comet(Section):
 
 
 class CsvMonitor(Section):
-    """`csv_monitor`."""
-
     enabled: bool = key(False, "write events to CSV files, one for each name")
     output_path: str = key("", "folder of the files; empty: the working directory")
     job_name: str = key("DeepSpeedJobName", "folder of this run")
@@ -80,8 +70,6 @@ class JsonlMonitorConfig(Section):
 
 
 class MLflow(Section):
-    """`mlflow`."""
-
     enabled: bool = key(False, "send events to MLflow")
     tracking_uri: str | None = key(None, "server, or folder; null: what MLFLOW_TRACKING_URI says")
     experiment: str = key("deepspeed", "experiment")
@@ -89,8 +77,6 @@ class MLflow(Section):
 
 
 class Prometheus(Section):
-    """`prometheus`."""
-
     enabled: bool = key(False, "serve the newest value of each event to Prometheus")
     host: str = key("127.0.0.1", "address that is listened on")
     port: Int = key(9464, "port of rank 0", ge=1, le=65535)
@@ -135,7 +121,7 @@ class NonFinite(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """`flops_profiler`."""
+    """`flops_profiler`: counts of floating-point operations."""
 
     open_names = True
     enabled: bool = key(False, "count floating-point operations per module")

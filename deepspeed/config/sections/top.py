@@ -23,18 +23,19 @@ from deepspeed.config.sections.monitor import (
     Timers,
     WandB,
 )
-from deepspeed.config.sections.optimizer import Optimizer
+from deepspeed.config.sections.optimizer import Optimizer, SchedulerConfig
 from deepspeed.config.sections.parallel import (
+    Autotuning,
+    Elasticity,
     ExpertParallel,
     HybridEngine,
     MeshSizes,
     Pipeline,
+    SparseAttention,
     TensorParallel,
     WeightQuantization,
 )
 from deepspeed.config.sections.precision import BF16, FP16, Amp, DataTypes, TorchAutocast
-from deepspeed.config.sections.scheduler import SchedulerConfig
-from deepspeed.config.sections.search import Autotuning, Elasticity, SparseAttention
 from deepspeed.config.sections.zero import Zero
 
 _MODEL = "the model's own weights show it"

@@ -92,18 +92,21 @@ class ZeroStageEnum(IntEnum):
 
 
 class Zero(Section):
-    """`zero_optimization`."""
+    """`zero_optimization`: ZeRO."""
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
         """With what old spellings say of offload in its blocks; the reader of a whole JSON does so before."""
-        given = super().respelled(data)
-        pin = given.pop("cpu_offload_use_pin_memory", None)
+        settings = super().respelled(data)
+        pin = settings.pop("cpu_offload_use_pin_memory", None)
         for old, new in _CPU_OFFLOAD.items():
-            asked = given.pop(old, None)
-            if asked is not None and new not in given:
-                given[new] = {"device": "cpu" if asked else "none", **({} if pin is None else {"pin_memory": pin})}
-        return given
+            offloaded = settings.pop(old, None)
+            if offloaded is not None and new not in settings:
+                settings[new] = {
+                    "device": "cpu" if offloaded else "none",
+                    **({} if pin is None else {"pin_memory": pin}),
+                }
+        return settings
 
     stage: Int = key(
         0,

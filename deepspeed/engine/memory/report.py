@@ -83,14 +83,14 @@ class MemoryReport:
     def _known(self) -> dict[str, int]:
         parts = self._state.components
         sizes = state_bytes(parts)
-        sizes[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.wire.buffers())
+        sizes[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.reduce_scatter.buffers())
         return sizes
 
     def _resident(self) -> int:
         """Bytes of what is known that the system has provided."""
         parts = self._state.components
         state_parts = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
-        return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.wire.buffers())])
+        return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.reduce_scatter.buffers())])
 
     def by_category(self) -> dict[str, int]:
         """Bytes on this rank now: the kinds of `state_bytes`, transit buffers, and the rest since the engine was made.
@@ -234,7 +234,7 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
         (GRADIENTS, [*sums, *(bucket.local for bucket in buckets)]),
         (OPTIMIZER, [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not isinstance(v, Away)]),
         (GATHERED, [group.full for group in gathers]),
-        (TRANSIT, [] if parts.reducer is None else list(parts.reducer.wire.buffers())),
+        (TRANSIT, [] if parts.reducer is None else list(parts.reducer.reduce_scatter.buffers())),
         (POOLS, [buffer for pool in pools.values() for buffer in pool.buffers()]),
     ]
 

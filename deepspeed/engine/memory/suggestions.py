@@ -28,7 +28,7 @@ from deepspeed.errors import MemoryExhaustedError
 from deepspeed.foundation.cgroup import CgroupMemory
 from deepspeed.foundation.malloc import IN_HEAP, heap, limits_addresses
 from deepspeed.optim.precision import DTYPES
-from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
+from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState
 from deepspeed.zero.layout.stages import Policy, policy_for
 from deepspeed.zero.layout.units import units_of
 from deepspeed.zero.out_of_memory import is_exhaustion
@@ -123,7 +123,7 @@ class Holding:
         return max(total, self.birth + max(staged, first if self.birth else 0))
 
     def _slices(self, policy: Policy) -> int:
-        return self.ranks if policy.owns_a_slice else 1
+        return self.ranks if policy.owns_a_shard else 1
 
     @property
     def pair(self) -> int:
@@ -144,11 +144,11 @@ class Holding:
     def _rest(self, setting: Setting, policy: Policy) -> float:
         itemsize, master, accumulator = self.widths
         own = self.trained / self._slices(policy)
-        whole = not policy.owns_a_slice or (self.accumulates and not policy.reduces_as_gradients_arrive)
+        whole = not policy.owns_a_shard or (self.accumulates and not policy.reduces_as_gradients_arrive)
         state = GroupState(
             self.trained, own, policy.gathers_before_use, itemsize, master, accumulator, self.moments, whole
         )
-        nbytes = rest_bytes(state, setting.optimizer, setting.parameters)
+        nbytes = state.rest_bytes(setting.optimizer, setting.parameters)
         total = sum(nbytes.at(place) for place in self.near)
         return total + self.frozen * itemsize / (self.ranks if policy.gathers_before_use else 1)
 
@@ -160,7 +160,7 @@ class Holding:
             total += max(self.pair, min(setting.live, self.trained)) * itemsize
         if self.ranks == 1:  # what it collects is the sum, unless that rests elsewhere
             return total + (group * itemsize if setting.optimizer != DEVICE or itemsize < accumulator else 0)
-        whole = not policy.owns_a_slice  # sent from where they are summed
+        whole = not policy.owns_a_shard  # sent from where they are summed
         posted = self.trained * accumulator if whole else self._under_way(group) * itemsize
         if not self.addresses:
             return total + (group * accumulator if whole else posted)
@@ -247,7 +247,7 @@ def _others(now: Setting, holding: Holding, stages: bool, disk: bool) -> Iterato
             continue
         for buffers in dict.fromkeys((now.buffers, 1)) if place == NVME else (now.buffers,):
             for stage in (now.stage, *top):
-                if policy_for(stage).owns_a_slice and (now.optimizer, now.buffers) != (place, buffers):
+                if policy_for(stage).owns_a_shard and (now.optimizer, now.buffers) != (place, buffers):
                     yield replace(now, stage=stage, optimizer=place, buffers=buffers)
         if stages or now.stage == 3:
             yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)

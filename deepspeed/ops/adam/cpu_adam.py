@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
-from deepspeed.ops.adam.update import adam_update, undo_adam
+from deepspeed.ops.adam.fused_adam import adam_update, undo_adam
 from deepspeed.ops.cpu_optimizer import Fold, HostOptimizer
 from deepspeed.ops.group_optimizer import State
 
@@ -72,9 +72,9 @@ class DeepSpeedCPUAdam(HostOptimizer):
         if group["bias_correction"]:
             step = float(state["step"])
             first, root = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        kept, l2 = (1 - lr * decay, 0.0) if self.adam_w_mode else (1.0, decay)
+        decay_factor, l2 = (1 - lr * decay, 0.0) if self.adam_w_mode else (1.0, decay)
         # Numerator and denominator of the step are multiplied by `root`, which saves a division per element.
-        return 1 - beta1, beta2, 1 - beta2, lr / first * root, group["eps"] * root, kept, l2
+        return 1 - beta1, beta2, 1 - beta2, lr / first * root, group["eps"] * root, decay_factor, l2
 
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
         """Update one tensor, as `step` would.
@@ -126,10 +126,10 @@ class DeepSpeedCPUAdam(HostOptimizer):
         return loss
 
     def _subgroup(self, number: int) -> tuple[State, Tensor]:
-        found = [(group, param) for group in self.param_groups for param in group["params"]]
-        if not 0 <= number < len(found):
-            raise ArgumentError(f"subgroup_id {number}: there are {len(found)} tensors, the first is 0")
-        return found[number]
+        tensors = [(group, param) for group in self.param_groups for param in group["params"]]
+        if not 0 <= number < len(tensors):
+            raise ArgumentError(f"subgroup_id {number}: there are {len(tensors)} tensors, the first is 0")
+        return tensors[number]
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
         """The state before the first step, its moments of `dtype`."""

@@ -1,14 +1,95 @@
-"""Adam and AdamW under the name of the device form."""
+"""Adam and AdamW on torch's fused kernel wherever it can run."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from deepspeed.errors import NotAvailableError
-from deepspeed.ops.adam.update import adam_update
 from deepspeed.ops.group_optimizer import GroupOptimizer, State
+
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+# A step count at which 1 - beta ** step is 1 for every beta below one: both bias corrections vanish.
+FAR = 2.0**60
+
+
+def adam_update(
+    group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State], *, lr: Any, decoupled: bool
+) -> None:
+    """Adam (Kingma and Ba 2015, algorithm 1) or, when `decoupled`, AdamW (Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        group: `betas`, `eps`, `weight_decay`; `bias_correction`, `amsgrad` and `maximize` when they are set.
+        params: tensors updated in place.
+        grads: one of the same dtype for each.
+        states: one dict for each; filled on its first step.
+        lr: learning rate of this update.
+        decoupled: decay the weights themselves (AdamW) instead of adding to the gradients.
+    """
+    amsgrad = group.get("amsgrad", False)
+    fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
+    for param, state in zip(params, states, strict=True):
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+            if amsgrad:
+                state["max_exp_avg_sq"] = torch.zeros_like(param)
+        # The fused kernel wants the step counts beside the tensors, the for-loop wants them on the host.
+        state["step"] = state["step"].to(param.device if fused else "cpu")
+    steps = [state["step"] for state in states]
+    if not group.get("bias_correction", True):
+        for step in steps:
+            step += 1
+        steps = [torch.full_like(step, FAR) for step in steps]
+    adam(
+        params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+        steps,
+        fused=fused,
+        amsgrad=amsgrad,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=lr,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group.get("maximize", False),
+        decoupled_weight_decay=decoupled,
+    )
+
+
+def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, *, decoupled: bool) -> None:
+    """Take the last update by `grad` back: values, moments and step count as before it, up to rounding.
+
+    Args:
+        group: as in `adam_update`, as it was for that update.
+        param: changed in place.
+        grad: that update's gradient.
+        state: of at least one step, without `max_exp_avg_sq`; changed in place.
+        decoupled: as in `adam_update`.
+    """
+    (beta1, beta2), lr, decay, step = group["betas"], float(group["lr"]), group["weight_decay"], float(state["step"])
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    gradient, first, second = (t.to(dtype) for t in (grad, state["exp_avg"], state["exp_avg_sq"]))
+    corrects = group.get("bias_correction", True)
+    mean, square = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+    before = param.to(dtype) + lr / mean * first / ((second / square).sqrt() + group["eps"])
+    if decoupled:
+        before = before / (1 - lr * decay)
+    else:
+        gradient = gradient + decay * before
+    for moment, beta, power in (("exp_avg", beta1, 1), ("exp_avg_sq", beta2, 2)):
+        previous = state[moment].to(dtype) - (1 - beta) * gradient**power
+        previous = previous / beta if beta and step > 1 else torch.zeros_like(previous)
+        state[moment].copy_(previous.clamp(min=0) if power == 2 else previous)
+    param.copy_(before)
+    state["step"] -= 1
 
 
 class FusedAdam(GroupOptimizer):

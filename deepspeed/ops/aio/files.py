@@ -27,15 +27,15 @@ class BlockFile:
     @classmethod
     def open(cls, path: str, flags: int) -> BlockFile:
         """Open a file of the user's with the given flags of `os.open`."""
-        return cls(path, os.open(path, flags, 0o666), _open_direct(path, flags & ~os.O_CREAT, path))
+        return cls(path, os.open(path, flags, 0o666), cls._open_direct(path, flags & ~os.O_CREAT, path))
 
     @classmethod
     def unnamed(cls, folder: str) -> BlockFile:
         """Make a file in `folder` that has no name: the system frees it when this process ends, however it ends."""
-        with tempfile.TemporaryFile(dir=folder, prefix="deepspeed-", buffering=0) as made:
-            plain = os.dup(made.fileno())
+        with tempfile.TemporaryFile(dir=folder, prefix="deepspeed-", buffering=0) as temporary:
+            plain = os.dup(temporary.fileno())
         name = f"{os.path.join(folder, '')}#{os.fstat(plain).st_ino} (unnamed, /proc/{os.getpid()}/fd/{plain})"
-        return cls(name, plain, _open_direct(f"/proc/self/fd/{plain}", os.O_RDWR, folder))
+        return cls(name, plain, cls._open_direct(f"/proc/self/fd/{plain}", os.O_RDWR, folder))
 
     def size(self) -> int:
         """Bytes the file holds now."""
@@ -57,14 +57,16 @@ class BlockFile:
                 os.close(descriptor)
         self.plain = self.direct = -1
 
-
-def _open_direct(path: str, flags: int, where: str) -> int:
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except (AttributeError, OSError) as error:  # no such flag on this system, or not on this file system
-        folder = where if os.path.isdir(where) else os.path.dirname(where) or "."
-        warn_once(f"no direct I/O in '{folder}' ({error}): files there go through the page cache", ("direct", folder))
-        return -1
+    @staticmethod
+    def _open_direct(path: str, flags: int, where: str) -> int:
+        try:
+            return os.open(path, flags | os.O_DIRECT)
+        except (AttributeError, OSError) as error:  # no such flag on this system, or not on this file system
+            folder = where if os.path.isdir(where) else os.path.dirname(where) or "."
+            warn_once(
+                f"no direct I/O in '{folder}' ({error}): files there go through the page cache", ("direct", folder)
+            )
+            return -1
 
 
 def size_text(nbytes: int) -> str:

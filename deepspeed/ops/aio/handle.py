@@ -118,9 +118,9 @@ class aio_handle:
         """
         started, self._started = self._started, []
         failures: list[StorageError] = []
-        for one in started:
+        for operation in started:
             try:
-                self._finish(one)
+                self._finish(operation)
             except StorageError as error:
                 failures.append(error)
         if failures:

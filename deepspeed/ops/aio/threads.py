@@ -35,6 +35,33 @@ class ThreadJob:
         """Whether `wait` would return at once."""
         return self.over.is_set()
 
+    def move(self, start: int, stop: int, aligned_block: _AlignedBlock) -> tuple[int, int]:
+        """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
+        call = os.pwritev if self.writing else os.preadv
+        position, refused = start, self.file.direct < 0
+        while position < stop:
+            # What direct I/O cannot take, and the rest after a short count, goes through the page cache or fails there.
+            direct = not refused and (self.offset + position) % ALIGNMENT == 0 and stop - position >= ALIGNMENT
+            end = stop - (stop - position) % ALIGNMENT if direct else stop
+            memory = self.memory[position:end]
+            through = direct and not (self.aligned and position % ALIGNMENT == 0)
+            used = aligned_block.view(end - position) if through else memory
+            if through and self.writing:
+                used[:] = memory
+            try:
+                count = call(self.file.direct if direct else self.file.plain, [used], self.offset + position)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    refused = True
+                    continue
+                return position - start, error.errno or -1
+            if count == 0:
+                break
+            if through and not self.writing:
+                memory[:count] = used[:count]
+            position += count
+        return position - start, 0
+
 
 class ThreadQueue:
     """Serves jobs in order, `threads` blocks at a time.
@@ -70,7 +97,7 @@ class ThreadQueue:
             thread.join()
 
     def _serve(self) -> None:
-        between = _Between(self._block)
+        aligned_block = _AlignedBlock(self._block)
         while True:
             with self._change:
                 while not self._jobs and not self._stopping:
@@ -83,7 +110,7 @@ class ThreadQueue:
                 job.running += 1
                 if stop == len(job.memory):
                     self._jobs.popleft()
-            moved, error = _move(job, start, stop, between)
+            moved, error = job.move(start, stop, aligned_block)
             with self._change:
                 job.running -= 1
                 job.moved += moved
@@ -95,7 +122,7 @@ class ThreadQueue:
                     job.over.set()
 
 
-class _Between:
+class _AlignedBlock:
     """A thread's own aligned block, for memory that direct I/O cannot take; made when it is first needed."""
 
     def __init__(self, nbytes: int) -> None:
@@ -107,31 +134,3 @@ class _Between:
         if self._pages is None:
             self._pages = mmap.mmap(-1, self._nbytes)
         return memoryview(self._pages)[:nbytes]
-
-
-def _move(job: ThreadJob, start: int, stop: int, between: _Between) -> tuple[int, int]:
-    """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
-    call = os.pwritev if job.writing else os.preadv
-    at, refused = start, job.file.direct < 0
-    while at < stop:
-        # What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno.
-        direct = not refused and (job.offset + at) % ALIGNMENT == 0 and stop - at >= ALIGNMENT
-        end = stop - (stop - at) % ALIGNMENT if direct else stop
-        memory = job.memory[at:end]
-        through = direct and not (job.aligned and at % ALIGNMENT == 0)
-        used = between.view(end - at) if through else memory
-        if through and job.writing:
-            used[:] = memory
-        try:
-            count = call(job.file.direct if direct else job.file.plain, [used], job.offset + at)
-        except OSError as error:
-            if direct and error.errno == errno.EINVAL:
-                refused = True
-                continue
-            return at - start, error.errno or -1
-        if count == 0:
-            break
-        if through and not job.writing:
-            memory[:count] = used[:count]
-        at += count
-    return at - start, 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed.ops.cpu_optimizer import HostOptimizer
 from deepspeed.ops.group_optimizer import State
-from deepspeed.ops.lion.update import lion_update
+from deepspeed.ops.lion.fused_lion import lion_update
 
 
 class DeepSpeedCPULion(HostOptimizer):

@@ -19,6 +19,7 @@ from deepspeed.ops.op_builder.all_ops import (
     InferenceBuilder,
     InferenceCoreBuilder,
     InferenceCutlassBuilder,
+    OpBuilder,
     QuantizerBuilder,
     RaggedOpsBuilder,
     RaggedUtilsBuilder,
@@ -30,7 +31,6 @@ from deepspeed.ops.op_builder.all_ops import (
     TransformerBuilder,
     UtilsBuilder,
 )
-from deepspeed.ops.op_builder.builder import OpBuilder
 
 __all__ = [
     "ALL_OPS",

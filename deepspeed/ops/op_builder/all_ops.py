@@ -1,65 +1,63 @@
-"""Every operator that user code may ask a builder for: what it is here, or what there is in its place."""
+"""What user code asks an operator of: a builder. Nothing is built here: operators are modules, or not there yet."""
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from deepspeed.errors import NotAvailableError
 from deepspeed.native import library
-from deepspeed.ops.op_builder.builder import OpBuilder
 
 
-class AsyncIOBuilder(OpBuilder):
-    """Reads and writes of files past the page cache."""
+class OpBuilder:
+    """The builder of one operator.
 
-    NAME = "async_io"
-    MODULE = "deepspeed.ops.aio.handle"
-    INSTEAD = "reads and writes of files past the page cache"
+    Attributes:
+        NAME: of the operator, the key of `deepspeed.ops.__compatible_ops__`.
+        MODULE: where the operator is; None where this version does not have it.
+        INSTEAD: what it is here, or what there is in its place, in a few words.
+    """
 
+    NAME: ClassVar[str] = ""
+    MODULE: ClassVar[str | None] = None
+    INSTEAD: ClassVar[str] = ""
 
-class CPUAdamBuilder(OpBuilder):
-    """Adam over host memory, in one pass of native code or in torch."""
+    @property
+    def name(self) -> str:
+        """See `NAME`."""
+        return self.NAME
 
-    NAME = "cpu_adam"
-    MODULE = "deepspeed.ops.adam.cpu_adam"
-    INSTEAD = "Adam over host memory, in one pass of native code or in torch"
+    def absolute_name(self) -> str:
+        """The import path of the operator, or where it would be."""
+        return self.MODULE or f"deepspeed.ops.{self.NAME}"
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether this torch is built for AMD's devices."""
+        return torch.version.hip is not None
 
-class CPUAdagradBuilder(OpBuilder):
-    """Adagrad over host memory."""
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether `load` gives the operator on this machine."""
+        return self.MODULE is not None
 
-    NAME = "cpu_adagrad"
-    MODULE = "deepspeed.ops.adagrad.cpu_adagrad"
-    INSTEAD = "Adagrad over host memory"
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The module that holds the operator; nothing is compiled.
 
-
-class CPULionBuilder(OpBuilder):
-    """Lion over host memory."""
-
-    NAME = "cpu_lion"
-    MODULE = "deepspeed.ops.lion.cpu_lion"
-    INSTEAD = "Lion over host memory"
-
-
-class FusedAdamBuilder(OpBuilder):
-    """Adam on torch's fused kernel."""
-
-    NAME = "fused_adam"
-    MODULE = "deepspeed.ops.adam.fused_adam"
-    INSTEAD = "Adam on torch's fused kernel"
-
-
-class FusedLambBuilder(OpBuilder):
-    """LAMB over all tensors of a group."""
-
-    NAME = "fused_lamb"
-    MODULE = "deepspeed.ops.lamb.fused_lamb"
-    INSTEAD = "LAMB over all tensors of a group"
+        Raises:
+            NotAvailableError: this version does not have it.
+        """
+        if self.MODULE is None:
+            raise NotAvailableError(f"{type(self).__name__}: '{self.NAME}' is not available yet: {self.INSTEAD}")
+        return importlib.import_module(self.MODULE)
 
 
-class FusedLionBuilder(OpBuilder):
-    """Lion over all tensors of a group."""
-
-    NAME = "fused_lion"
-    MODULE = "deepspeed.ops.lion.fused_lion"
-    INSTEAD = "Lion over all tensors of a group"
+def _builder(class_name: str, operator: str, instead: str, module: str | None = None) -> type[OpBuilder]:
+    """The class of a builder: of the operator in a module, or of one that this version does not have."""
+    doc = f"{instead[0].upper()}{instead[1:]}." if module else f"Not available yet: {instead}."
+    return type(class_name, (OpBuilder,), {"__doc__": doc, "NAME": operator, "MODULE": module, "INSTEAD": instead})
 
 
 class ShareMemCommBuilder(OpBuilder):
@@ -74,125 +72,51 @@ class ShareMemCommBuilder(OpBuilder):
         return library() is not None
 
 
-class UtilsBuilder(OpBuilder):
-    """Several tensors as one, and back."""
-
-    NAME = "utils"
-    MODULE = "deepspeed.ops.flatten"
-    INSTEAD = "several tensors as one, and back"
-
-
-class CCLCommBuilder(OpBuilder):
-    """Not available yet: CPU ranks communicate through shared memory and gloo."""
-
-    NAME = "deepspeed_ccl_comm"
-    INSTEAD = "CPU ranks communicate through shared memory and gloo"
-
-
-class DeepCompileBuilder(OpBuilder):
-    """Not available yet: it belongs to whole-graph compilation."""
-
-    NAME = "dc"
-    INSTEAD = "it belongs to whole-graph compilation"
-
-
-class EvoformerAttnBuilder(OpBuilder):
-    """Not available yet: torch's scaled_dot_product_attention takes a bias."""
-
-    NAME = "evoformer_attn"
-    INSTEAD = "torch's scaled_dot_product_attention takes a bias"
-
-
-class FPQuantizerBuilder(OpBuilder):
-    """Not available yet: it belongs to quantized weights."""
-
-    NAME = "fp_quantizer"
-    INSTEAD = "it belongs to quantized weights"
-
-
-class GDSBuilder(OpBuilder):
-    """Not available yet: GPUDirect Storage; async_io goes through host memory."""
-
-    NAME = "gds"
-    INSTEAD = "GPUDirect Storage; async_io goes through host memory"
-
-
-class InferenceBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "transformer_inference"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class InferenceCoreBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "inference_core_ops"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class InferenceCutlassBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "cutlass_ops"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class QuantizerBuilder(OpBuilder):
-    """Not available yet: it belongs to quantized communication."""
-
-    NAME = "quantizer"
-    INSTEAD = "it belongs to quantized communication"
-
-
-class RaggedOpsBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "ragged_device_ops"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class RaggedUtilsBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "ragged_ops"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class RandomLTDBuilder(OpBuilder):
-    """Not available yet: it belongs to data efficiency."""
-
-    NAME = "random_ltd"
-    INSTEAD = "it belongs to data efficiency"
-
-
-class SparseAttnBuilder(OpBuilder):
-    """Not available yet: block-sparse attention layouts."""
-
-    NAME = "sparse_attn"
-    INSTEAD = "block-sparse attention layouts"
-
-
-class SpatialInferenceBuilder(OpBuilder):
-    """Not available yet: it belongs to the inference engine."""
-
-    NAME = "spatial_inference"
-    INSTEAD = "it belongs to the inference engine"
-
-
-class StochasticTransformerBuilder(OpBuilder):
-    """Not available yet: torch's own layers train."""
-
-    NAME = "stochastic_transformer"
-    INSTEAD = "torch's own layers train"
-
-
-class TransformerBuilder(OpBuilder):
-    """Not available yet: torch's own layers train."""
-
-    NAME = "transformer"
-    INSTEAD = "torch's own layers train"
-
+AsyncIOBuilder = _builder(
+    "AsyncIOBuilder", "async_io", "reads and writes of files past the page cache", "deepspeed.ops.aio.handle"
+)
+CPUAdamBuilder = _builder(
+    "CPUAdamBuilder",
+    "cpu_adam",
+    "Adam over host memory, in one pass of native code or in torch",
+    "deepspeed.ops.adam.cpu_adam",
+)
+CPUAdagradBuilder = _builder(
+    "CPUAdagradBuilder", "cpu_adagrad", "Adagrad over host memory", "deepspeed.ops.adagrad.cpu_adagrad"
+)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "Lion over host memory", "deepspeed.ops.lion.cpu_lion")
+FusedAdamBuilder = _builder(
+    "FusedAdamBuilder", "fused_adam", "Adam on torch's fused kernel", "deepspeed.ops.adam.fused_adam"
+)
+FusedLambBuilder = _builder(
+    "FusedLambBuilder", "fused_lamb", "LAMB over all tensors of a group", "deepspeed.ops.lamb.fused_lamb"
+)
+FusedLionBuilder = _builder(
+    "FusedLionBuilder", "fused_lion", "Lion over all tensors of a group", "deepspeed.ops.lion.fused_lion"
+)
+UtilsBuilder = _builder("UtilsBuilder", "utils", "several tensors as one, and back", "deepspeed.ops.flatten")
+CCLCommBuilder = _builder(
+    "CCLCommBuilder", "deepspeed_ccl_comm", "CPU ranks communicate through shared memory and gloo"
+)
+DeepCompileBuilder = _builder("DeepCompileBuilder", "dc", "it belongs to whole-graph compilation")
+EvoformerAttnBuilder = _builder(
+    "EvoformerAttnBuilder", "evoformer_attn", "torch's scaled_dot_product_attention takes a bias"
+)
+FPQuantizerBuilder = _builder("FPQuantizerBuilder", "fp_quantizer", "it belongs to quantized weights")
+GDSBuilder = _builder("GDSBuilder", "gds", "GPUDirect Storage; async_io goes through host memory")
+InferenceBuilder = _builder("InferenceBuilder", "transformer_inference", "it belongs to the inference engine")
+InferenceCoreBuilder = _builder("InferenceCoreBuilder", "inference_core_ops", "it belongs to the inference engine")
+InferenceCutlassBuilder = _builder("InferenceCutlassBuilder", "cutlass_ops", "it belongs to the inference engine")
+QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", "it belongs to quantized communication")
+RaggedOpsBuilder = _builder("RaggedOpsBuilder", "ragged_device_ops", "it belongs to the inference engine")
+RaggedUtilsBuilder = _builder("RaggedUtilsBuilder", "ragged_ops", "it belongs to the inference engine")
+RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd", "it belongs to data efficiency")
+SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn", "block-sparse attention layouts")
+SpatialInferenceBuilder = _builder("SpatialInferenceBuilder", "spatial_inference", "it belongs to the inference engine")
+StochasticTransformerBuilder = _builder(
+    "StochasticTransformerBuilder", "stochastic_transformer", "torch's own layers train"
+)
+TransformerBuilder = _builder("TransformerBuilder", "transformer", "torch's own layers train")
 
 ALL_OPS: dict[str, OpBuilder] = {
     builder.NAME: builder()

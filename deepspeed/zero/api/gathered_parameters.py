@@ -40,7 +40,7 @@ class GatheredParameters:
         self.modifier_rank, self._groups, self._members = modifier_rank, [], []
         if not enabled:
             return
-        listed = [params] if isinstance(params, torch.Tensor) else _listed(params)
+        listed = [params] if isinstance(params, torch.Tensor) else self._listed(params)
         seen: set[int] = set()
         groups: dict[int, ShardGroup] = {}
         for param in listed:
@@ -53,10 +53,21 @@ class GatheredParameters:
                     register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
         self._groups = list(groups.values())
 
+    @staticmethod
+    def _listed(params: Any) -> list[torch.Tensor | None]:
+        entries = list(params) if isinstance(params, Iterable) else [params]
+        for entry in entries:
+            if entry is not None and not isinstance(entry, torch.Tensor):
+                raise ArgumentError(
+                    f"GatheredParameters takes a parameter or an iterable of them, not a {type(entry).__name__}; of a "
+                    f"module pass module.parameters()"
+                )
+        return entries
+
     def __enter__(self) -> None:
         for group in self._groups:
             if self.modifier_rank is not None:
-                group.holders.position(self.modifier_rank)
+                group.ranks.position(self.modifier_rank)
         for group in self._groups:
             if group.policy.gathers_before_use:
                 group.gather_together()
@@ -73,29 +84,18 @@ class GatheredParameters:
                 group.reshard(edits_allowed=True)
 
     def _take_over(self) -> set[int]:
-        """Send the modifier's values to all; the groups that hold them."""
+        """Broadcast the values of the modifier rank; returns the ids of the groups that hold them."""
         changed = set()
         for member in self._members:
             group = member.group
             if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
                 continue
-            member.rejoin()
-            editor = group.holders.position(self.modifier_rank or 0)
-            broadcast(group.holders.everyone, member.flat(), editor, f"edit of {member.name}")
+            member.restore_view()
+            editor = group.ranks.position(self.modifier_rank or 0)
+            broadcast(group.ranks.everyone, member.flat(), editor, f"edit of {member.name}")
             group.import_edits(member)
             changed.add(id(group))
         return changed
-
-
-def _listed(params: Any) -> list[torch.Tensor | None]:
-    entries = list(params) if isinstance(params, Iterable) else [params]
-    for entry in entries:
-        if entry is not None and not isinstance(entry, torch.Tensor):
-            raise ArgumentError(
-                f"GatheredParameters takes a parameter or an iterable of them, not a {type(entry).__name__}; of a "
-                f"module pass module.parameters()"
-            )
-    return entries
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

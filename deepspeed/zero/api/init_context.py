@@ -11,7 +11,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups import init as comm_init
 from deepspeed.comm.process_groups.axis import Axis, group_axis
-from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
+from deepspeed.comm.process_groups.mesh import REPLICATED
 from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
@@ -32,47 +31,98 @@ from deepspeed.storage.host_tier import HostTier
 from deepspeed.storage.nvme_tier import NvmeTier
 from deepspeed.storage.tensor_file import disks
 from deepspeed.storage.tier import Tier
-from deepspeed.zero.api.reshard import lay
-from deepspeed.zero.layout.mesh import find_mesh
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.out_of_memory import exhausted, is_exhaustion
-from deepspeed.zero.parameters.parameter import ReadView, birth_writers, is_managed, reject_write
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.parallel_groups import find_mesh
+from deepspeed.zero.parameters.parameter import ReadView, init_writers, is_managed, reject_write
+from deepspeed.zero.parameters.record import Tiers
 
 
-@dataclass
 class _Patches:
-    """What entering a context changed in torch, to be put back."""
+    """Wraps torch's module classes and tensor constructors while a context is open."""
 
-    inits: list[tuple[type, Callable[..., None]]] = field(default_factory=list)
-    subclass_hook: Any = None
-    apply: Any = None
-    constructors: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._inits: list[tuple[type, Callable[..., None]]] = []
+        self._constructors: dict[str, Any] = {}
+
+    def apply(self, wraps_apply: bool, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
+
+        def visit(cls: type) -> None:
+            for sub in cls.__subclasses__():
+                self._wrap(sub)
+                visit(sub)
+
+        def init_subclass(cls: type, **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)  # pyright: ignore[reportArgumentType]
+            self._wrap(cls)
+
+        visit(nn.Module)
+        self._subclass_hook, self._apply = nn.Module.__dict__.get("__init_subclass__"), nn.Module.apply
+        nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment,method-assign]
+        if wraps_apply:
+            nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
+        for name in _CONSTRUCTORS:
+            original = self._constructors[name] = getattr(torch, name)
+            wrapped = zero_wrapper_for_fp_tensor_constructor(original, target_fp_dtype=dtype, target_device=device)
+            setattr(torch, name, wrapped)
+
+    def _wrap(self, cls: type) -> None:
+        original = cls.__dict__.get("__init__")
+        if original is None or any(cls is done for done, _ in self._inits):
+            return
+
+        @functools.wraps(original)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
+            if _open and type(self).__init__ is init:
+                _open[-1].shard(self)
+                _open[-1].shard_late(self)
+
+        if cls.__new__ is not object.__new__:  # may read the arguments of `__init__` without following `wraps`: Keras
+            init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        self._inits.append((cls, original))
+        cls.__init__ = init  # type: ignore[misc]
+
+    def restore(self) -> None:
+        for cls, original in self._inits:
+            cls.__init__ = original  # type: ignore[misc]
+        self._inits.clear()
+        if self._subclass_hook is None:
+            del nn.Module.__init_subclass__
+        else:
+            nn.Module.__init_subclass__ = self._subclass_hook
+        nn.Module.apply = self._apply  # type: ignore[method-assign]
+        for name, original in self._constructors.items():
+            setattr(torch, name, original)
 
 
-# Freed bytes after which unused pages are given back; birth would otherwise peak far above what it holds.
+# Freed bytes after which unused pages are given back; memory would otherwise peak far above what is held.
 _TRIM_AFTER = 1 << 25
 
 _CONSTRUCTORS = ("arange", "empty", "eye", "full", "ones", "tensor", "zeros")
 _orig_torch_arange = torch.arange  # Transformers tells it from the others by this name
 
-# The contexts that are open, outermost first: modules are born under the innermost.
+# The contexts that are open, outermost first: the innermost shards new modules.
 _open: list[Init] = []
 
 
 class Init:
-    """Context in which modules are born sharded (ZeRO stage 3).
+    """Context in which modules are sharded as they are created (ZeRO stage 3).
 
     Args:
-        module: shard this existing module at once instead of waiting for new ones.
+        module: shard this existing module now.
         data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: where slices rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+        remote_device: where shards rest from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
             the device; None: as `offload_param` says.
         config_dict_or_path: the JSON, for the dtype; may still hold "auto".
         config: another name of it.
         enabled: False makes the context do nothing.
         dtype: dtype of floating parameters; None: by the JSON, else what the model says.
         mpu: a client's unit with `get_data_parallel_group`.
-        pin_memory: page-locked host memory for slices on the host.
+        pin_memory: page-locked host memory for shards on the host.
         mem_efficient_linear: has no effect; the arguments not named here are not available yet.
 
     Example:
@@ -110,20 +160,22 @@ class Init:
             "param_swapper": param_swapper,
             "tensor_overrides": tensor_overrides,
         }
-        if asked := [name for name, value in later.items() if value]:
-            raise NotAvailableError(f"zero.Init({', '.join(asked)}) is not available yet; leave it out")
+        if unavailable := [name for name, value in later.items() if value]:
+            raise NotAvailableError(f"zero.Init({', '.join(unavailable)}) is not available yet; leave it out")
         if not is_initialized():
             comm_init.init_distributed()
         self.device = torch.device(get_accelerator().current_device_name())
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = DeepSpeedConfig.for_init(source) if source is not None else None
-        self.axis: Axis = (
-            group_axis("dp", data_parallel_group, self.device)
-            if data_parallel_group is not None
-            else _axis_of(find_mesh(parsed, mpu, None, self.device), mpu)
-        )
-        self.dtype = dtype or _dtype_of(parsed)
-        self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
+        if data_parallel_group is not None:
+            self.axis: Axis = group_axis("dp", data_parallel_group, self.device)
+        else:  # ranks of all pipeline stages make the same model, unless a client's unit says that it cuts them
+            stages = ("pp",) if mpu is None else ()
+            self.axis = find_mesh(parsed, mpu, None, self.device).axis(*REPLICATED, *stages)
+        self.dtype = dtype
+        if parsed is not None and dtype is None:
+            self.dtype = torch.float16 if parsed.fp16.enabled else torch.bfloat16 if parsed.bf16.enabled else None
+        self.tiers = Tiers(parameters=self._tier(remote_device, parsed, pin_memory))
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches, self._pages = _Patches(), contextlib.ExitStack()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
@@ -132,9 +184,28 @@ class Init:
             for child in module.modules():
                 self.shard(child)
 
+    @staticmethod
+    def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
+        """The tier in which shards rest from creation on."""
+        section = config.zero.offload_param if config is not None else None
+        where = remote_device or (section.device if section is not None else "none")
+        if where in ("none", get_accelerator().device_name()) and where != "cpu":
+            return RESIDENT
+        if where == "cpu":
+            return HostTier(BufferPool(pin=pin))
+        if where != "nvme":
+            raise ArgumentError(f'zero.Init(remote_device={where!r}): use "cpu", "nvme" or "none"')
+        if config is None or section is None or not section.nvme_path:
+            raise ArgumentError(
+                'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
+                "zero_optimization.offload_param.nvme_path"
+            )
+        disk = disks.current(section.nvme_path, settings=config.top.aio)
+        return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
+
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> Init:
-        """One that shards over ranks that are known.
+        """Make a context that shards over these ranks, which make the same model on `device`.
 
         Args:
             axis: the ranks, which make the same model.
@@ -150,9 +221,8 @@ class Init:
     def __enter__(self) -> Init:
         if self.enabled:
             if not _open:
-                _patch(self._patches, self.wraps_apply)
-                _patch_constructors(self._patches, self.dtype, self.device)
-                birth_writers.append(write_whole)
+                self._patches.apply(self.wraps_apply, self.dtype, self.device)
+                init_writers.append(write_whole)
             _open.append(self)
             if self.device.type == "cpu" and self.tiers.parameters is not RESIDENT:
                 self._pages.enter_context(own_pages())
@@ -163,13 +233,13 @@ class Init:
             _open.remove(self)
             self._pages.close()
             if not _open:
-                birth_writers.remove(write_whole)
-                _restore(self._patches)
+                init_writers.remove(write_whole)
+                self._patches.restore()
         if error is not None and is_exhaustion(error):
             raise exhausted("a model was made under zero.Init", error) from error
 
     def shard_late(self, module: nn.Module) -> None:
-        """Shard parameters that modules below `module` were given after they were born, as by `weight_norm`."""
+        """Shard parameters that modules below `module` were given after their `__init__`, as by `weight_norm`."""
         self._born.add(module)
         for child in module.modules():
             if child in self._born and child is not module:
@@ -187,7 +257,11 @@ class Init:
 
     def _shard_parameters(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
-            if param is None or is_managed(param) or _written_by_its_layer(module, param):
+            if param is None or is_managed(param):
+                continue
+            # Keras shows torch the variables of a layer in a dictionary: a frozen one may be a statistic or a seed,
+            # which every rank has whole. `initialize` shards what is a frozen weight after all.
+            if isinstance(module, nn.ParameterDict) and not param.requires_grad:
                 continue
             if param.device.type == "meta":
                 raise UsageError(
@@ -199,75 +273,13 @@ class Init:
                 param.data = param.data.to(self.dtype)
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
             self._unshared += param.numel() * param.itemsize
-            lay(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
-
-
-def _axis_of(mesh: Mesh, mpu: Any) -> Axis:
-    """The ranks that make the same model: those of all stages too, unless a client's unit says that it cuts them."""
-    return mesh.axis(*REPLICATED) if mpu is not None else mesh.axis(*REPLICATED, "pp")
-
-
-def _written_by_its_layer(module: nn.Module, param: nn.Parameter) -> bool:
-    """Whether it may be one of Keras' statistics or seeds, which every rank has whole.
-
-    Keras shows torch the variables of a layer in a dictionary, which does not know what they are. What is a frozen
-    weight after all is sharded by `initialize`.
-    """
-    return isinstance(module, nn.ParameterDict) and not param.requires_grad
-
-
-def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
-    """Where born slices rest."""
-    section = config.zero.offload_param if config is not None else None
-    where = remote_device or (section.device if section is not None else "none")
-    if where in ("none", get_accelerator().device_name()) and where != "cpu":
-        return RESIDENT
-    if where == "cpu":
-        return HostTier(BufferPool(pin=pin))
-    if where != "nvme":
-        raise ArgumentError(f'zero.Init(remote_device={where!r}): use "cpu", "nvme" or "none"')
-    if config is None or section is None or not section.nvme_path:
-        raise ArgumentError(
-            'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
-            "zero_optimization.offload_param.nvme_path"
-        )
-    disk = disks.current(section.nvme_path, settings=config.top.aio)
-    return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
-
-
-def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype | None:
-    if config is None:
-        return None
-    if config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else None
-
-
-def _patch(patches: _Patches, wraps_apply: bool) -> None:
-    """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
-
-    def visit(cls: type) -> None:
-        for sub in cls.__subclasses__():
-            _wrap(sub, patches)
-            visit(sub)
-
-    visit(nn.Module)
-    patches.subclass_hook = nn.Module.__dict__.get("__init_subclass__")
-    patches.apply = nn.Module.apply
-
-    def born(cls: type, **kwargs: Any) -> None:
-        super(nn.Module, cls).__init_subclass__(**kwargs)  # pyright: ignore[reportArgumentType]
-        _wrap(cls, patches)
-
-    nn.Module.__init_subclass__ = classmethod(born)  # type: ignore[assignment,method-assign]
-    if wraps_apply:
-        nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
+            shard_parameter(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
 
 
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """A tensor constructor whose results lie where the model is born; Transformers puts a wrapper of its own here.
+    """Wrap a tensor constructor to make tensors on the device; Transformers replaces this function by its own.
 
     Args:
         fn: the constructor.
@@ -286,49 +298,8 @@ def zero_wrapper_for_fp_tensor_constructor(
     return construct
 
 
-def _patch_constructors(patches: _Patches, dtype: torch.dtype | None, device: torch.device) -> None:
-    for name in _CONSTRUCTORS:
-        original = patches.constructors[name] = getattr(torch, name)
-        wrapped = zero_wrapper_for_fp_tensor_constructor(original, target_fp_dtype=dtype, target_device=device)
-        setattr(torch, name, wrapped)
-
-
-def _wrap(cls: type, patches: _Patches) -> None:
-    original = cls.__dict__.get("__init__")
-    if original is None or any(cls is done for done, _ in patches.inits):
-        return
-
-    @functools.wraps(original)
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
-        if _open and type(self).__init__ is init:
-            _open[-1].shard(self)
-            _open[-1].shard_late(self)
-
-    if cls.__new__ is not object.__new__:  # may read the arguments of `__init__` without following `wraps`: Keras
-        init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    patches.inits.append((cls, original))
-    cls.__init__ = init  # type: ignore[misc]
-
-
-def _restore(patches: _Patches) -> None:
-    for cls, original in patches.inits:
-        cls.__init__ = original  # type: ignore[misc]
-    patches.inits.clear()
-    if patches.subclass_hook is None:
-        del nn.Module.__init_subclass__
-    else:
-        nn.Module.__init_subclass__ = patches.subclass_hook
-    nn.Module.apply = patches.apply  # type: ignore[method-assign]
-    for name, original in patches.constructors.items():
-        setattr(torch, name, original)
-
-
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     """`Module.apply` that lets `fn` see and change whole parameters; the result of the first rank of each counts."""
-    from deepspeed.zero.api.gathered_parameters import GatheredParameters
-
     for child in self.children():
         child.apply(fn)
     by_rank: dict[int, list[torch.Tensor]] = {}
@@ -343,12 +314,10 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 
 
 def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts.
+    """Write to a parameter that was sharded with a child of the module; the result of axis rank 0 counts.
 
     Or to a part of one, as Transformers does to an embedding's row for padding.
     """
-    from deepspeed.zero.api.gathered_parameters import GatheredParameters
-
     member, target = args[0]._ds_member, args[0]
     with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
         if name == "data=":
@@ -367,7 +336,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """No context is active inside (`initialize` builds helpers that must not be sharded)."""
+    """Close all contexts inside: `initialize` builds helpers that must not be sharded."""
     paused = _open[:]
     _open.clear()
     try:

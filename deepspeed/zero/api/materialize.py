@@ -2,8 +2,8 @@
 
 Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
 Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
-are those of the same model made whole by `to_empty`, tied again, and the same calls. What a rule leaves blank is reset
-without changing what it wrote, and the rule is called again, since it may scale, say, what a class gives itself;
+are those of the same model made whole by `to_empty`, tied again, and the same calls. Tensors that a rule leaves
+unwritten are reset without changing what it wrote, and the rule is called again, since it may scale what a class sets;
 values that were there before, such as loaded ones, stay.
 """
 
@@ -24,7 +24,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.init_context import Init, write_whole
-from deepspeed.zero.parameters.parameter import birth_writers, is_managed
+from deepspeed.zero.parameters.parameter import init_writers, is_managed
 
 Rule = Callable[[nn.Module], Any]
 # A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
@@ -43,7 +43,7 @@ def is_without_values(model: nn.Module) -> bool:
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Give values to a model's tensors on the meta device, and shard its parameters as `zero.Init` does.
 
-    All ranks of the axis call together; no rank has more than one module beside its slices.
+    All ranks of the axis call together; no rank holds more than one module besides its shards.
 
     Args:
         model: changed in place; parameters stay the objects they are, but for those of recurrent layers.
@@ -53,7 +53,7 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     Raises:
         UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
             and a further call tries again. Or an earlier call ended within a rule: it cannot.
-        Exception: what a rule raised; the other ranks are told.
+        Exception: what a rule raised; the other ranks raise too.
     """
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
@@ -61,25 +61,25 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
             f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
             f"then. Make the model anew"
         )
-    birth = _Birth(Init.over(axis, device), device)
-    birth_writers.append(birth.write)  # a model initializes what its children have been given, and is sharded already
+    materializer = _Materializer(Init.over(axis, device), device)
+    init_writers.append(materializer.write)  # a rule may write to parameters of children, which are sharded already
     try:
-        with torch.no_grad(), alarmed(lambda: f"values of {birth.at}"):
-            birth.visit("", model, None)
+        with torch.no_grad(), alarmed(lambda: f"values of {materializer.at}"):
+            materializer.visit("", model, None)
     except BaseException:
-        vars(model)[_STOPPED] = birth.at
+        vars(model)[_STOPPED] = materializer.at
         raise
     finally:
-        birth_writers.remove(birth.write)
-    birth.check()
+        init_writers.remove(materializer.write)
+    materializer.check()
 
 
-class _Birth:
+class _Materializer:
     def __init__(self, context: Init, device: torch.device) -> None:
         self._context, self._device = context, device
         self._met: set[nn.Module] = set()
         self._given: set[nn.Parameter] = set()
-        self._ruled: set[nn.Parameter] = set()  # of the given, those that a rule wrote
+        self._ruled: set[nn.Parameter] = set()  # of those, what a rule wrote
         self._doing = ""  # "rule", "reset" or "again", while one is called
         self.at = "the model"  # the module that is being given values
         self._count = 0  # of tensors that have been given values
@@ -87,11 +87,15 @@ class _Birth:
         self._owed: dict[str, int] = {}  # where, version: not written as yet
 
     def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
-        """Children first, as `Module.apply` has them."""
+        """Initialize children first, as `Module.apply` does."""
         if module in self._met:
             return
         self._met.add(module)
-        rule, before = _rule_of(module) or rule, self._count
+        own_rule, before = getattr(module, "_init_weights", None), self._count
+        if callable(own_rule) and not isinstance(own_rule, nn.Module):
+            with contextlib.suppress(TypeError):  # it cannot be called with a module alone
+                inspect.signature(own_rule).bind(module)
+                rule = own_rule
         for name, child in module.named_children():
             self.visit(f"{path}.{name}".lstrip("."), child, rule)
         self.at = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
@@ -99,7 +103,7 @@ class _Birth:
         self._context.shard(module)
 
     def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module writes to another one's parameter: not where it had values, nor a reset where a rule wrote."""
+        """Write to a parameter of another module, unless it had values, or a rule wrote it and this is a reset."""
         param = args[0]._ds_member.param
         if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
             return args[0]
@@ -108,8 +112,8 @@ class _Birth:
         return write_whole(name, func, args, kwargs)
 
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
-        """Values for a module's own tensors; it may change those of modules in it, of which some have been given."""
-        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
+        """Initialize a module's own tensors; this may change tensors of modules in it that have values already."""
+        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of an earlier call that failed
         names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
         shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]
@@ -134,7 +138,7 @@ class _Birth:
 
     @contextlib.contextmanager
     def _keeping(self, module: nn.Module, names: list[str]) -> Iterator[None]:
-        """What had values before keeps them."""
+        """Keep the values of tensors that had some before."""
         originals = {
             name: tensor.detach().clone()
             for name, tensor in _own(module).items()
@@ -158,20 +162,22 @@ class _Birth:
             return
         free = {*blank, *tied} if rule is None else {*blank}
         copies = {name: _own(module)[name].detach().clone() for name in names if name not in free}
-        parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
+        parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # elements that the rule wrote, and their values
+        for name in blank if rule is not None else ():
+            tensor = _own(module)[name]
+            if (written := _written(tensor)) is not None and written.any():
+                parts[name] = written, tensor.detach()[written]
         with self._during("reset"):
             reset()
         if rule is not None:
             self._rule_again(module, rule, blank)
         for name, value in copies.items():
             _own(module)[name].detach().copy_(value)
-        for name, part in parts.items():
-            if part is not None:
-                written, values = part
-                _own(module)[name].detach()[written] = values
+        for name, (written, values) in parts.items():
+            _own(module)[name].detach()[written] = values
 
     def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
-        """A rule that reads what the class gives has met nothing: now there is something. It draws nothing anew."""
+        """Call the rule again, which may read what the class has set by now; random numbers are not drawn anew."""
         before = {name: _own(module)[name].detach().clone() for name in blank}
         kind = self._device.type
         with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
@@ -211,11 +217,7 @@ class _Birth:
         return names
 
     def check(self) -> None:
-        """See that what a module has not initialized itself was initialized by one around it. All ranks call together.
-
-        Raises:
-            UsageError: it was not.
-        """
+        """Raise for tensors that neither their module nor one around it has initialized. All ranks call together."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
         lost = self._of_any(lost)  # a buffer is each rank's own
         for module in self._met:
@@ -231,7 +233,7 @@ class _Birth:
             )
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
-        """What some rank says, in one order: a rule may write on one rank only."""
+        """Union of what all ranks say, in one order: a rule may write on one rank only."""
         everywhere = {
             where for rank_places in all_gather_objects(self._context.axis, list(places)) for where in rank_places
         }
@@ -248,21 +250,9 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in {**module._buffers, **module._parameters}.items() if value is not None}
 
 
-def _rule_of(module: nn.Module) -> Rule | None:
-    """Its `_init_weights`, where that can be called with a module alone."""
-    rule = getattr(module, "_init_weights", None)
-    if not callable(rule) or isinstance(rule, nn.Module):
-        return None
-    try:
-        inspect.signature(rule).bind(module)
-    except TypeError:
-        return None
-    return rule
-
-
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
-    if _has_nan(like):
+    """Fill with NaN, or with bytes that are hardly ever written, so that elements nobody writes are detected."""
+    if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
     tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
     _bytes(tensor).fill_(_NOBODYS)
@@ -270,30 +260,22 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as bytes: all of them, in memory of its own."""
+    """The elements as bytes, in memory of their own."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _has_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _nans(tensor: torch.Tensor) -> torch.Tensor:
+def _written(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which elements are not NaN; None for integers and truth values, which cannot be NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
     small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
-    return (tensor.float() if small else tensor).isnan()
+    return ~(tensor.float() if small else tensor).isnan()
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
-    if _has_nan(tensor):
-        return bool(_nans(tensor).any())
+    """Whether some elements are unwritten. NaN decides rather than the version, since `.data` does not count."""
+    written = _written(tensor)
+    if written is not None:
+        return not written.all()
     untouched = is_managed(tensor) or tensor._version == version
     return untouched and tensor.numel() > 0 and bool((_bytes(tensor) == _NOBODYS).all())
-
-
-def _written_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Where a tensor is not blank, and the values there."""
-    if not _has_nan(tensor):
-        return None
-    written = ~_nans(tensor)
-    return (written, tensor.detach()[written]) if bool(written.any()) else None

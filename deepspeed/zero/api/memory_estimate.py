@@ -27,8 +27,30 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank at rest, by place, before the step.
+
+    Args:
+        params: parameters.
+        optimizer: master copies and moments.
+        gradients: accumulators.
+    """
+
+    params: dict[str, float]
+    optimizer: dict[str, float]
+    gradients: dict[str, float]
+
+    def at(self, place: str) -> float:
+        return sum(part.get(place, 0.0) for part in (self.params, self.optimizer, self.gradients))
+
+    @property
+    def total(self) -> float:
+        return sum(self.at(place) for place in (DEVICE, HOST, NVME))
+
+
+@dataclass(frozen=True)
 class GroupState:
-    """What decides how many bytes a group takes on one rank at rest.
+    """The sizes that decide how many bytes a group takes on one rank at rest.
 
     Args:
         numel: its elements.
@@ -50,50 +72,20 @@ class GroupState:
     moments: float = 2 * FP32
     sums_whole: bool = False
 
+    def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
+        """Bytes of a group at rest: the one formula of estimates, predictions and documentation.
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes on one rank at rest, by place, before the step.
-
-    Args:
-        params: parameters.
-        optimizer: master copies and moments.
-        gradients: accumulators.
-    """
-
-    params: dict[str, float]
-    optimizer: dict[str, float]
-    gradients: dict[str, float]
-
-    def at(self, place: str) -> float:
-        """Everything in one place."""
-        return sum(part.get(place, 0.0) for part in (self.params, self.optimizer, self.gradients))
-
-    @property
-    def total(self) -> float:
-        """Everything everywhere."""
-        return sum(self.at(place) for place in (DEVICE, HOST, NVME))
-
-
-def rest_bytes(state: GroupState, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
-    """What a group takes at rest: the one formula of estimates, predictions and documentation.
-
-    The values are their own master where they have its width and rest in the optimizer's place.
-
-    Args:
-        state: the group.
-        optimizer: place of master, moments and accumulators (`offload_optimizer`).
-        parameters: place of split parameters (`offload_param`).
-    """
-    rests = parameters if state.gathered else DEVICE
-    params = {rests: (state.own if state.gathered else state.numel) * state.itemsize}
-    if not state.master:
-        return StateBytes(params, {}, {})
-    own_master = state.master if state.master != state.itemsize or rests != optimizer else 0
-    gradients = {DEVICE: state.numel * state.accumulator} if state.sums_whole else {}
-    if not state.sums_whole or optimizer != DEVICE:
-        gradients[optimizer] = gradients.get(optimizer, 0.0) + state.own * state.accumulator
-    return StateBytes(params, {optimizer: state.own * (own_master + state.moments)}, gradients)
+        The values are their own master where they have its width and rest in the optimizer's place.
+        """
+        rests = parameters if self.gathered else DEVICE
+        params = {rests: (self.own if self.gathered else self.numel) * self.itemsize}
+        if not self.master:
+            return StateBytes(params, {}, {})
+        own_master = self.master if self.master != self.itemsize or rests != optimizer else 0
+        gradients = {DEVICE: self.numel * self.accumulator} if self.sums_whole else {}
+        if not self.sums_whole or optimizer != DEVICE:
+            gradients[optimizer] = gradients.get(optimizer, 0.0) + self.own * self.accumulator
+        return StateBytes(params, {optimizer: self.own * (own_master + self.moments)}, gradients)
 
 
 def state_bytes(
@@ -129,7 +121,7 @@ def state_bytes(
         raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
     own, whole = (1.0 / world if stage else 1.0), stage == 0 or (stage == 1 and accumulating)
     state = GroupState(1.0, own, stage == 3, 2 if low_precision else FP32, sums_whole=whole)
-    return rest_bytes(state, optimizer, parameters)
+    return state.rest_bytes(optimizer, parameters)
 
 
 def _sharing(ranks: int, model_parallel: int) -> int:
@@ -137,12 +129,6 @@ def _sharing(ranks: int, model_parallel: int) -> int:
     if model_parallel < 1 or ranks % model_parallel:
         raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
     return ranks // model_parallel
-
-
-def _model_ranks(model: nn.Module) -> int:
-    """Slices and stages of the model that this one is one of."""
-    apart = any(placement_of(param) != WHOLE for param in model.parameters())
-    return current_mesh().size(*MODEL) if apart else 1
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -243,8 +229,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
         sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: read off the placements of its
             parameters and the mesh) of `estimate_zero2_model_states_mem_needs`.
     """
-    total, _ = _model_sizes(model)
-    sizes.setdefault("model_parallel", _model_ranks(model))
+    total, _ = _model_sizes(model, sizes)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
     )
@@ -290,8 +275,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
         sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (as at stage 2), `max_live_parameters` of
             `estimate_zero3_model_states_mem_needs`.
     """
-    total, largest = _model_sizes(model)
-    sizes.setdefault("model_parallel", _model_ranks(model))
+    total, largest = _model_sizes(model, sizes)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
     )
@@ -341,18 +325,17 @@ def _print_table(
     ]
     for choice in options:
         host, device = estimate(**choice)[:2]
-        named = " , ".join(f"{OPTION_NAMES[key]}={_shown(key, value)}" for key, value in choice.items())
+        values = {key: str(int(on)) if key == "zero_init" else "cpu" if on else "none" for key, on in choice.items()}
+        named = " , ".join(f"{OPTION_NAMES[key]}={value}" for key, value in values.items())
         lines.append(f"{host / GB:9.2f}GB |{device / GB:7.2f}GB | {named}")
     print("\n".join(lines))
 
 
-def _shown(key: str, value: bool) -> str:
-    return str(int(value)) if key == "zero_init" else "cpu" if value else "none"
-
-
-def _model_sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters in all, and those of the largest unit: what stage 3 gathers together."""
+def _model_sizes(model: nn.Module, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Parameters in all, and those of the largest unit, which stage 3 gathers together; sets `model_parallel`."""
     layers: Counter[nn.Module] = Counter()
     for param, unit in units_of(model).items():
         layers[unit] += param.numel()
+    cut = any(placement_of(param) != WHOLE for param in model.parameters())
+    sizes.setdefault("model_parallel", current_mesh().size(*MODEL) if cut else 1)
     return sum(layers.values()), max(layers.values(), default=0)

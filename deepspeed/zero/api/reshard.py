@@ -1,7 +1,7 @@
 """Reshards parameters over other ranks, one at a time, or releases them.
 
-A model that is cut into stages is born over the ranks of all of them. Here each stage takes what it keeps, and no rank
-ever holds more than that beside its slices of the rest.
+`zero.Init` shards a pipeline's model over the ranks of all stages. Here each stage takes its own parameters, and no
+rank ever holds more than those and its shards of the rest.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.parameters.grouping import release
 from deepspeed.zero.parameters.parallel_groups import alone
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import ParamRecord
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
-from deepspeed.zero.parameters.tiers import Tiers
 
 
-def is_born(model: nn.Module) -> bool:
-    """Whether some of a model's parameters are those of `zero.Init`."""
+def is_sharded_by_init(model: nn.Module) -> bool:
+    """Whether `zero.Init` has sharded some of a model's parameters."""
     return any(is_managed(param) for param in model.parameters())
 
 
 def check_not_served(model: nn.Module) -> None:
-    """Parameters that an engine serves cannot be laid elsewhere.
-
-    Raises:
-        UsageError: one of them belongs to an engine.
-    """
+    """Raise for a parameter that belongs to another engine."""
     for name, param in model.named_parameters():
         member = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
         if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
@@ -45,13 +40,10 @@ def check_not_served(model: nn.Module) -> None:
             )
 
 
-def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
-    """Lay born parameters over other ranks. All ranks over which they were born call together.
+def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
+    """Shard parameters of `zero.Init` over the ranks of `axis`. All ranks that held them call together.
 
-    Args:
-        params: by name, in an order that is the same on all of them; plain ones are left as they are.
-        unchanged: those that this rank goes on with; of the others nothing remains but an empty tensor.
-        axis: ranks that keep the same ones, over which they are sharded from now on; None: each has them whole.
+    With axis None parameters are unsharded; those not in `unchanged` become empty tensors.
     """
     stay = set(unchanged)
     for name, param in params.items():
@@ -62,20 +54,13 @@ def resettle(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], ax
         if param not in stay:
             param.data = param.data.new_empty(0)
         elif axis is not None and (axis.size > 1 or tiers.parameters is not RESIDENT):
-            lay(param, name, axis, tiers)
+            shard_parameter(param, name, axis, tiers)
     if any(param.device.type == "cpu" for param in params.values()):  # the pages of many small buffers
         get_accelerator().empty_cache()
 
 
-def lay(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
-    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values.
-
-    Args:
-        param: with its values.
-        name: for reports.
-        axis: the ranks.
-        tiers: where slices rest; None: on the device.
-    """
+def shard_parameter(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
+    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values."""
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)
         ShardGroup(alone(axis), policy_for(3), layout, [ParamRecord(param, name)], tiers=tiers)

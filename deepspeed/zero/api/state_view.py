@@ -23,8 +23,7 @@ from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
-from deepspeed.zero.optimizer.update import publish
-from deepspeed.zero.parameters.buffer_views import version_of
+from deepspeed.zero.optimizer.update import all_gather_updated
 from deepspeed.zero.parameters.parallel_groups import signature_of
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
@@ -33,24 +32,18 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 # The names by which checkpoints state how a layout cuts.
 LAYOUT_RULES = {"equal": by_group, "between": by_owner, "first": by_first}
 
-# Keys of what compression stores beside the optimizer's state begin so.
+# Prefix of the keys that compression adds to the optimizer's state.
 COMPRESSION = "compression."
 
 
 class Hold:
-    """Makes everything of a group that rests outside of memory real for a while.
-
-    Args:
-        view: the state it belongs to.
-        group: whose.
-    """
+    """Brings the state of a group that rests outside of memory into memory for a while."""
 
     def __init__(self, view: StateView, group: ShardGroup) -> None:
         self._view, self._group = view, group
 
     @contextmanager
     def __call__(self, changed: bool = False) -> Iterator[None]:
-        """Inside, slots of the group have values; they are kept if `changed` says so."""
         with ExitStack() as stack:
             stack.enter_context(self._group.updated.borrowed(changed))
             for shard in self._view.shards(self._group):
@@ -83,17 +76,8 @@ class StateRange:
     hold: Hold | None = None
 
 
-def _peek(stored: StoredTensor) -> torch.Tensor:
-    """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
-    if stored.memory is not None:
-        return stored.memory
-    lent = stored.acquire()
-    stored.release(changed=False)
-    return lent
-
-
 class WindowView:
-    """The gradients of a window that is not over."""
+    """The gradients of an unfinished accumulation window."""
 
     members: dict[str, ParamRecord]
     reducer: Reducer | None
@@ -104,7 +88,6 @@ class WindowView:
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
-        """The gradient side of a group."""
         if self.reducer is None:
             raise RuntimeError(f"{group.name} has no gradients here")
         return self.reducer.bucket_of(group)
@@ -113,13 +96,10 @@ class WindowView:
         return [] if self.reducer is None else self.reducer.buckets
 
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Wait for gradients that travel. All ranks call together.
+        """Wait for gradients in flight; `agree` all-gathers a list. All ranks call together.
 
         Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
         have launched unequal numbers of rounds, as branches make them, are brought level.
-
-        Args:
-            agree: gives every rank's list.
         """
         if self.reducer is None or self.reducer.clean:
             return
@@ -128,7 +108,7 @@ class WindowView:
             for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
                 if order is not None:
                     order.flush()
-            self.reducer.wire.settle()
+            self.reducer.reduce_scatter.settle()
         else:
             self.reducer.finish()
 
@@ -137,11 +117,11 @@ class WindowView:
         return self.has_gradients and self.bucket(group).filled
 
     def touched(self) -> list[str]:
-        """Parameters this rank had a gradient for in the window."""
+        """Names of parameters this rank had a gradient for in the window."""
         return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
 
     def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
-        """Gradients of this rank that have not travelled: (group, factor to come, fresh, gradients by name)."""
+        """Gradients that this rank has not sent: (group, factor still to apply, fresh, gradients by name)."""
         for bucket in self._buckets():
             current = bucket.round
             if current is not None:
@@ -153,7 +133,7 @@ class WindowView:
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
     ) -> dict[str, torch.Tensor]:
-        """Open a round as it was saved; gives the places of its gradients by name."""
+        """Open a round as it was saved; returns the places of its gradients by name."""
         bucket = self.bucket(group)
         if self.reducer is None:
             return {}
@@ -164,7 +144,7 @@ class WindowView:
         return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
 
     def fill(self, group: ShardGroup) -> None:
-        """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
+        """Mark the reduced part of a group's window as present; its elements are set through `gradient`."""
         bucket = self.bucket(group)
         if bucket.sum is None:  # nothing of it is trained
             return
@@ -176,7 +156,7 @@ class WindowView:
         bucket.filled = True
 
     def resume_window(self, touched: list[str], deferred: bool) -> None:
-        """Go on in a window whose gradients were put back."""
+        """Continue a window whose gradients were restored."""
         if self.reducer is None:
             return
         for name in touched:
@@ -187,7 +167,7 @@ class WindowView:
 
 
 class PlacedView:
-    """What this rank's tensors are of the global ones."""
+    """The regions of the global tensors that this rank holds."""
 
     groups: list[ShardGroup]
     members: dict[str, ParamRecord]
@@ -197,7 +177,7 @@ class PlacedView:
     _boxes: dict[str, Region]
 
     def box(self, name: str) -> Region:
-        """What this rank has of a parameter or buffer."""
+        """The region of a parameter or buffer that this rank holds."""
         if name not in self._boxes:
             tensor = self._tensors[name]
             shape = self.members[name].shape if name in self.members else tensor.shape
@@ -206,7 +186,7 @@ class PlacedView:
 
     @property
     def cut(self) -> bool:
-        """Whether this rank has less than the whole of any tensor."""
+        """Whether this rank holds less than the whole of any tensor."""
         return any(not self.box(name).whole for name in self._tensors)
 
     def alone_along(self, name: str) -> frozenset[str]:
@@ -218,12 +198,12 @@ class PlacedView:
         return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
+        """Whether this rank's gradient is counted in the sum over ranks: of equal gradients, one is."""
         relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
         return not any(relation is Relation.REPLICATE and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
-        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
+        """The groups and cuts of this rank; where they are equal, its own state of another run fits."""
         return [
             [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
             for group in self.groups
@@ -231,16 +211,7 @@ class PlacedView:
 
 
 class StateView(WindowView, PlacedView):
-    """All parameters, buffers and optimizer state of a model under an engine.
-
-    Args:
-        module: the model.
-        groups: its groups.
-        world: all data-parallel ranks; None: this process alone.
-        optimizer: None for an engine that does not train.
-        reducer: where its gradients are; None likewise.
-        coordinates: of this rank along the axes of the mesh; those left out are 0.
-    """
+    """All parameters, buffers and optimizer state of a model under an engine."""
 
     def __init__(
         self,
@@ -261,7 +232,12 @@ class StateView(WindowView, PlacedView):
         named = dict(module.named_parameters())
         own = own_state(module)
         self.plain = {name: param for name, param in named.items() if not is_managed(param) and param not in own}
-        self.buffers = _persistent_buffers(module) | {name: param for name, param in named.items() if param in own}
+        self.buffers = {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, child in module.named_modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None and name not in child._non_persistent_buffers_set
+        } | {name: param for name, param in named.items() if param in own}
         first = {id(tensor): name for name, tensor in named.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
@@ -269,7 +245,7 @@ class StateView(WindowView, PlacedView):
         self._boxes: dict[str, Region] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
-        """What the optimizer works on in a group."""
+        """The optimizer's shards of a group."""
         return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
 
     def _moves(self, group: ShardGroup) -> bool:
@@ -277,35 +253,33 @@ class StateView(WindowView, PlacedView):
         return any(stored.memory is None for stored in (group.updated, *sums))
 
     def hold_of(self, group: ParameterGroup) -> Hold | None:
-        """What must be entered to see values of a group; None when they are in memory."""
+        """The context to enter before reading values of a group; None when they are in memory."""
         return self._holds.get(id(group))
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def trained(self, member: ParamRecord) -> bool:
-        """Whether the optimizer updates a parameter."""
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
     def value_dtype(self, member: ParamRecord) -> torch.dtype:
-        """The dtype of a parameter's best values: those of its master, where it has one."""
+        """The dtype of the master values, where there is a master, else of the parameter."""
         return member.group.updated.dtype
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
-        """What this rank stores of a group, if it stores it: (member, start, stop)."""
+        """The ranges of a group that this rank would store: (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def held_ranges(self, group: ParameterGroup) -> list[tuple[ParamRecord, int, int]]:
-        """What this rank's best values cover of a group: (member, start, stop)."""
+        """The ranges of a group whose master values this rank has: (member, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def fragments_of(self, member: ParamRecord) -> list[Fragment]:
-        """This rank's parts of a parameter in the optimizer."""
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
-        """The optimizer state of a fragment, and what masks add to it."""
+        """The optimizer state of a fragment, with what masks add to it."""
         if self.optimizer is None:
             return {}
         state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
@@ -321,7 +295,6 @@ class StateView(WindowView, PlacedView):
         return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
 
     def optimizer_names(self) -> list[str]:
-        """Names of the parameters in the order of the optimizer."""
         order = self.optimizer_order()
         names = {order[member.uid]: name for name, member in self.members.items() if member.uid in order}
         return [names[place] for place in sorted(names)]
@@ -329,10 +302,19 @@ class StateView(WindowView, PlacedView):
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
+        """Master values of a parameter; [start, stop) lies in what this rank holds of them."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
-        return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
+        return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
+
+    @staticmethod
+    def _peek(stored: StoredTensor) -> torch.Tensor:
+        """The values, which are in memory or held around this call: borrowing again lends the same memory."""
+        if stored.memory is not None:
+            return stored.memory
+        lent = stored.acquire()
+        stored.release(changed=False)
+        return lent
 
     def _slot(
         self, member: ParamRecord, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
@@ -345,7 +327,7 @@ class StateView(WindowView, PlacedView):
         return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 
     def write_back(self, slot: StateRange) -> None:
-        """Take over what was written into a `plain_value`, where the tensor is no view of it."""
+        """Copy what was written into a `plain_value` to the tensor, where it is no view of it."""
         tensor = self._tensors[slot.name]
         if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
             with torch.no_grad():
@@ -371,18 +353,18 @@ class StateView(WindowView, PlacedView):
         bucket = self.bucket(member.group)
         bucket_offset = member.offset - bucket.low
         span = slice(bucket_offset + start, bucket_offset + stop)
-        return self._slot(member, (start, stop), bucket.dtype, lambda: _peek(bucket.total)[span])
+        return self._slot(member, (start, stop), bucket.dtype, lambda: self._peek(bucket.total)[span])
 
     # -- before a save and after a load -------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take over what the user changed in place, so that masters and parameters agree."""
+        """Import the user's in-place changes, so that masters and parameters agree."""
         for member in self.members.values():
             if self.optimizer is not None:
                 self.optimizer.import_edits(member)
 
     def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer state with these keys for a part; live tensors that fit are kept.
+        """An optimizer state of a fragment with these keys; live tensors that fit are kept.
 
         Args:
             fragment: what the optimizer sees.
@@ -411,7 +393,7 @@ class StateView(WindowView, PlacedView):
         return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
-        """Make `state` the optimizer state of a part; an empty one takes it away."""
+        """Make `state` the optimizer state of a fragment; an empty one removes it."""
         if self.optimizer is None:
             return
         masks = self.optimizer.masks
@@ -425,22 +407,22 @@ class StateView(WindowView, PlacedView):
             self.optimizer.state.pop(fragment.leaf, None)
 
     def note_state(self, member: ParamRecord, exists: bool) -> None:
-        """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
+        """Note on ranks without a part of a parameter whether the others have state of it."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Optimizer state has been loaded: ranks that have no part of it learn what it is. All ranks call together."""
+        """Tell ranks without a part of a parameter what the loaded state holds. All ranks call together."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
-    def publish(self) -> None:
-        """Make loaded masters the parameters of every rank. All ranks call together."""
-        publish(self.groups)
+    def all_gather_masters(self) -> None:
+        """All-gather loaded masters into the parameters of every rank. All ranks call together."""
+        all_gather_updated(self.groups)
         for group in self.groups:
             for member in group.members:
-                member.version, member.exposed = version_of(member), False
+                member.version, member.exposed = member.current_version, False
             group.advance()
         for group in self.groups:
             group.refresh()
@@ -452,12 +434,3 @@ def layout_rule(layout: ShardLayout) -> str:
         if rule(layout.numels, layout.ranks) == layout:
             return name
     raise ValueError(f"the layout {layout.cuts} follows none of the rules {', '.join(LAYOUT_RULES)}")
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    buffers: dict[str, torch.Tensor] = {}
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                buffers[f"{prefix}.{name}" if prefix else name] = buffer
-    return buffers

@@ -1,11 +1,11 @@
 """Gradient accumulation: the micro-batches between two updates, and the checks over ranks before one.
 
-Whoever drives training (an engine, a pipeline's schedule) holds one window and tells it where a micro-batch ends and
-which backward pass runs. The gradient side (`zero/gradients/reducer`) asks it what a gradient is multiplied by and
-whether it travels now; the optimizer asks what the sum is divided by.
+The driver of training (an engine, a pipeline's schedule) holds one window and reports where a micro-batch ends and
+which backward pass runs. The window tells the gradient side (`zero/gradients/reducer`) the factor of a gradient and
+whether it is reduced now, and the optimizer the divisor of the sum.
 
-[Note: agreement] Counts, boundary, ways of counting, loss scale and hyperparameters are set by every rank alone. They
-travel in the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
+[Note: agreement] Every rank sets counts, boundary, ways of counting, loss scale and hyperparameters by itself. They are
+part of the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
 window is dropped on all of them, and no parameter has changed: a difference is never silent, and costs no message.
 """
 
@@ -25,13 +25,23 @@ from deepspeed.errors import ArgumentError, UsageError
 
 
 class Way(enum.IntFlag):
-    """Ways of counting what a window's gradient is the mean over."""
+    """How a loss counts: what a window's gradient is the mean over."""
 
     NONE = 0
     MEAN = 1  # over micro-batches and ranks: the plain backward
     SUM = 2  # over ranks only (`scale_wrt_gas=False`)
     ITEMS = 4  # of sums over items (`num_items`)
     SAMPLES = 8  # over real samples (`engine.loop`)
+
+    def describe(self) -> str:
+        return " with ".join(words for way, words in _WORDS.items() if self & way) or "no backward"
+
+    @property
+    def mixture(self) -> str:
+        """The ways of a window that cannot be one mean, in words; empty when they can."""
+        counting = int(self) & _BY_COUNT
+        alone = counting == int(self) and counting != _BY_COUNT
+        return self.describe() if counting and not alone else ""
 
 
 _BY_COUNT = int(Way.ITEMS | Way.SAMPLES)  # `step` divides by the global count
@@ -44,7 +54,7 @@ _WORDS = {
 
 
 class Purpose(enum.IntEnum):
-    """Why ranks meet."""
+    """Why ranks synchronize."""
 
     STEP = 0
     FLUSH = 1
@@ -59,7 +69,7 @@ _CALLS = ("step()", "flush()", "zero_grad()", "a read of a gradient", "a change 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a window's ranks hold together.
+    """What the ranks of a window have agreed on.
 
     Args:
         items: items or samples of all ranks.
@@ -70,6 +80,14 @@ class Agreed:
     items: float
     ways: Way
     known: bool = False
+
+    @classmethod
+    def of(cls, table: Sequence[Sequence[float]]) -> Agreed:
+        """Join the rows of all ranks; see `AccumulationWindow.row`."""
+        ways = 0
+        for row in table:
+            ways |= int(row[1])
+        return cls(sum(row[0] for row in table), Way(ways), all(row[_COMPARED] for row in table))
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ _BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward() of the user's ow
 
 
 class AccumulationWindow:
-    """Where a driver stands between two updates.
+    """The state of gradient accumulation between two updates.
 
     Args:
         steps: micro-batches per update (`gradient_accumulation_steps`).
@@ -104,7 +122,7 @@ class AccumulationWindow:
         self.holding = False  # gradients are not to be reduced (`no_sync`)
         self.flushing = False  # the update that comes is that of a window that is not full
         self.samples: float | None = None  # real samples of the micro-batch, when a loop counts them
-        self.rates: Callable[[], list[float]] = list  # hyperparameters, told by the optimizer
+        self._rates: Callable[[], list[float]] = list  # hyperparameters of the optimizer, see `set_rates`
         self.leaf_writes = 0  # in-place changes of the optimizer's own parameters between updates
         self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
         self._travel: float | None = None
@@ -122,11 +140,11 @@ class AccumulationWindow:
 
     @property
     def boundary(self) -> bool:
-        """Whether the running micro-batch is the last one."""
+        """Whether the running micro-batch is the last of its window."""
         return (self.seen + 1) % self.steps == 0 if self.forced is None else self.forced
 
     def refresh(self) -> None:
-        """Form what the gradient side reads with each gradient, after a change."""
+        """Recompute after a change what is read with each gradient."""
         self.revision += 1
         self.reduce_now = self.boundary and not self.holding
         self.deferred |= not self.reduce_now
@@ -138,7 +156,7 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """The one rule of scaling: what a gradient is multiplied by when it enters the accumulator."""
+        """The one rule of scaling: the factor of a gradient that enters the accumulator."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
@@ -148,17 +166,12 @@ class AccumulationWindow:
 
     @property
     def travel_factor(self) -> float:
-        """The factor of the last announced pass, or what one would have: sums are narrowed for the wire by it."""
+        """The factor of the last announced pass, or of a plain one: sums are cast to the communication dtype by it."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
-        """Inside, gradients are those of a loss that carries the loss scale; a bare backward after it is bare again.
-
-        Args:
-            way: how the loss counts.
-            by_window: divide by the number of micro-batches.
-        """
+        """Inside, gradients are those of a loss that carries the loss scale."""
         before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
@@ -184,7 +197,7 @@ class AccumulationWindow:
         self.refresh()
 
     def entering(self) -> None:
-        """A gradient is about to enter the accumulator."""
+        """Check and count a gradient that is about to enter the accumulator."""
         task = self._pass.task
         if task is not None and task != torch._C._current_graph_task_id():  # that pass was ended by an exception
             self._close()
@@ -195,26 +208,16 @@ class AccumulationWindow:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, way: Way, items: float | None = None) -> None:
-        """A micro-batch is run backward.
-
-        Args:
-            way: how its loss counts.
-            items: its share of the window's divisor, with `ITEMS` and `SAMPLES`.
-
-        Raises:
-            UsageError: the window has counted in a way that does not mix with this one.
-            ArgumentError: `items` is no count.
-        """
+        """Count a backward pass; `items` is its share of the window's divisor, with `ITEMS` and `SAMPLES`."""
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
-        mixed = _mixes(self.ways | int(way))
-        if mixed:
-            raise UsageError(f"a window mixes {mixed}; use one of them throughout")
+        if mixture := Way(self.ways | int(way)).mixture:
+            raise UsageError(f"a window mixes {mixture}; use one of them throughout")
         self.ways |= int(way)
         self.items += items or 0.0
 
     def end_micro_batch(self) -> bool:
-        """Count a micro-batch; whether the update follows."""
+        """Count a micro-batch; returns whether the update follows."""
         boundary = self.boundary
         self.seen += 1
         self._pass, self.samples = _BARE, None
@@ -223,7 +226,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Its gradients are gone (`zero_grad`); micro-batches stay counted, and samples of the running one."""
+        """Drop what the window has counted of its gradients; micro-batches stay counted."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples
@@ -231,28 +234,27 @@ class AccumulationWindow:
         self.refresh()
 
     def resume(self, seen: int, ways: int, items: float) -> None:
-        """Go on in the middle, as a checkpoint left it."""
+        """Continue in the middle of a window, from a checkpoint."""
         self.seen, self.ways, self.items = seen, ways, items
         self.refresh()
 
     def restart(self) -> None:
-        """The next micro-batch is the first one."""
         self.seen, self.samples = 0, None
         self.forget()
 
     def hold(self, holding: bool) -> None:
-        """Whether gradients wait, whatever micro-batch runs (`no_sync`)."""
+        """Defer the reduction of gradients, whatever micro-batch runs (`no_sync`), or end that."""
         self.holding = holding
         self.refresh()
 
     def force(self, boundary: bool | None) -> None:
-        """Decide the boundary instead of the count; None: let it decide again."""
+        """Set the boundary instead of counting it; None: count again."""
         self.forced = boundary
         self.refresh()
 
     @contextlib.contextmanager
     def flush(self) -> Iterator[None]:
-        """The update inside is that of a window that need not be full."""
+        """Allow the update inside to be that of a window that is not full."""
         self.flushing = True
         try:
             yield
@@ -260,24 +262,25 @@ class AccumulationWindow:
             self.flushing = False
 
     def weigh(self, samples: float | None) -> None:
-        """The micro-batch that comes counts for so many samples; None: as any other."""
+        """Weigh the next micro-batch by its number of samples; None: as any other."""
         if samples is not None:
             self.count(Way.SAMPLES, samples)
         self.samples = samples
         self.refresh()
 
     def set_scaler(self, scaler: Any) -> None:
-        """Losses are scaled from now on, or with None are not."""
         self.scaler = scaler
         self.refresh()
 
+    def set_rates(self, rates: Callable[[], list[float]]) -> None:
+        """Compare what `rates` returns, this rank's hyperparameters, over the ranks before each update."""
+        self._rates = rates
+
     def set_micro(self, micro: int) -> None:
-        """Change the number of samples per rank and micro-batch."""
         self.micro = micro
         self.refresh()
 
     def set_steps(self, steps: int) -> None:
-        """Change the number of micro-batches, between windows."""
         self.steps = steps
         self.deferred = steps > 1
         self.refresh()
@@ -286,25 +289,15 @@ class AccumulationWindow:
 
     @property
     def update(self) -> Purpose:
-        """Which kind of update comes."""
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
-        """What this rank says of its window; see [Note: agreement].
-
-        Args:
-            purpose: why ranks meet.
-            detail: place of the parameter that is read or written, else 0.
-            edits: gradients that were changed in place.
-            rates: say hyperparameters too; stages of a model may have others.
-            known: see `Agreed`; ranks need not be equal in it.
-        """
-        rates_row = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
+        """The row of numbers that this rank exchanges; see [Note: agreement]."""
+        rates_row = tuple(self._rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
-        """Factor on the window's gradients in the update."""
         if agreed.ways & _BY_COUNT:
             return 1.0 / agreed.items if agreed.items else 1.0  # the count knows a partial window by itself
         return self.steps / self.seen if self.flushing and not agreed.ways & Way.SUM else 1.0
@@ -324,41 +317,19 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
 _COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 
 
-def agreed(table: Sequence[Sequence[float]]) -> Agreed:
-    """What the rows of all ranks come to."""
-    ways = 0
-    for row in table:
-        ways |= int(row[1])
-    return Agreed(sum(row[0] for row in table), Way(ways), all(row[_COMPARED] for row in table))
-
-
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
-    """What differs between the rows of all ranks, in words; None when nothing does."""
+    """Describe what differs between the rows of all ranks; None when nothing does."""
     rows = [row[2:_COMPARED] for row in table]
     if any(row != rows[0] for row in rows):
-        return "; ".join(_differences(rows))
-    ways = agreed(table).ways
-    mixed = _mixes(ways)
-    if mixed:
-        ways_by_rank = ", ".join(f"rank {r}: {_describe_ways(Way(int(row[1])))}" for r, row in enumerate(table))
-        return f"the window mixes {mixed} ({ways_by_rank})"
+        return "; ".join(
+            ", ".join(f"rank {rank} {what} {say(value)}" for rank, value in enumerate(values))
+            for (what, say), values in zip(_FIELDS, zip(*rows, strict=True), strict=True)
+            if len(set(values)) > 1
+        )
+    ways = Agreed.of(table).ways
+    if mixture := ways.mixture:
+        ways_by_rank = ", ".join(f"rank {r}: {Way(int(row[1])).describe()}" for r, row in enumerate(table))
+        return f"the window mixes {mixture} ({ways_by_rank})"
     if rows[0][0] == Purpose.FLUSH and ways & Way.MEAN and ways & Way.SUM:
         return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
     return None
-
-
-def _differences(rows: Sequence[Sequence[float]]) -> Iterator[str]:
-    for (what, say), values in zip(_FIELDS, zip(*rows, strict=True), strict=True):
-        if len(set(values)) > 1:
-            yield ", ".join(f"rank {rank} {what} {say(value)}" for rank, value in enumerate(values))
-
-
-def _mixes(ways: int) -> str:
-    """The ways of a window that cannot be one mean; empty when they can."""
-    counting = ways & _BY_COUNT
-    alone = counting == ways and counting != _BY_COUNT
-    return _describe_ways(Way(ways)) if counting and not alone else ""
-
-
-def _describe_ways(ways: Way) -> str:
-    return " with ".join(words for way, words in _WORDS.items() if ways & way) or "no backward"

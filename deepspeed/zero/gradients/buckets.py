@@ -1,4 +1,4 @@
-"""Gradient buckets: the round that is collected, the accumulator, and sparse rows of embedding tables.
+"""Gradient buckets: the round that is collected, the accumulator, its square, and sparse rows of embedding tables.
 
 [Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched at once
 where the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks
@@ -11,10 +11,15 @@ and added. Where a driver knows what is looked up (a pipeline's does), autograd 
 to the accumulator where they belong. What is summed in the gradient's own precision is summed by row first and then
 added once: in fp32, with one lookup of the table in a micro-batch, sums have the bits of whole gradients. Where the
 accumulator is wider every hit is added to it, unrounded.
+
+[Note: known norm] `gradient_norms` reads every sum, and its ranks exchange the squares. Where no rank has added or
+written anything since, the update's norm is known to all of them. Each rank says whether that holds in the row of the
+agreement that the update begins with (`accumulation.AccumulationWindow.row`), which saves a message.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,22 +44,22 @@ _ROW = struct.Struct("<qqd")  # launches in low precision and exact, the factor
 
 @dataclass(frozen=True)
 class ReduceSettings:
-    """How gradients are summed.
+    """Settings of gradient reduction.
 
     Args:
         accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
-        wire: dtype gradients travel in (`communication_data_type`); None: as they are.
-        overlap: send while backward still runs (`zero_optimization.overlap_comm`).
-        in_flight: elements that may be on the wire at once.
-        prescale: factor applied before the wire to low-precision gradients (`prescale_gradients`); None: after it.
+        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: their own.
+        overlap: reduce while backward still runs (`zero_optimization.overlap_comm`).
+        in_flight: elements that may be in flight at once.
+        prescale: factor on low-precision gradients before they are reduced (`prescale_gradients`); None: after it.
         in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
         watch_ranks: be able to tell which rank sent non-finite values.
     """
 
     accumulates: bool = False
     accumulator: torch.dtype = torch.float32
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     overlap: bool = True
     in_flight: int = 500_000_000
     prescale: float | None = None
@@ -76,7 +81,7 @@ class ReductionRound:
 
 
 class BucketRow(NamedTuple):
-    """What one rank says of a bucket."""
+    """The row that one rank exchanges for a bucket."""
 
     launches: tuple[int, int]  # below 0: frozen there
     factor: float
@@ -84,26 +89,18 @@ class BucketRow(NamedTuple):
 
     @classmethod
     def unpack(cls, row: bytes, members: int) -> BucketRow:
-        """From `Bucket.row()`."""
         low, exact, factor = _ROW.unpack_from(row)
         return cls((low, exact), factor, row[_ROW.size : _ROW.size + members])
 
 
 class Bucket:
-    """The gradient side of one group.
-
-    Args:
-        group: the parameters.
-        accumulator: dtype of the accumulated sum.
-        sums_locally: several micro-batches are summed here before they travel.
-        any_order: see `sum_in_rank_order`.
-    """
+    """The gradients of one group."""
 
     def __init__(
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
     ) -> None:
         self.group, self._any_order = group, any_order
-        self.whole = not group.policy.owns_a_slice
+        self.whole = not group.policy.owns_a_shard
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
@@ -122,7 +119,7 @@ class Bucket:
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
     def prepare(self) -> None:
-        """Allocate the accumulators: a group that is all frozen has none until one of its parameters is unfrozen."""
+        """Allocate the accumulators: a frozen group has none until one of its parameters is unfrozen."""
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
@@ -137,21 +134,13 @@ class Bucket:
 
     @property
     def total(self) -> StoredTensor:
-        """The accumulator of a group that is listened to."""
+        """The accumulator of a group that is trained."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
 
     def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
-        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests.
-
-        Args:
-            parts: one contribution per rank, on the device.
-            scale: factor on their sum.
-
-        Returns:
-            What is still on its way from the device to the host, if anything is.
-        """
+        """Add scale * (the sum of `parts` in rank order) to the accumulator; returns a copy to the host, if any."""
         if self._leaving is not None:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
@@ -165,7 +154,7 @@ class Bucket:
         return self._leaving
 
     def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
-        """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
+        """Sum on the device and copy the sum to the borrowed accumulator, which is released when that ends."""
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
         sum_in_rank_order(parts, gone, scale, False, self._any_order)
         pool = self.group.tiers.optimizer.pool
@@ -181,7 +170,7 @@ class Bucket:
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
     def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Where the gradient of a parameter lies in a round's buffer, in the parameter's shape."""
+        """The place of a parameter's gradient in a round's buffer, in the parameter's shape."""
         if buffer is self.local:
             if self._places is None:
                 self._places = [self._view(buffer, member) for member in self.group.members]
@@ -193,13 +182,26 @@ class Bucket:
         return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
 
     def own(self, total: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the borrowed sum; at stage 0, where everybody has everything, an equal part of it."""
+        """This rank's shard of the borrowed sum; at stage 0, where every rank has it all, an equal part."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
         low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
         return total if low == 0 and high == total.numel() else total[low:high]
 
+    @property
+    def counted(self) -> bool:
+        """Whether this rank adds its part of the bucket to the norm."""
+        return self.filled and self.group.ranks.counted
+
+    def is_finite(self, member: ParamRecord) -> bool:
+        """Whether this rank's part of the sum of a parameter is finite."""
+        low, high = max(member.offset, self.low), min(member.offset + member.numel, self.high)
+        if not self.filled or low >= high:
+            return True
+        with self.total.borrowed() as total:
+            return bool(torch.isfinite(total[low - self.low : high - self.low]).all())
+
     def note_factor(self, factor: float) -> None:
-        """A round in low precision is sent, whose sum the owner multiplies by `factor`."""
+        """Note the factor of a low-precision round, which the owner applies to the sum."""
         if self.factor in (0.0, factor):
             self.factor = factor
         else:
@@ -211,23 +213,64 @@ class Bucket:
         return _ROW.size + -(-len(self.touched) // 8) * 8
 
     def row(self) -> bytes:
-        """What ranks compare before gradients are used."""
+        """What ranks compare before gradients are used: launches, factor, parameters with a gradient."""
         launches = self.launches if self.sum is not None else (-1, -1)
         return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
     def clear(self) -> None:
-        """Forget the window."""
         self.filled = False
         self.launches, self.factor = [0, 0], 0.0
         self.touched = bytearray(len(self.group.members))
         self.sent = []
 
 
+class SumOfSquaresCache:
+    """Sums of squares of a window's gradients: this rank's, and the exchanged total; see [Note: known norm]."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []  # whose norm an update forms
+        self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
+        self.total: float | None = None  # of all ranks that hold one copy of the model; None: not exchanged
+        self._revision = -1  # of the gradients when they were read
+        self._read: dict[int, tuple[tuple[int, int] | None, float]] = {}  # by bucket: state of its sum, own part
+
+    def begin(self, revision: int) -> None:
+        self._revision, self._read, self.total = revision, {}, None
+
+    def note(self, bucket: Bucket, own: float) -> None:
+        self._read[id(bucket)] = self._state(bucket), own
+
+    def own(self, revision: int) -> float | None:
+        """This rank's part of the norm of an update; None where gradients have changed since, or were not read."""
+        if revision != self._revision:
+            return None
+        parts = []
+        for bucket in self.buckets:
+            if not bucket.counted:
+                continue
+            state, own = self._read.get(id(bucket), (None, 0.0))
+            if state is None or state != self._state(bucket):
+                return None
+            parts.append(own)
+        return math.fsum(parts) if parts else None
+
+    def hold(self, revision: int) -> bool:
+        """Whether `total` is still right as far as this rank knows."""
+        return self.total is not None and self.own(revision) is not None
+
+    def _state(self, bucket: Bucket) -> tuple[int, int] | None:
+        """Address and version of the sum, which change with a write; None where a write would not be seen."""
+        memory = bucket.total.memory
+        if memory is None or memory.is_inference() or self.lends_views:
+            return None
+        return memory.data_ptr(), memory._version
+
+
 _FEW = 4  # times as many rows as are looked up make a table large
 
 
 def tables(model: nn.Module) -> list[nn.Embedding]:
-    """Modules on the host that only look rows up: whose gradient could come by rows."""
+    """Embedding tables on the host, whose gradient could come by rows."""
     return [
         module
         for module in model.modules()
@@ -239,16 +282,20 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 @contextmanager
 def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
-    """Inside, tables that are large beside a batch give their gradient by rows.
+    """Inside, tables that are large compared with the batch give their gradient by rows.
 
     One whose gradient a hook of the user's is to see gives it whole.
-
-    Args:
-        embeddings: see `tables`.
-        batch: its tensors of whole numbers say how many rows are looked up at most.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
-    large = [table for table in embeddings if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
+    large = []
+    for table in embeddings:
+        weight = table.weight
+        if not most or table.num_embeddings <= _FEW * most:
+            continue
+        if isinstance(weight, ManagedParameter) and weight.requires_grad:
+            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # one of them is the reducer's
+            if not weight._backward_hooks and hooks is not None and len(hooks) == 1:
+                large.append(table)
     for table in large:
         table.sparse = True
     try:
@@ -258,35 +305,14 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
             table.sparse = False
 
 
-def _is_plain(weight: torch.Tensor) -> bool:
-    """A managed parameter with no hooks beside its reducer's."""
-    if not isinstance(weight, ManagedParameter) or not weight.requires_grad:
-        return False
-    after = getattr(weight, "_post_accumulate_grad_hooks", None)
-    return not weight._backward_hooks and after is not None and len(after) == 1
-
-
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Whether `add_rows` takes this gradient.
-
-    Args:
-        gradient: as autograd gave it.
-        dtype: of what it is added to.
-        padded: the parameter has another shape where its gradient is summed.
-    """
+    """Whether `add_rows` takes this gradient for an accumulator of `dtype`."""
     fits = dtype in (gradient.dtype, torch.float32)
     return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
 
 
 def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add the rows of a gradient to where its sum is formed.
-
-    Args:
-        place: of the table's shape.
-        gradient: see `can_add`.
-        factor: on the gradient.
-        again: something is there already; else it is overwritten.
-    """
+    """Add the rows of a gradient to `place`, or with `again=False` overwrite it."""
     if not again:
         place.zero_()
     rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()

@@ -14,7 +14,6 @@ from deepspeed.optim.grad_norm import native_sums_of_squares, sum_of_squares
 from deepspeed.zero.gradients.accumulation import Agreed
 from deepspeed.zero.gradients.buckets import Bucket
 from deepspeed.zero.gradients.reducer import Reducer
-from deepspeed.zero.gradients.sum_of_squares import counted
 
 _LABEL = "agreement on the gradient norm"
 
@@ -34,27 +33,43 @@ def global_norm(
     Returns:
         The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
-    adding = counted(buckets)
+    adding = [bucket for bucket in buckets if bucket.counted]
     known = reducer.squares.own(reducer.revision) if adding else None
     squares = _squares(adding, exact) if known is None else known
     table = scalars.current.table(reducer.axes.model_replica_group, [squares, *along], tag, _LABEL, reducer.device)
     return _root(sum(row[0] for row in table)), [row[1:] for row in table]
 
 
+def _squares(buckets: list[Bucket], exact: bool) -> float:
+    """This rank's part of the sum of squares; accumulators in another tier are read one after the other."""
+    totals = [bucket.total for bucket in buckets]
+    if all(total.memory is not None for total in totals):  # one native call
+        native = native_sums_of_squares([b.own(total.acquire()) for b, total in zip(buckets, totals, strict=True)])
+        if native is not None:
+            return math.fsum(native)
+    by_device: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
+    for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
+        if following is not None:
+            following.total.prefetch()
+        with bucket.total.borrowed() as total:
+            own = bucket.own(total)
+            native = native_sums_of_squares([own])
+            by_device[total.device].append(sum_of_squares(own, exact) if native is None else native[0])
+    whole = 0.0
+    for squares in by_device.values():  # in one order, whether they are numbers or 0-d float64 tensors
+        first = next((square for square in squares if isinstance(square, torch.Tensor)), None)
+        if first is None:
+            whole += scalars.current.value(torch.tensor(math.fsum(squares), dtype=torch.float64))  # type: ignore[arg-type]
+        else:
+            tensors = [s if isinstance(s, torch.Tensor) else first.new_tensor(s) for s in squares]
+            whole += scalars.current.value(torch.stack(tensors).sum())
+    return whole
+
+
 def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
-    """What `global_norm` would give, where every rank knows it; None on all of them where one does not.
-
-    Args:
-        reducer: after `finish`.
-        agreed: what that returned.
-    """
+    """The result of `global_norm` where every rank knows it already, after `finish`; else None on all of them."""
     total = reducer.squares.total
-    return _root(total) if agreed.known and total is not None and _has_all(reducer) else None
-
-
-def _has_all(reducer: Reducer) -> bool:
-    """Whether the ranks that agree on a window hold a whole copy of the model: there are no other slices or stages."""
-    return set(reducer.axes.model_replica_group.ranks) <= set(reducer.axes.dp_sp_group.ranks)
+    return _root(total) if agreed.known and total is not None and reducer.axes.whole_model_agrees else None
 
 
 def _root(total: float) -> float:
@@ -62,17 +77,12 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices.
-
-    Args:
-        reducer: after `finish`.
-
-    Returns:
-        By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
-    """
+    """This rank's sum of squares of each parameter's gradient; 0 where only other ranks have elements of it."""
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
-    for bucket in counted(reducer.buckets):
+    for bucket in reducer.buckets:
+        if not bucket.counted:
+            continue
         first = bucket.group.layout.cuts[bucket.group.axis.rank]
         with bucket.total.borrowed() as total:
             own = bucket.own(total)
@@ -92,62 +102,18 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
     return by_name
 
 
-def _squares(buckets: list[Bucket], exact: bool) -> float:
-    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
-    by_device: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
-    quick = _all_at_rest(buckets)
-    if quick is not None:
-        return math.fsum(quick)
-    for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
-        if coming is not None:
-            coming.total.prefetch()
-        with bucket.total.borrowed() as total:
-            by_device[total.device].append(_square(bucket.own(total), exact))
-    return sum(scalars.current.value(_sum(squares)) for squares in by_device.values())
-
-
-def _all_at_rest(buckets: list[Bucket]) -> list[float] | None:
-    """The squares of accumulators that all rest in memory, from one native call."""
-    owned = []
-    for bucket in buckets:
-        total = bucket.total
-        if total.memory is None:
-            return None
-        owned.append(bucket.own(total.acquire()))
-    return native_sums_of_squares(owned)
-
-
-def _square(own: torch.Tensor, exact: bool) -> torch.Tensor | float:
-    quick = native_sums_of_squares([own])
-    return sum_of_squares(own, exact) if quick is None else quick[0]
-
-
-def _sum(squares: Sequence[torch.Tensor | float]) -> torch.Tensor:
-    """In one order, whether they are numbers or 0-d float64 tensors."""
-    tensors = [square for square in squares if isinstance(square, torch.Tensor)]
-    if not tensors:
-        return torch.tensor(math.fsum(squares), dtype=torch.float64)
-    return torch.stack([s if isinstance(s, torch.Tensor) else tensors[0].new_tensor(s) for s in squares]).sum()
-
-
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """The first parameter whose gradient is not finite, its module, and the rank that sent it.
+    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks call together.
 
     First in the order of backward: all gradients formed after it are spoilt by it.
-
-    Args:
-        reducer: after `finish`. All ranks call together.
-        tags: two message tags.
     """
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
-    broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
-    first_broken = float(next(broken, len(ordered)))
-    first = int(
-        min(row[0] for row in scalars.current.table(reducer.axes.dp_sp_group, [first_broken], tags[0], _LABEL, device))
-    )
+    first_broken = float(next((i for i, (_, b, m) in enumerate(ordered) if not b.is_finite(m)), len(ordered)))
+    table = scalars.current.table(reducer.axes.dp_sp_group, [first_broken], tags[0], _LABEL, device)
+    first = int(min(row[0] for row in table))
     if first == len(ordered):
-        of_slice = "" if _has_all(reducer) else " of this model slice"
+        of_slice = "" if reducer.axes.whole_model_agrees else " of this model slice"
         return f"the gradient norm overflows although every gradient{of_slice} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
@@ -156,11 +122,3 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     origin = f"sent by rank {', '.join(map(str, ranks))}" if ranks else "formed in the sum over ranks"
     module = member.name.rpartition(".")[0] or "the root module"
     return f"first non-finite gradient: parameter '{member.name}' of module '{module}', {origin}"
-
-
-def _finite(bucket: Bucket, offset: int, numel: int) -> bool:
-    low, high = max(offset, bucket.low), min(offset + numel, bucket.high)
-    if low >= high:
-        return True
-    with bucket.total.borrowed() as total:
-        return bool(torch.isfinite(total[low - bucket.low : high - bucket.low]).all())

@@ -20,14 +20,7 @@ _OURS = 2
 
 
 class _Gradient:
-    """A gradient that somebody is given.
-
-    Args:
-        member: whose.
-        tensor: what is given away.
-        source: where the same values stay for as long as nothing is added; None: nowhere on this rank.
-        own: it is this rank's part, before any reduction.
-    """
+    """A gradient that was read. `source` has the same values until more is added; `own`: before reduction."""
 
     def __init__(self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
         self.member, self.tensor, self.source, self.own = member, tensor, source, own
@@ -35,28 +28,27 @@ class _Gradient:
         self.taken_over()
 
     def taken_over(self) -> None:
-        """The accumulator has these values, or gets them now."""
+        """Note that the accumulator has these values, or gets them now."""
         self.version = self.tensor._version
         self.values = self.tensor.clone() if self.source is None else self.source
 
     def part(self) -> None:
-        """The accumulator gets the values of another read of the same gradient: compare with this one's own."""
+        """Compare with this read's own values from now on: the accumulator gets those of another read."""
         self.source = None
         self.taken_over()
 
     @property
     def edited(self) -> bool:
-        """Whether it has been changed since."""
         return self.tensor._version != self.version or not same_bits(self.tensor, self.values)
 
     @property
     def held(self) -> bool:
-        """Whether somebody has the tensor, or another one over its memory."""
+        """Whether somebody holds the tensor, or another one over its memory."""
         return sys.getrefcount(self.tensor) > _OURS or tensors_over(self.tensor) > self.quiet
 
 
 class GradViewTracker:
-    """The gradients of a window that users have been given as copies.
+    """The gradients of a window that users have read as copies.
 
     Attributes:
         used: whether there have been any in the window.
@@ -74,14 +66,7 @@ class GradViewTracker:
     def add(
         self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
     ) -> torch.Tensor:
-        """`tensor` is given away. What nobody holds any more is let go: reads one by one cost no memory.
-
-        Args:
-            member: whose gradient it is.
-            tensor: a copy.
-            source: what it is a copy of, in the same shape, where this rank has all of it.
-            own: it is this rank's part, before any reduction.
-        """
+        """Track a copy that a user gets, and drop earlier ones that nobody holds any more."""
         for _ in range(min(2, len(self._out))):
             key, oldest = next(iter(self._out.items()))
             if oldest.held or oldest.edited:
@@ -102,11 +87,7 @@ class GradViewTracker:
             del self._of[id(gradient.member)]
 
     def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
-        """What has been changed since it was given away, or since the last call: member, values, whether its own part.
-
-        Args:
-            of: look at the gradients of this member only.
-        """
+        """Gradients changed since they were read, or since the last call: (member, values, whether its own part)."""
         candidates = self._out.values() if of is None else self._of.get(id(of), ())
         edited = [gradient for gradient in candidates if gradient.edited]
         for gradient in edited:
@@ -118,11 +99,7 @@ class GradViewTracker:
         return [(gradient.member, gradient.tensor, gradient.own) for gradient in edited]
 
     def close(self, own: bool = False) -> None:
-        """More gradients are added: a change of what was given away comes too late from now on.
-
-        Args:
-            own: only this rank's parts, which are sent.
-        """
+        """Refuse later changes of what was read (`own`: of this rank's parts only), since more gradients are added."""
         for gradient in [gradient for gradient in self._out.values() if gradient.own or not own]:
             if gradient.held:
                 values = gradient.values if gradient.source is None else gradient.values.clone()
@@ -130,7 +107,7 @@ class GradViewTracker:
             self._drop(gradient)
 
     def late(self) -> list[str]:
-        """Parameters whose handed-out gradient was changed too late."""
+        """Names of parameters whose gradient was changed after `close`."""
         names = []
         for name, late_tensor, version, values in self._late:
             tensor = late_tensor()
@@ -139,12 +116,11 @@ class GradViewTracker:
         return names
 
     def forget(self, member: ParamRecord) -> None:
-        """The gradient of `member` is replaced: what was given away is nobody's gradient any more."""
+        """Stop tracking reads of a gradient that is replaced."""
         for gradient in self._of.pop(id(member), ()):
             del self._out[id(gradient)]
 
     def clear(self) -> None:
-        """The window is over."""
         self._out.clear()
         self._of.clear()
         self._late.clear()

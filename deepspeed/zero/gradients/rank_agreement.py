@@ -24,27 +24,26 @@ from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import group_of
 
 
-def _by_order(axis: Axis) -> bool:
-    """Whether messages are paired by their order alone."""
-    return not axis.tagged and axis.group is not None
-
-
 @dataclass(eq=False)
 class RankComparison:
-    """Ranks that agree on the groups whose parameters they all have."""
+    """The ranks that have the same parameters, and the buckets whose rows they compare."""
 
     axis: Axis
     channel: int
     buckets: list[Bucket] = field(default_factory=list)
     count: int = 0
     order: LaunchOrder | None = None
-    told: bytes = b""  # what this rank last said of the buckets
+    sent: bytes = b""  # the row of the buckets that this rank sent last
     as_of: int = -1  # the reducer's revision then
     _known: tuple[int, list[bytes]] | None = None
 
     def put_in_order(self, depart: Callable[[Bucket, ReductionRound, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
-        untagged = [bucket for bucket in self.buckets if any(map(_by_order, bucket.group.holders.summing))]
+        untagged = [
+            bucket
+            for bucket in self.buckets
+            if any(not axis.tagged and axis.group is not None for axis in bucket.group.ranks.summing)
+        ]
         # Backward goes through the model from its end, and a group is complete with the first of its parameters.
         untagged.sort(key=lambda bucket: min(member.place for member in bucket.group.members), reverse=True)
         if untagged:
@@ -53,48 +52,57 @@ class RankComparison:
             bucket.order = self.order
 
     def knows(self, rows: Rows, revision: int) -> bool:
-        """Whether nothing has changed on any rank since the rows that were learnt last."""
+        """Whether nothing has changed on any rank since the last `learn`."""
         return self._known == (revision, rows.tails)
 
     def learn(self, rows: Rows, revision: int) -> None:
-        """The ranks are level: their rows are these, and this rank's gradients have this revision."""
+        """Note that the ranks are level, with these rows and this revision of this rank's gradients."""
         self._known = (revision, rows.tails)
 
     def tag(self) -> int:
-        """Of the next row."""
         self.count += 1
         return tag_of(self.channel, SMALL, self.count)
 
 
 class Rows(NamedTuple):
-    """What every rank says, in rank order."""
+    """The rows of all ranks, in rank order."""
 
     heads: list[list[float]]  # of the window
     tails: list[bytes]  # of the buckets, one after the other
 
     @property
     def equal(self) -> bool:
-        """Whether all say the same of the buckets."""
+        """Whether all rows of the buckets are equal."""
         return all(tail == self.tails[0] for tail in self.tails)
 
     def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
-        """What every rank says of each bucket."""
+        """The rows of all ranks for each bucket."""
         offset = 0
         for bucket in buckets:
             size = bucket.row_bytes
             yield [BucketRow.unpack(tail[offset : offset + size], len(bucket.touched)) for tail in self.tails]
             offset += size
 
+    def mismatch(self, buckets: Sequence[Bucket]) -> str | None:
+        """Describe a difference that sending zeros cannot level; None when there is none."""
+        if self.equal:
+            return None
+        for bucket, table in zip(buckets, self.by_bucket(buckets), strict=True):
+            launches, factors = [row.launches for row in table], {row.factor for row in table} - {0.0}
+            frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
+            if frozen and any(max(counts) > 0 for counts in launches):
+                return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
+            mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
+            if len(factors) > 1 or mixed:
+                return (
+                    f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
+                    f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
+                )
+        return None
+
 
 class GradAgreement:
-    """The meetings of an engine's ranks.
-
-    Args:
-        axes: all ranks, by what they share.
-        buckets: the gradient side of the engine's groups.
-        window: where its driver stands.
-        device: where messages start on axes whose backend is not on the CPU.
-    """
+    """Compares the windows and buckets of an engine's ranks before gradients are used."""
 
     def __init__(
         self, axes: ParallelGroups, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device
@@ -102,18 +110,18 @@ class GradAgreement:
         self._window, self._device = window, device
         self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
-        where = {axes.dp_sp_group, *(bucket.group.holders.everyone for bucket in buckets)}
+        where = {axes.dp_sp_group, *(bucket.group.ranks.everyone for bucket in buckets)}
         self._meetings = [RankComparison(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in buckets:
-            next(m for m in self._meetings if m.axis is bucket.group.holders.everyone).buckets.append(bucket)
+            next(m for m in self._meetings if m.axis is bucket.group.ranks.everyone).buckets.append(bucket)
         apart = axes.everyone is not axes.dp_sp_group
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
-        """All meetings, or the one of ranks that have a parameter: those of other slices do not look at it."""
+        """All comparisons, or the one of the ranks that have a parameter."""
         if of is None:
             return self._meetings
-        return [meeting for meeting in self._meetings if meeting.axis is group_of(of).holders.everyone]
+        return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
 
     def exchange(
         self,
@@ -124,41 +132,24 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """Everybody's row. What stands of buckets is packed anew only when gradients have changed since.
-
-        Args:
-            meeting: who takes part; all of them call together.
-            purpose: why they meet.
-            of: the parameter that is read or written, if it is one.
-            edits: gradients that were changed in place.
-            revision: of the gradients of this rank.
-            known: this rank's part of their norm is what it told last.
-        """
+        """All-gather the rows. Those of buckets are packed anew only when gradients have changed since."""
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
             if purpose in (Purpose.STEP, Purpose.FLUSH):
                 self._gather_order.step()
         if meeting.as_of != revision:
             alone = meeting.axis.size == 1
-            meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
+            meeting.sent = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
             meeting.as_of = revision
         place = of.place if of is not None else 0
         head = array("d", self._window.row(purpose, place, edits, known=known)).tobytes()
         label, tag = "agreement on gradients", meeting.tag()
-        rows = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
+        rows = scalars.current.rows(meeting.axis, head + meeting.sent, tag, label, self._device)
         cut = len(head)
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """Slices and stages of a model go on together, or stop together.
-
-        Args:
-            trouble: what is wrong on this rank's axes.
-            purpose: why ranks meet.
-
-        Returns:
-            What is wrong anywhere.
-        """
+        """All-reduce what is wrong over the slices and stages of a model, so that all go on or all stop."""
         meeting = self._everyone
         if meeting is None:
             return trouble
@@ -167,21 +158,3 @@ class GradAgreement:
         others = [str(meeting.axis.ranks[rank]) for rank, numbers in enumerate(table) if numbers[-1]]
         reference = f"rank {', '.join(others)} says why" if others else None
         return trouble or disagreement([numbers[:-1] for numbers in table]) or reference
-
-
-def uneven(buckets: Sequence[Bucket], rows: Rows) -> str | None:
-    """What the rows say that no zeros can mend; None when there is nothing."""
-    if rows.equal:
-        return None
-    for bucket, table in zip(buckets, rows.by_bucket(buckets), strict=True):
-        launches, factors = [row.launches for row in table], {row.factor for row in table} - {0.0}
-        frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
-        if frozen and any(max(counts) > 0 for counts in launches):
-            return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
-        mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
-        if len(factors) > 1 or mixed:
-            return (
-                f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
-                f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
-            )
-    return None

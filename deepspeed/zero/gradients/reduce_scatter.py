@@ -24,13 +24,7 @@ _GLANCE = 8
 
 
 class GradReduceScatter:
-    """Sends rounds and accumulates what arrives.
-
-    Args:
-        settings: how to sum.
-        largest: elements of the largest group; every transit buffer holds as many.
-        device: where buffers live.
-    """
+    """Sends rounds of gradients and accumulates what it receives."""
 
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
@@ -47,16 +41,16 @@ class GradReduceScatter:
         doorbell.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
 
     def buffers(self) -> list[torch.Tensor]:
-        """Every transit buffer: idle, being filled apart, or under way."""
+        """Every transit buffer, idle or in flight."""
         idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
     def busy(self, bucket: Bucket) -> bool:
-        """Whether a round of `bucket` is on its way, or waits for its turn."""
+        """Whether a round of `bucket` is in flight or waits for its turn."""
         return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))
 
     def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """A transit buffer for a round; waits for one to come back when too much is in flight."""
+        """A transit buffer for a round; waits for one to return when too much is in flight."""
         axis, numel = bucket.group.axis, bucket.group.numel
         if bucket.order is None:  # else where it departs, which is the same place on all ranks
             self._make_room(numel)
@@ -72,7 +66,7 @@ class GradReduceScatter:
         while self._in_flight and self._elements + numel > limit:
             # A round of several stages waits for theirs, which come elsewhere in their schedule.
             first = next(
-                (flight for flight in self._in_flight.values() if not flight[1].group.holders.across_stages), None
+                (flight for flight in self._in_flight.values() if not flight[1].group.ranks.across_stages), None
             )
             if first is None:
                 break
@@ -101,14 +95,14 @@ class GradReduceScatter:
             self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """A buffer to receive into; comes back with `_finished`."""
+        """A buffer to receive into, until `_finished`."""
         free = self._received[like.dtype, like.numel()]
         buffer = free.pop() if free else torch.empty_like(like)
         self._lent.add(buffer.data_ptr())
         return buffer
 
     def _finished(self, parts: list[torch.Tensor]) -> None:
-        """What was received has been summed: keep its buffers for the next round."""
+        """Keep the buffers of summed parts for the next round."""
         for part in parts:
             if part.data_ptr() in self._lent:
                 self._lent.discard(part.data_ptr())
@@ -131,22 +125,22 @@ class GradReduceScatter:
         exact = int(current.buffer.dtype == self.settings.accumulator)
         seq = 2 * bucket.launches[exact] + exact
         bucket.launches[exact] += 1
-        if group.axis.size == 1 and group.holders.copies is None:
+        if group.axis.size == 1 and group.ranks.copies is None:
             self._keep(bucket, current)
         elif bucket.order is None:
             self.depart(bucket, current, seq)
         else:
-            usual = (self.settings.wire or bucket.group.dtype) == current.buffer.dtype
+            usual = (self.settings.comm_dtype or bucket.group.dtype) == current.buffer.dtype
             bucket.order.add((bucket, current, seq), usual)
 
     def depart(self, bucket: Bucket, current: ReductionRound, seq: int) -> None:
-        """Send a round, whose turn it is."""
+        """Send a round whose turn it is."""
         if bucket.order is not None:
             self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             flying = [entry[1] for entry in self._in_flight.values()]
-            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.holders.across_stages]
+            here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.ranks.across_stages]
             # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
             self.settle(None if len(here) == len(flying) else here)
         elif bucket.group.axis.shared is not None:
@@ -154,7 +148,7 @@ class GradReduceScatter:
             self.progress(_GLANCE)
 
     def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
-        """A rank alone sends nothing: what it has collected is the sum."""
+        """Accumulate a round of an axis with one rank, without communication."""
         if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
             bucket.filled = True  # it was collected where it rests
             return
@@ -176,12 +170,10 @@ class GradReduceScatter:
         def share(parts: list[torch.Tensor]) -> Handle:
             return self._share(bucket, parts, current, seq)
 
-        copies = group.holders.copies
+        copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
-            copies, scale = (
-                copies.reductions,
-                current.post_reduce_scale,
-            )  # both sums at once: who is late keeps their order too
+            # Both sums are started here: a late rank keeps their order too.
+            copies, scale = copies.reductions, current.post_reduce_scale
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )
@@ -197,20 +189,20 @@ class GradReduceScatter:
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
-        """The owner has all contributions: sum them into the accumulator."""
-        if bucket.group.holders.copies is not None:
+        """Sum the contributions of all ranks into the accumulator of the owner."""
+        if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(
                 parts, total, current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
             )
             self._finished(parts)
-            return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
+            return self._across_copies(bucket, bucket.group.ranks.copies.reductions, total, seq)
         leaving = bucket.add(parts, current.post_reduce_scale)
         self._finished(parts)
         return leaving
 
     def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
-        """The same slice lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
+        """Sum over the ranks that have the same shard (hybrid sharding, tied weights); each of them sums all totals."""
         channel = bucket.group.copies_channel
         n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)
@@ -223,7 +215,7 @@ class GradReduceScatter:
         return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
 
     def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle:
-        """Stage 0 on more than two ranks: the owner's sum goes to everybody."""
+        """All-gather the owners' sums (stage 0 on more than two ranks)."""
         group = bucket.group
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
@@ -237,18 +229,14 @@ class GradReduceScatter:
         return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
-        """Everybody has the whole sum of a round."""
+        """Accumulate the whole sum of a round."""
         if total.data_ptr() == bucket.total.acquire().data_ptr():  # nothing moves where everything is whole
             bucket.filled = True
         else:
             bucket.add([total], 1.0)
 
     def progress(self, most: int | None = None) -> None:
-        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order.
-
-        Args:
-            most: rounds to look at, the oldest first; None: all.
-        """
+        """Sum what has arrived, since a peer may wait for its buffer. Rounds of one bucket keep their order."""
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):
             handle, bucket, _ = entry
@@ -285,7 +273,7 @@ class GradReduceScatter:
             self._settle(*self._land(entry))
 
     def _share_first(self) -> None:
-        """Between devices, form the sums that everybody is to have, and send them: others are taken in meanwhile."""
+        """Between devices, start the all-gathers of sums first, so that other rounds are summed meanwhile."""
         while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
             for entry in unformed:  # by one phase each: over hosts a sum is formed in two
                 self._settle(*self._land(entry))
@@ -295,11 +283,10 @@ class GradReduceScatter:
         return bucket.whole and bucket.group.between_devices and not current.shared and alone
 
     def forget_buffers(self) -> None:
-        """Let the transit buffers go that are not in use; new ones are made when they are needed."""
+        """Free the transit buffers that are not in use."""
         self._pool.clear()
         self._received.clear()
 
     def close(self) -> None:
-        """Let the transit buffers go."""
         self.forget_buffers()
         doorbell.groups.workers.discard(self)

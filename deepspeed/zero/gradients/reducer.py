@@ -16,14 +16,21 @@ from deepspeed.comm.process_groups.axis import separate_reductions
 from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
-from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReduceSettings, ReductionRound, add_rows, can_add
+from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, disagreement
+from deepspeed.zero.gradients.buckets import (
+    Bucket,
+    BucketRow,
+    ReduceSettings,
+    ReductionRound,
+    SumOfSquaresCache,
+    add_rows,
+    can_add,
+)
 from deepspeed.zero.gradients.grad_views import GradViewTracker
-from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows, uneven
+from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows
 from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
-from deepspeed.zero.gradients.sum_of_squares import SumOfSquaresCache
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
-from deepspeed.zero.parameters.parameter import clear_raw_grad, raw_grad
+from deepspeed.zero.parameters.parameter import raw_grad, set_raw_grad
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.replaced_parameters import Replaced
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -40,12 +47,7 @@ class GradScale(NamedTuple):
 
 
 class GradScales:
-    """The entries of an engine's buckets, each formed once for all gradients that meet the same window.
-
-    Args:
-        settings: how to sum.
-        window: where its driver stands.
-    """
+    """Dtype and factors of the gradients of each kind of bucket, computed once per state of the window."""
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
@@ -53,7 +55,7 @@ class GradScales:
         self._revision = window.revision
 
     def of(self, bucket: Bucket) -> GradScale:
-        """How a gradient that arrives now enters this bucket."""
+        """The scaling of a gradient that arrives now."""
         if self._revision != self._window.revision:
             self._revision = self._window.revision
             self._made.clear()
@@ -67,35 +69,27 @@ class GradScales:
         if self.summed_first(bucket) or window.weight is not None:
             dtype = settings.accumulator
         else:
-            dtype = settings.wire or bucket.group.dtype
+            dtype = settings.comm_dtype or bucket.group.dtype
         exact = dtype == settings.accumulator
         if exact:
             at_entry, at_owner = window.factor * (1.0 if window.weight is None else window.weight), 1.0
         else:
-            at_entry, at_owner = self.before_wire, window.factor / self.before_wire
+            at_entry, at_owner = self.prescale, window.factor / self.prescale
         sends_now = window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
         return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
-        """Whether several micro-batches are summed before they travel."""
+        """Whether several micro-batches are summed before they are reduced."""
         return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     @property
-    def before_wire(self) -> float:
-        """Factor on low-precision gradients before they travel."""
+    def prescale(self) -> float:
+        """Factor on low-precision gradients before they are reduced."""
         return 1.0 if self._settings.prescale is None else self._settings.prescale
 
 
 class Reducer:
-    """Collects, sends and accumulates the gradients of an engine.
-
-    Args:
-        axes: all ranks, by what they share; they enter `finish` together.
-        groups: the engine's groups.
-        settings: how to sum.
-        window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
-        on_complete: told of each group of which all gradients have arrived.
-    """
+    """Collects, reduces and accumulates the gradients of an engine."""
 
     def __init__(
         self,
@@ -114,15 +108,15 @@ class Reducer:
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
         self.squares = SumOfSquaresCache()
-        self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
+        self._wait_timer: Callable[[], AbstractContextManager[object]] = nullcontext
         self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
-        self.wire = GradReduceScatter(settings, largest, self.device)
+        separate_reductions((axis for group in groups for axis in group.ranks.summing), axes.everyone)
+        self.reduce_scatter = GradReduceScatter(settings, largest, self.device)
         self._agreement = GradAgreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
-            meeting.put_in_order(self.wire.depart)
+            meeting.put_in_order(self.reduce_scatter.depart)
         self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out = GradViewTracker()
         self._hooks: dict[int, Any] = {}
@@ -137,12 +131,7 @@ class Reducer:
     # -- arrival --------------------------------------------------------------------------------------------------
 
     def listen(self, member: ParamRecord, anew: bool = False) -> None:
-        """Take the gradients of `member` from now on (again, when it was unfrozen).
-
-        Args:
-            member: the parameter.
-            anew: it has another tensor under it: torch lists hooks with the object, and calls those of the tensor.
-        """
+        """Register the gradient hook of a parameter (`anew`: again, since it has another tensor under it)."""
         if anew and member.uid in self._hooks:
             self._hooks.pop(member.uid).remove()
             param: Any = member.param
@@ -153,13 +142,13 @@ class Reducer:
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_GradHook(member))
 
     def arrived(self, member: ParamRecord) -> None:
-        """Autograd has finished the gradient of `member` for this pass."""
+        """Take the gradient that autograd has finished."""
         gradient = raw_grad(member.param)
         if gradient is None:
             return
         if collectives.PLANTED_DELAY is not None:
             collectives.delay(f"gradient of {member.name}")
-        clear_raw_grad(member.param)
+        set_raw_grad(member.param, None)
         if self.muted:
             return
         self.clean = False
@@ -217,9 +206,9 @@ class Reducer:
     def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> ReductionRound:
         expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
-        if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
+        if local is not None and local.dtype == dtype and not bucket.filled and not self.reduce_scatter.busy(bucket):
             return ReductionRound(local, at_owner, False, expected)
-        return ReductionRound(self.wire.acquire(bucket, dtype), at_owner, True, expected)
+        return ReductionRound(self.reduce_scatter.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the open round of a bucket."""
@@ -228,35 +217,23 @@ class Reducer:
             current = self._narrowed(bucket, current)
             if current.buffer.dtype != self.settings.accumulator:
                 bucket.note_factor(current.post_reduce_scale)
-            self.wire.launch(bucket, current)
+            self.reduce_scatter.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
-        """A round in the dtype that was asked for the wire, also when it was summed in another before."""
-        dtype = self.settings.wire
+        """The round in the communication dtype, also when it was summed in another before."""
+        dtype = self.settings.comm_dtype
         if dtype is None or current.buffer.dtype == dtype:
             return current
-        narrow = self.wire.acquire(bucket, dtype)
-        at_owner = self.window.travel_factor / self._entries.before_wire
+        narrow = self.reduce_scatter.acquire(bucket, dtype)
+        at_owner = self.window.travel_factor / self._entries.prescale
         torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
-        self.wire.release(bucket, current)
+        self.reduce_scatter.release(bucket, current)
         return ReductionRound(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
-        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
-
-        Args:
-            purpose: why the ranks meet.
-            of: the parameter that is read or written; only ranks that have it take part. None: all.
-
-        Returns:
-            What the ranks have agreed on.
-
-        Raises:
-            UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
-                has been changed after more were added to it; the window is dropped.
-        """
+        """Send open rounds, level the ranks, wait. All ranks that have `of` (None: all ranks) call together."""
         if self._handed_out.used:
             self._adopt_edits(of)
         self._launch_open()
@@ -268,11 +245,11 @@ class Reducer:
             rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
             trouble = trouble or disagreement(rows.heads)
             if not meeting.knows(rows, self.revision):
-                trouble = trouble or uneven(meeting.buckets, rows)
+                trouble = trouble or rows.mismatch(meeting.buckets)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
             if agreement is None or meeting.axis is self.axes.dp_sp_group:
-                agreement = agreed(rows.heads)
+                agreement = Agreed.of(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
@@ -284,21 +261,21 @@ class Reducer:
                 f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
                 f"it: read .grad again and change that"
             )
-        with self.timing():
-            self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+        with self._wait_timer():
+            self.reduce_scatter.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if agreement is None:
             raise RuntimeError("a bucket without a meeting")
         return agreement
 
     def _reject_window(self, trouble: str) -> None:
-        """All ranks drop the window and raise the same error."""
-        self.wire.settle()
+        """Drop the window and raise the same error on all ranks."""
+        self.reduce_scatter.settle()
         self.clear()
         self.window.restart()
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
     def _launch_open(self) -> None:
-        """Send what is collected so far."""
+        """Send the open rounds."""
         if self._launched == self.revision:
             return  # one read of a gradient after another
         if self._handed_out.used:
@@ -306,12 +283,12 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
-            elif bucket.group.holders.across_stages and not self.clean:
+            elif bucket.group.ranks.across_stages and not self.clean:
                 unlaunched_copies.current(self, bucket)
         self._launched = self.revision
 
     def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
-        """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
+        """Send zeros for rounds that only other ranks have launched, and the rounds that wait for their turn."""
         if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
         else:
@@ -322,7 +299,7 @@ class Reducer:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 
     def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
-        """Bring a bucket to what the ranks say of it together."""
+        """Send zeros until this rank has launched as many rounds of a bucket as any other."""
         factor = max(row.factor for row in table)
         for exact in (0, 1):
             while bucket.launches[exact] < max(row.launches[exact] for row in table):
@@ -332,14 +309,14 @@ class Reducer:
         self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
 
     def send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
-        low = self.settings.wire or bucket.group.dtype
+        low = self.settings.comm_dtype or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
-        bucket.round = ReductionRound(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
+        bucket.round = ReductionRound(self.reduce_scatter.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
-        """Which parameters of a group any rank had a gradient for in the window; valid after `finish`."""
+        """One mark per parameter of a group that any rank had a gradient for in the window; valid after `finish`."""
         return self._touched_anywhere.get(id(bucket))
 
     def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
@@ -348,7 +325,7 @@ class Reducer:
         return bool(marks and marks[member.index])
 
     def _adopt_edits(self, of: ParamRecord | None = None) -> None:
-        """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
+        """Accumulate in-place changes of gradients that were read; nothing has been added to them since."""
         for member, tensor, own in self._handed_out.take_edited(of):
             current = self.bucket_of(member.group).round
             if not own:
@@ -357,7 +334,7 @@ class Reducer:
                 current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
-        """Forget the window; its sums are overwritten by the next gradients."""
+        """Forget the window; the next gradients overwrite its sums."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
@@ -368,27 +345,28 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
+        """Drop the gradients of the window (`zero_grad`). All ranks call together."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
         self.window.forget()
 
+    def time_waits(self, timer: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter `timer()` around each wait for gradients in flight."""
+        self._wait_timer = timer
+
     def set_accumulates(self, accumulates: bool) -> None:
-        """The number of micro-batches per window has changed, between windows."""
-        self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
+        self.settings = self.reduce_scatter.settings = replace(self.settings, accumulates=accumulates)
 
     def detach(self) -> None:
-        """Stop listening."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self.wire.close()
+        self.reduce_scatter.close()
 
     # -- what users see -------------------------------------------------------------------------------------------
 
     def bucket_of(self, group: ParameterGroup) -> Bucket:
-        """The gradient side of a group."""
         return self._of[id(group)]
 
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
@@ -414,7 +392,7 @@ class Reducer:
         return self._handed_out.add(member, dense.view(member.shape))
 
     def forget_reads(self, member: ParamRecord) -> None:
-        """The sum of a member is about to be replaced: what was read of it is nobody's gradient any more."""
+        """Stop tracking reads of a sum that is about to be replaced."""
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
@@ -443,7 +421,7 @@ class Reducer:
                 total.zero_()
             range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
             if range_ is not None:
-                start = range_.at - bucket.low
+                start = range_.group_start - bucket.low
                 place = total[start : start + range_.numel]
                 if flat is None:
                     place.zero_()
@@ -453,7 +431,7 @@ class Reducer:
 
 
 class _GradHook:
-    """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
+    """The gradient hook of a parameter; weak, since torch holds hooks where no garbage collection looks."""
 
     def __init__(self, member: ParamRecord) -> None:
         self._member = weakref.ref(member)

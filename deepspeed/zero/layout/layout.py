@@ -14,29 +14,28 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ParamRange:
-    """The part of one parameter that lies in one rank's slice.
+    """The part of one parameter that lies in one rank's shard.
 
     Args:
         index: which parameter of the group.
         start: first element, counted in the flattened parameter.
         stop: one past the last element, in the flattened parameter.
-        at: where it begins, counted in the group.
+        group_start: first element, counted in the group.
     """
 
     index: int
     start: int
     stop: int
-    at: int
+    group_start: int
 
     @property
     def numel(self) -> int:
-        """Elements in the fragment."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The concatenation of a group's parameters, and where it is cut into slices.
+    """The concatenated parameters of a group, and the boundaries of its shards.
 
     Args:
         numels: elements of each parameter, in order.
@@ -63,42 +62,35 @@ class ShardLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of slices."""
         return len(self.cuts) - 1
 
-    def slice_numel(self, rank: int) -> int:
-        """Elements of a rank's slice."""
+    def shard_numel(self, rank: int) -> int:
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def ranges(self, rank: int) -> list[ParamRange]:
-        """What of each parameter lies in a rank's slice, in order; parameters without a part there are left out."""
+        """The ranges of parameters that lie in a rank's shard, in order."""
         return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
-        """What of each parameter lies in [low, high) of the group."""
+        """The ranges of parameters that lie in [low, high) of the group."""
         first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
         ranges = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
         return [range_ for range_ in ranges if range_ is not None]
 
     def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
-        """What of one parameter lies in [low, high) of the group; None when nothing does."""
+        """The range of one parameter that lies in [low, high) of the group; None when it is empty."""
         offset = self.offsets[index]
         start, stop = max(low, offset), min(high, offset + self.numels[index])
         return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
-        """The cuts that fall on one parameter, counted in the flattened parameter: its own little layout."""
+        """The shard boundaries within one parameter, counted in the flattened parameter."""
         offset, numel = self.offsets[index], self.numels[index]
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 
 
 def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut the concatenation into equal slices (padding at the end).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices.
-    """
+    """Cut the concatenation into equal shards (padding at the end)."""
     total = sum(numels)
     step = -(-total // ranks)
     if total >= ranks * ALIGN:
@@ -107,12 +99,7 @@ def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices, as even as whole parameters allow.
-    """
+    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor)."""
     edges = [0, *accumulate(numels)]
     total, cuts = edges[-1], [0]
     for r in range(1, ranks):
@@ -124,10 +111,5 @@ def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_first(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM).
-
-    Args:
-        numels: elements of each parameter.
-        ranks: number of slices.
-    """
+    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM)."""
     return ShardLayout(tuple(numels), (0, *[sum(numels)] * ranks))

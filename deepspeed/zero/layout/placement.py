@@ -29,7 +29,7 @@ class Relation(enum.Enum):
 
 @dataclass(frozen=True)
 class Cut:
-    """What this rank has of one dim of the global tensor.
+    """This rank's segments of one dim of the global tensor.
 
     Args:
         dim: which.
@@ -62,7 +62,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Placement:
-    """The row of one parameter.
+    """The placement of one parameter on the mesh.
 
     Args:
         cuts: at most one for each dim; dims without one are whole.
@@ -99,7 +99,7 @@ WHOLE = Placement()
 
 
 def place(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Set the row of a parameter or buffer, before `initialize`; returns the tensor.
+    """Set the placement of a parameter or buffer, before `initialize`; returns the tensor.
 
     Raises:
         ArgumentError: the cuts do not fit the tensor's shape.
@@ -110,5 +110,4 @@ def place(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def placement_of(tensor: torch.Tensor) -> Placement:
-    """The row of a parameter or buffer."""
     return getattr(tensor, _MARK, WHOLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,7 +23,7 @@ Segments = tuple[tuple[int, int], ...]  # (first element in the global dim or -1
 
 @dataclass(frozen=True)
 class Region:
-    """What a rank has of a global tensor.
+    """The region of a global tensor that a rank holds.
 
     Args:
         shape: of the global tensor.
@@ -34,18 +35,31 @@ class Region:
 
     @staticmethod
     def of(placement: Placement, local: Sequence[int]) -> Region:
-        """The box of a tensor of shape `local` that is placed so."""
-        return Region(placement.global_shape(tuple(local)), tuple(_plain_cuts(placement.cuts)))
+        """The region of a tensor of shape `local` with this placement."""
+        return Region(placement.global_shape(tuple(local)), tuple(Region._plain_cuts(placement.cuts)))
+
+    @staticmethod
+    def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
+        """Normalize cuts: sort them, join neighbouring segments, leave out whole dims."""
+        for cut in sorted(cuts, key=lambda part: part.dim):
+            joined: list[tuple[int, int]] = []
+            for start, length in cut.segments:
+                last, had = joined[-1] if joined else (-2, 0)
+                if joined and (start == last == -1 or (last >= 0 and start == last + had)):
+                    joined[-1] = (last, had + length)
+                else:
+                    joined.append((start, length))
+            if joined != [(0, cut.size)]:
+                yield Cut(cut.dim, cut.size, tuple(joined))
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """Of every dim."""
+        """Segments of every dim."""
         cut = {axis_cut.dim: axis_cut.segments for axis_cut in self.cuts}
         return tuple(cut.get(dim, ((0, size),)) for dim, size in enumerate(self.shape))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the rank's tensor."""
         return tuple(sum(length for _, length in segments) for segments in self.segments)
 
     @property
@@ -55,22 +69,21 @@ class Region:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the global tensor."""
         return not self.cuts
 
     @cached_property
     def packed(self) -> Region:
-        """The same box without its padding: this is what files hold. Equal ones hold the same elements."""
+        """The region without its padding, as files hold it. Equal ones hold the same elements."""
         if all(cut.padding == 0 for cut in self.cuts):
             return self
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
-        return Region(self.shape, tuple(_plain_cuts(real)))
+        return Region(self.shape, tuple(Region._plain_cuts(real)))
 
     def packed_index(self, index: int) -> int:
-        """How many elements before flat index `index` are no padding: its index in the packed box."""
+        """The index of flat element `index` in the packed region: the elements before it that are no padding."""
         if self.packed is self:
             return index
-        local, real = self.local_shape, [_real(segments, None) for segments in self.segments]
+        local, real = self.local_shape, [self._real(segments, None) for segments in self.segments]
         count, coordinates = 0, []
         for size in reversed(local):
             index, coordinate = divmod(index, size) if size else (0, 0)
@@ -79,38 +92,24 @@ class Region:
             return math.prod(real)
         for dim, coordinate in enumerate(reversed(coordinates)):
             inside = math.prod(real[dim + 1 :])
-            count += _real(self.segments[dim], coordinate) * inside
-            if _real(self.segments[dim], coordinate + 1) == _real(self.segments[dim], coordinate):
+            count += self._real(self.segments[dim], coordinate) * inside
+            if self._real(self.segments[dim], coordinate + 1) == self._real(self.segments[dim], coordinate):
                 break  # the index lies in padding: nothing of the dims within it counts
         return count
 
-
-def _real(segments: Segments, end: int | None) -> int:
-    """Elements among the first `end` of a dim that are no padding; None: among all."""
-    count = position = 0
-    for start, length in segments:
-        inside = length if end is None else min(max(end - position, 0), length)
-        count, position = count + (inside if start >= 0 else 0), position + length
-    return count
-
-
-def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
-    """Cuts in one order and form: neighbouring segments joined, whole dims left out."""
-    for cut in sorted(cuts, key=lambda part: part.dim):
-        joined: list[tuple[int, int]] = []
-        for start, length in cut.segments:
-            last, had = joined[-1] if joined else (-2, 0)
-            if joined and (start == last == -1 or (last >= 0 and start == last + had)):
-                joined[-1] = (last, had + length)
-            else:
-                joined.append((start, length))
-        if joined != [(0, cut.size)]:
-            yield Cut(cut.dim, cut.size, tuple(joined))
+    @staticmethod
+    def _real(segments: Segments, end: int | None) -> int:
+        """Count the elements among the first `end` of a dim that are no padding; None: among all."""
+        count = position = 0
+        for start, length in segments:
+            inside = length if end is None else min(max(end - position, 0), length)
+            count, position = count + (inside if start >= 0 else 0), position + length
+        return count
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements at regular places of a flat source go to regular places of a flat destination.
+    """A strided copy from a flat source to a flat destination.
 
     Args:
         sizes: of the block of elements, outermost dim first.
@@ -128,26 +127,44 @@ class Copy:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.sizes)
 
     @property
     def source_end(self) -> int:
-        """One past its last element in the source."""
+        """One past the last element in the source."""
         steps = zip(self.sizes, self.source_strides, strict=True)
         return self.source + sum((size - 1) * stride for size, stride in steps) + 1
 
     def __call__(self, source: torch.Tensor, into: torch.Tensor, add: float | None = None) -> None:
         """Copy between 1-D tensors, or add `add` times the source."""
-        values = _strided(source, self.sizes, self.source_strides, self.source)
-        there = _strided(into, self.sizes, self.into_strides, self.into)
+        values = self._strided(source, self.sizes, self.source_strides, self.source)
+        there = self._strided(into, self.sizes, self.into_strides, self.into)
         if add is None:
             there.copy_(values)
         else:
             there.add_(values.to(there.device), alpha=add)  # in the destination's dtype
 
+    @classmethod
+    def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
+        """Make a copy with as few dims as it needs."""
+        dims: list[list[int]] = []
+        for size, a, b in zip(sizes, ours, into_strides, strict=True):
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
+                dims[-1] = [dims[-1][0] * size, a, b]
+            else:
+                dims.append([size, a, b])
+        counts, ours_left, theirs_left = zip(*(dims or [[1, 1, 1]]), strict=True)
+        return cls(counts, source, ours_left, into, theirs_left)
+
+    @staticmethod
+    def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        step = tensor.stride(0)
+        return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * offset)
+
     def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """As runs of contiguous elements at one distance: (first source index, distance, (rows, run) destination)."""
+        """Split into runs of contiguous elements: (first source index, distance, (rows, run) destination)."""
         sizes, ours, into_strides = self.sizes, self.source_strides, self.into_strides
         if ours[-1] != 1:  # single elements at a distance
             sizes, ours, into_strides = (*sizes, 1), (*ours, 1), (*into_strides, 1)
@@ -156,17 +173,12 @@ class Copy:
         for indices in itertools.product(*map(range, sizes[:-2])):
             first = self.source + sum(i * stride for i, stride in zip(indices, ours, strict=False))
             place = self.into + sum(i * stride for i, stride in zip(indices, into_strides, strict=False))
-            yield first, ours[-2], _strided(into, sizes[-2:], into_strides[-2:], place)
-
-
-def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    step = tensor.stride(0)
-    return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * offset)
+            yield first, ours[-2], self._strided(into, sizes[-2:], into_strides[-2:], place)
 
 
 @dataclass(frozen=True)
 class RegionRange:
-    """Elements [start, stop) of a flattened box."""
+    """Elements [start, stop) of a flattened region."""
 
     box: Region
     start: int
@@ -174,17 +186,11 @@ class RegionRange:
 
     @property
     def real_numel(self) -> int:
-        """Elements that are no padding."""
         return self.box.packed_index(self.stop) - self.box.packed_index(self.start)
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """How a range of a tensor is filled from another one; elements that the source lacks are left out.
-
-    Args:
-        source: indices in the copies count from its `start`.
-        into: likewise. Padding gets nothing.
-    """
+    """The copies that fill a range of one region from one of another; elements the source lacks are left out."""
     if source.box == into.box and source.box.packed is source.box:
         low, high = max(source.start, into.start), min(source.stop, into.stop)
         if low < high:
@@ -200,11 +206,11 @@ def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
             (here, there), counts = overlap
             first = sum(i * stride for i, stride in zip(here, strides[0], strict=True)) - source.start
             place = sum(i * stride for i, stride in zip(there, strides[1], strict=True)) - into.start
-            yield _collapsed(counts, first, strides[0], place, strides[1])
+            yield Copy.collapsed(counts, first, strides[0], place, strides[1])
 
 
 def extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
-    """The elements of a flattened box between which all lie that a range of another one takes from it."""
+    """The span of a flattened region that contains all elements which a range of another region takes from it."""
     every = RegionRange(wanted.box, 0, wanted.box.numel)
     return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
 
@@ -225,34 +231,27 @@ _Rect = list[tuple[int, int]]  # by dim: first element, one past the last
 
 @lru_cache(maxsize=4096)
 def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
-    """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
-    dims = _joined_dims(a, b)
-    segments = [[_scaled(box.segments, *dim) for dim in dims] for box in (a, b)]
-    shapes = [[sum(length for _, length in of_dim) for of_dim in by_dim] for by_dim in segments]
-    common = [list(_overlaps(ours, other_segments)) for ours, other_segments in zip(*segments, strict=True)]
-    return shapes, [_row_major(shape) for shape in shapes], list(itertools.product(*common))
-
-
-def _joined_dims(a: Region, b: Region) -> list[tuple[int, int]]:
-    """Dims as (dim, elements of each step): dims that both boxes have whole belong to the one before them."""
+    """Shapes and strides of two regions in as few dims as tell them apart, and the cells they share."""
     cut = {axis_cut.dim for axis_cut in (*a.cuts, *b.cuts)}
-    joined: list[tuple[int, int]] = []
+    dims: list[tuple[int, int]] = []  # (dim, elements of each step): whole dims of both belong to the one before them
     for dim, size in enumerate(a.shape):
-        if dim in cut or not joined:
-            joined.append((dim, 1))
+        if dim in cut or not dims:
+            dims.append((dim, 1))
         else:
-            joined[-1] = (joined[-1][0], joined[-1][1] * size)
-    return joined or [(-1, 1)]
-
-
-def _scaled(segments: tuple[Segments, ...], dim: int, unit: int) -> Segments:
-    if dim < 0:
-        return ((0, 1),)
-    return tuple((start * unit if start >= 0 else -1, length * unit) for start, length in segments[dim])
+            dims[-1] = (dims[-1][0], dims[-1][1] * size)
+    segments: list[list[Segments]] = [
+        [tuple((s * unit if s >= 0 else -1, n * unit) for s, n in box.segments[dim]) for dim, unit in dims]
+        or [((0, 1),)]  # a tensor without dims
+        for box in (a, b)
+    ]
+    shapes = [[sum(length for _, length in of_dim) for of_dim in by_dim] for by_dim in segments]
+    strides = [list(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] for shape in shapes]
+    common = [list(_overlaps(ours, other_segments)) for ours, other_segments in zip(*segments, strict=True)]
+    return shapes, strides, list(itertools.product(*common))
 
 
 def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """What two cuts of a dim have in common: (first element here, there, length)."""
+    """The overlaps of the segments of two cuts of a dim: (first element here, there, length)."""
     here = 0
     for a, length in ours:
         there = 0
@@ -262,13 +261,6 @@ def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, i
                 yield here + low - a, there + low - b, high - low
             there += other
         here += length
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1]
 
 
 def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
@@ -294,7 +286,7 @@ def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
 
 
 def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]], list[int]] | None:
-    """What a common cell, a block of the source and one of the destination share: first elements, and sizes."""
+    """Intersect a common cell with a block of the source and one of the destination: first elements, and sizes."""
     here, there, counts = [], [], []
     for (ours, other_start, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
         low, high = max(0, a_low - ours, b_low - other_start), min(length, a_high - ours, b_high - other_start)
@@ -306,26 +298,8 @@ def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]],
     return (here, there), counts
 
 
-def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-    """A copy with as few dims as it needs."""
-    dims: list[list[int]] = []
-    for size, a, b in zip(sizes, ours, into_strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
-            dims[-1] = [dims[-1][0] * size, a, b]
-        else:
-            dims.append([size, a, b])
-    counts, ours_left, theirs_left = zip(*(dims or [[1, 1, 1]]), strict=True)
-    return Copy(counts, source, ours_left, into, theirs_left)
-
-
 def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
-    """The first element of a tensor that no box has; None when every element is in one.
-
-    Args:
-        boxes: of one tensor.
-    """
+    """The first element of a tensor that no region covers; None when all are covered."""
     edges = [
         sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
         for dim, size in enumerate(boxes[0].shape)

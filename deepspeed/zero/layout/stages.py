@@ -14,12 +14,12 @@ from deepspeed.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Policy:
-    """What a stage splits; the rest of the code asks the four questions below, often: an answer is kept.
+    """Which state a stage shards. The properties are read often, so each is computed once.
 
     Args:
-        splits_parameters: each rank keeps its slice of the parameters between uses.
-        splits_gradients: each rank keeps the sum of its slice of the gradients only.
-        splits_optimizer: each rank holds master weights and optimizer state of its slice only.
+        splits_parameters: each rank keeps its shard of the parameters between uses.
+        splits_gradients: each rank keeps the sum of its shard of the gradients only.
+        splits_optimizer: each rank holds master weights and optimizer state of its shard only.
     """
 
     splits_parameters: bool
@@ -28,22 +28,22 @@ class Policy:
 
     @cached_property
     def gathers_before_use(self) -> bool:
-        """Parameters are whole only around their modules."""
+        """Parameters are all-gathered around their modules only."""
         return self.splits_parameters
 
     @cached_property
     def reduces_as_gradients_arrive(self) -> bool:
-        """Gradients are reduced in every micro-batch, not in the boundary one only."""
+        """Gradients are reduced in every micro-batch, not only in the boundary one."""
         return self.splits_gradients
 
     @cached_property
-    def owns_a_slice(self) -> bool:
-        """The optimizer updates a slice, not everything."""
+    def owns_a_shard(self) -> bool:
+        """The optimizer updates a shard, not everything."""
         return self.splits_optimizer
 
     @cached_property
     def all_gathers_after_step(self) -> bool:
-        """Updated slices are sent to the other ranks at once."""
+        """Updated shards are all-gathered after the step."""
         return self.splits_optimizer and not self.splits_parameters
 
 
@@ -59,21 +59,14 @@ KEPT_WHOLE = _TABLE[2]
 
 
 def policy_for(stage: int, pipeline: int = 1) -> Policy:
-    """The policy of a ZeRO stage.
-
-    Args:
-        stage: 0 to 3 (`zero_optimization.stage`).
-        pipeline: stages of a pipeline. With several, ZeRO 2 reduces a window's gradients once, at its end, and so has
-            to keep them whole until then, as ZeRO 1 does: else they would be sent once per micro-batch.
-
-    Raises:
-        ArgumentError: for any other number.
-    """
+    """The policy of a ZeRO stage (0 to 3) in a pipeline of that many stages."""
+    # With several stages of a pipeline, ZeRO 2 reduces a window's gradients once, at its end, and so keeps them whole
+    # until then, as ZeRO 1 does: else they would be sent once per micro-batch.
     if stage not in _TABLE:
         raise ArgumentError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
     return _TABLE[1 if stage == 2 and pipeline > 1 else stage]
 
 
 def stage_of(policy: Policy) -> int:
-    """The number users know a policy by."""
+    """The number of the stage that has a policy."""
     return next(stage for stage, row in _TABLE.items() if row == policy)

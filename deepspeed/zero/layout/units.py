@@ -1,4 +1,4 @@
-"""Units of a module tree: modules that are gathered, recomputed and published together, and leaf modules."""
+"""Units of a module tree: modules that are all-gathered and recomputed together, and leaf modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """A module's class; that of what it stands for, where that is on another stage of a pipeline."""
+    """The class of a module; for the placeholder of a module on another pipeline stage, the class of that module."""
     return type(vars(module).get(STANDS_FOR, module))
 
 

@@ -3,213 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.comm.process_groups.axis import Axis, tag_of
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
 from deepspeed.optim.separability import MethodTraits, UpdateTraits
+from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.grad_norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.gradients.reducer import Reducer
-from deepspeed.zero.optimizer.optimizer_shard import (
-    Fragment,
-    OptimizerShard,
-    count_update,
-    cut_state,
-    make_room_for_state,
-    whole_state,
-)
-from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
-from deepspeed.zero.optimizer.program_attributes import ProgramAttributes
-from deepspeed.zero.optimizer.published_methods import PublishedMethods
-from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
+from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
+from deepspeed.zero.optimizer.optimizer_state import adopt, follow
+from deepspeed.zero.optimizer.optimizer_surface import OptimizerSurface
+from deepspeed.zero.optimizer.update import StepGuard, all_gather_updated, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
-from deepspeed.zero.parameters.deferred_all_gather_hooks import DeferredAllGatherHooks
-from deepspeed.zero.parameters.module_hooks import ModuleHooks
+from deepspeed.zero.parameters.module_hooks import DeferredAllGatherHooks, ModuleHooks
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Pruner
-from deepspeed.zero.parameters.shard_group import edited, group_of, meet_before_change
+from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 if TYPE_CHECKING:
-    from deepspeed.zero.parameters.shard_group import ShardGroup
-
-
-class TrainingEngine(Protocol):
-    """The engine of an optimizer: what clients ask an optimizer for, and it does."""
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
-        """Run `loss` backward."""
-        ...
-
-    def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None:
-        """Move what `include` names, all of it for None."""
-        ...
-
-    def reload_states(self, non_blocking: bool) -> None:
-        """Bring it back."""
-        ...
-
-    def full_hp_param(self, param: Parameter, optim_state_key: str | None) -> torch.Tensor | None:
-        """The master of a parameter, or a tensor of its optimizer state."""
-        ...
-
-
-class OptimizerSurface(ProgramAttributes):
-    """What an optimizer over slices can be asked."""
-
-    optimizer: torch.optim.Optimizer  # over the leaves
-    fragments: dict[int, list[Fragment]]
-    groups: Sequence[ShardGroup]
-    bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
-    traits: UpdateTraits  # of the optimizer
-    engine: TrainingEngine | None = None  # that it is attached to
-
-    @property
-    def state(self) -> OptimizerState:
-        """The inner optimizer's state; see [Note: state by parameter]."""
-        return adopt(self)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-        adopt(self)
-
-    @property
-    def fp16_groups(self) -> list[list[Parameter]]:
-        """See `bit16_groups`."""
-        return self.bit16_groups
-
-    @property
-    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's slice of each flat group that is updated: 1-D, in the dtype of the master.
-
-        What rests in memory is given as it lies there, what rests on a disk as a copy. A write is found by nobody:
-        `safe_set_full_fp32_param` sets masters.
-        """
-        return [_whole(group) for group in self.groups if group.under_leaves is not None]
-
-    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
-
-    def offload_states(
-        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:  # fmt: skip
-        """Move training state from the device to host memory, as `engine.offload_states` does.
-
-        Args:
-            include: kinds of state; None: all of them.
-            device: "cpu".
-            pin_memory: into page-locked memory.
-            non_blocking: accepted; see the engine's.
-        """
-        self._attached().offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved, as `engine.reload_states` does.
-
-        Args:
-            non_blocking: do not wait until the copies are over.
-        """
-        self._attached().reload_states(non_blocking)
-
-    def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-        """The master of a parameter, or a tensor of its optimizer state. All ranks call together.
-
-        Args:
-            param: of the engine's model.
-            optim_state_key: None: the master; or `exp_avg`, `momentum_buffer`, …
-
-        Returns:
-            float32, of the global shape; None for a parameter that is not updated, and before the first step for state.
-        """
-        return self._attached().full_hp_param(param, optim_state_key)
-
-    def _attached(self) -> TrainingEngine:
-        if self.engine is None:
-            raise UsageError("this optimizer is not attached to an engine")
-        return self.engine
-
-    def _rank_state(self, **state: Any) -> RankState:
-        rank_state = RankState(state)
-        rank_state.of = weakref.ref(self)
-        return rank_state
-
-
-class RankState(dict[str, Any]):
-    """A rank's optimizer state, in which clients also look for its masters.
-
-    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` give the masters of this moment. They are
-    among no keys and neither saved nor copied with it: the engine's checkpoint has them.
-
-    Attributes:
-        of: the optimizer that has the masters; a state that somebody keeps does not keep it.
-    """
-
-    of: Callable[[], OptimizerSurface | None] = staticmethod(lambda: None)
-
-    def __missing__(self, key: str) -> list[torch.Tensor]:
-        optimizer = self.of()
-        if optimizer is not None and key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
-            return optimizer.single_partition_of_fp32_groups
-        raise KeyError(key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def _whole(group: ShardGroup) -> torch.Tensor:
-    stored = group.updated
-    if stored.memory is not None:
-        return stored.memory.detach()
-    with stored.borrowed() as lent:
-        return lent.detach().clone()
-
-
-def share_counters(optimizer: torch.optim.Optimizer, axis: Axis, state: OptimizerState) -> None:
-    """Counters that a step leaves in a group come from the first rank that updates parameters of it. All ranks call.
-
-    Some optimizers count only where a group has parameters, and a rank may own none of it.
-
-    Args:
-        optimizer: the inner one.
-        axis: the ranks that share out its parameters.
-        state: of the optimizer; a rank that has no parameter learns from the others what it holds.
-    """
-    own = [
-        {key: value for key, value in group.items() if key != "params"} if group["params"] else None
-        for group in groups_of(optimizer)
-    ]
-    told = all_gather_objects(axis, (own, state.outline()))
-    by_rank = [groups for groups, _ in told]
-    state.of_others = next((outline for _, outline in told if outline), {})
-    for number, group in enumerate(groups_of(optimizer)):
-        values = next((groups[number] for groups in by_rank if groups[number] is not None), {})
-        group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
-
-
-def numbers_of(group: dict[str, Any]) -> Iterator[float]:
-    """The numbers in a group of an optimizer; NaN, which is no number, as one that nobody sets."""
-    for key, value in group.items():
-        for each in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.numel() == 1:
-                each = each.item()
-            if isinstance(each, (int, float)):
-                yield -(2.0**-40) if each != each else float(each)
+    pass
 
 
 _HOOK_TABLES = tuple(
@@ -219,7 +48,7 @@ _HOOK_TABLES = tuple(
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What happens between gradients and update.
+    """Settings of what happens between gradients and update.
 
     Args:
         clip: largest global norm (`gradient_clipping`), 0 for none.
@@ -237,7 +66,7 @@ class StepSettings:
 
 
 class ZeroOptimizer(OptimizerSurface):
-    """A torch optimizer over the slices of this rank.
+    """A torch optimizer over the shards of this rank.
 
     Args:
         inner: the client's or the JSON's optimizer; its group dicts are kept, their `params` replaced.
@@ -264,8 +93,8 @@ class ZeroOptimizer(OptimizerSurface):
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
-        self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
-        self.piggyback_values: list[float] = []  # numbers that ride on the step's exchange, and everybody's
+        self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
+        self.piggyback_values: list[float] = []  # numbers all-gathered with the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
         self._late: DeferredAllGatherHooks | None = None
         self.attach(reducer, lifecycle, late)
@@ -273,13 +102,7 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Take the parameters in the inner optimizer's groups over, from these groups of slices.
-
-        Args:
-            reducer: where gradients come from.
-            lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
-            late: lets new values arrive after a step.
-        """
+        """Shard the parameters in the inner optimizer's groups as the reducer's groups are."""
         if self._late is not None:
             self._late.detach()
         self.reducer, self._late = reducer, late
@@ -288,7 +111,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._channel, self._rounds = reducer.axes.dp_sp_group.channel(), 0
         self._norm_channel, self._norms = reducer.axes.model_replica_group.channel(), 0
         self.window = reducer.window
-        self.window.rates = self._rates
+        self.window.set_rates(self._rates)
         self.masks: Pruner | None = None
         self.bit16_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
@@ -309,16 +132,16 @@ class ZeroOptimizer(OptimizerSurface):
         follow(self)
         self._split_groups()
         for group in self._whole:
-            group.aliases.track_writes()  # nobody else has anything over the memory yet
+            group.buffer_views.track_writes()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         adopt(self)
         for shard in self.shards:
             shard.store_state()
-        self._methods = PublishedMethods(self.optimizer, self.traits, self)
+        self._replace_methods()
         self._writes = self._leaf_writes
 
     def _split_groups(self) -> None:
-        """Put leaves over this rank's parts in the place of the model's parameters, in all groups of the optimizer."""
+        """Replace the model's parameters in all groups of the inner optimizer by leaves over this rank's shards."""
         leaves_of: dict[int, list[Parameter]] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -332,7 +155,7 @@ class ZeroOptimizer(OptimizerSurface):
                 member.owner = self
                 leaves_of[id(param)] = [fragment.leaf for fragment in fragments]
                 for fragment in fragments if state else ():
-                    self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
+                    self.optimizer.state[fragment.leaf] = fragment.cut_state(state)
         every = self.optimizer.param_groups if self.traits.known else groups_of(self.optimizer)
         for param in (param for group in every for param in group["params"]):
             if id(param) not in leaves_of and param.requires_grad:
@@ -354,16 +177,27 @@ class ZeroOptimizer(OptimizerSurface):
             return getattr(inner, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
-    def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
-        """Call a method of the inner optimizer that writes parameters or state. All ranks call together.
+    def _replace_methods(self) -> None:
+        """Wrap methods of the inner optimizer that write outside of `step` (`eval` of schedule-free ones).
 
-        Args:
-            call: the method, bound.
-            traits: one that reads gradients is run as `step` is: at the end of a window, with clipping.
-
-        Returns:
-            What it returned.
+        They see leaves over the masters of this rank, so what they write has to reach the model on all ranks.
         """
+        self._replaced: dict[str, Any] = {}
+        for name, traits in self.traits.methods.items():
+            if name not in vars(self.optimizer):  # not what a user has put there
+                self._replaced[name] = vars(self.optimizer)[name] = self._wrapped_method(name, traits)
+
+    def _wrapped_method(self, name: str, traits: MethodTraits) -> Callable[..., Any]:
+        optimizer, own = self.optimizer, getattr(type(self.optimizer), name)
+
+        @functools.wraps(own)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self.run_method(lambda: own(optimizer, *args, **kwargs), traits)
+
+        return method
+
+    def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
+        """Call a method of the inner optimizer that writes parameters or state. All ranks call together."""
         if self._stepping:  # by the optimizer itself
             return call()
         if traits.reads_gradients:
@@ -386,57 +220,37 @@ class ZeroOptimizer(OptimizerSurface):
                 result = call()
                 for shard in self.shards:
                     shard.adopt_replaced()
-                publish(self.groups)
+                all_gather_updated(self.groups)
         finally:
             self._stepping = False
         self._show_new_values()
-        count_update([member for shard in self.shards for member in shard.members])
+        self._count_update([member for shard in self.shards for member in shard.members])
         return result
 
     def shard_of(self, member: ParamRecord) -> OptimizerShard:
-        """The leaves and the state of a member's group."""
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
+        """Start to train a parameter that was unfrozen."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: the very dicts the client made."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss (1 when losses are not scaled)."""
-        return self.window.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def clip_grad(self) -> float:
-        """The clipping limit, 0 for none."""
-        return self.settings.clip
-
     def _rates(self) -> list[float]:
-        """Hyperparameters as this rank has them: one that a rank sets alone would update its slices by another rule."""
-        return [number for group in self.optimizer.param_groups for number in numbers_of(group)]
+        """Hyperparameters of this rank, for comparison: one that differed would update its shards by another rule."""
+        rates = []
+        for key, value in (entry for group in self.optimizer.param_groups for entry in group.items()):
+            for number in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
+                if isinstance(number, torch.Tensor) and number.device.type == "cpu" and number.numel() == 1:
+                    number = number.item()
+                if isinstance(number, (int, float)):  # NaN, which equals nothing, as a number that nobody sets
+                    rates.append(-(2.0**-40) if number != number else float(number))
+        return rates
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update: agree, norm, check, clip, update, publish.
+        """Run one update: agree, norm, check, clip, update, all-gather.
 
         Args:
             closure: evaluated first, as torch optimizers do.
@@ -486,8 +300,8 @@ class ZeroOptimizer(OptimizerSurface):
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
-        if self.inspect is not None:
-            self.inspect(norm, self.gathered_piggyback_values)
+        if self._inspect is not None:
+            self._inspect(norm, self.gathered_piggyback_values)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
@@ -496,12 +310,20 @@ class ZeroOptimizer(OptimizerSurface):
         if self.scaler is not None:
             self.scaler.update(self.overflow)
 
+    def inspect_norm(self, inspect: Callable[[float | None, list[list[float]]], None]) -> None:
+        """Call `inspect(norm, piggyback values of all ranks)` between norm and update from now on."""
+        self._inspect = inspect
+
+    def set_masks(self, masks: Pruner) -> None:
+        """Mask gradients and masters in each update from now on, until the parameters are laid out anew."""
+        self.masks = masks
+
     @property
     def _leaf_writes(self) -> int:
         return sum(shard.writes for shard in self.shards)
 
     def _refuse_leaf_writes(self) -> None:
-        """The same on all ranks: they have compared the number."""
+        """Raise on all ranks, which have compared the number, for writes to leaves outside of `step`."""
         if self.window.leaf_writes:
             self._writes, self.window.leaf_writes = self._leaf_writes, 0
             self._end_window()
@@ -530,17 +352,26 @@ class ZeroOptimizer(OptimizerSurface):
         return tag_of(self._channel, SMALL, self._rounds)
 
     def _check_called_by_engine(self) -> None:
-        """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
+        """Refuse a step of the inner optimizer that does not come from here."""
         if not self._stepping:
             raise UsageError(
                 "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
                 "of the optimizer that initialize returned"
             )
 
+    def _make_room_for_state(self) -> None:
+        """Give what the first backward has freed back to the device, so that state gets memory of its own.
+
+        State comes to stay, and would do so in holes of blocks that the next forward needs.
+        """
+        kinds = {shard.group.device.type for shard in self.shards if shard.group.tiers.optimizer is RESIDENT}
+        if not self.optimizer.state and not kinds <= {"cpu", "meta"}:
+            get_accelerator().empty_cache()
+
     def _warn_of_hooks(self) -> None:
-        """A user's hook before the inner step sees the gradient shards of this rank."""
+        """Warn that a user's hook before the inner step sees the gradient shards of this rank only."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
-        if hooks and any(group.policy.owns_a_slice and group.axis.size > 1 for group in self.groups):
+        if hooks and any(group.policy.owns_a_shard and group.axis.size > 1 for group in self.groups):
             warn_once(
                 f"a pre-step hook of {type(self.optimizer).__name__} sees the gradients of this rank's shards alone: a "
                 f"norm over them is not the global one; set gradient_clipping, or read engine.get_global_grad_norm()",
@@ -548,13 +379,13 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _take_over_edits(self) -> None:
-        """What the user has changed in the model's parameters becomes the masters'."""
+        """Import the user's changes of the model's parameters into the masters."""
         for group in self._whole:
             group.wait()
-        changed = [member for group in self._whole for member in edited(group)]
+        changed = [member for group in self._whole for member in group.edited_members()]
         for member in changed:
-            member.tell_holder()
-            member.step_aside()  # read all before any is written: two may have been exchanged
+            member.warn_if_copied()
+            member.copy_foreign_values()  # read all before any is written: two may have been exchanged
         for member in changed:
             self.import_edits(member)
 
@@ -567,7 +398,7 @@ class ZeroOptimizer(OptimizerSurface):
             )
         state = adopt(self)
         if not self._updated:
-            make_room_for_state(self.optimizer, self.shards)
+            self._make_room_for_state()
             self._warn_of_hooks()
         self._updated = True
         self._stepping = True
@@ -587,11 +418,18 @@ class ZeroOptimizer(OptimizerSurface):
             handle.wait()
         self._show_new_values()
         for wave in waves:
-            count_update(wave.members)
+            self._count_update(wave.members)
             state.note_updated(wave.members)
 
+    @staticmethod
+    def _count_update(members: Sequence[ParamRecord]) -> None:
+        """Count a step as an in-place change: backward of an older forward raises, as in torch."""
+        increment_version([member.param for member in members])
+        for member in members:
+            member.version += 1
+
     def _show_new_values(self) -> None:
-        """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
+        """Serve the new shards to ranks that gather them; share counters with ranks without parameters."""
         self._writes = self._leaf_writes
         self.share_counters()
         for group in self._gathered:
@@ -600,26 +438,39 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
 
     def share_counters(self) -> None:
-        """Have ranks without parameters of a group know what others count and hold, where that differs."""
-        if not self.traits.counts_alone or not self.traits.by_parameter:
-            share_counters(self.optimizer, self.reducer.axes.dp_sp_group, adopt(self))
+        """Tell ranks without parameters of a group what others count and hold. All ranks call together."""
+        if self.traits.counts_alone and self.traits.by_parameter:
+            return
+        groups, state = groups_of(self.optimizer), adopt(self)
+        own = [
+            {key: value for key, value in group.items() if key != "params"} if group["params"] else None
+            for group in groups
+        ]
+        everyone = all_gather_objects(self.reducer.axes.dp_sp_group, (own, state.outline()))
+        state.of_others = next((outline for _, outline in everyone if outline), {})
+        for number, group in enumerate(groups):  # counters come from the first rank that updates parameters of it
+            values = next((counters[number] for counters, _ in everyone if counters[number] is not None), {})
+            group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
     def import_edits(self, member: ParamRecord) -> None:
-        """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
+        """Import what the user has changed in place since the last step (weight clipping) into the master."""
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)
-        if member.param.data_ptr() != group.views[member.index].data_ptr() and group.aliases.outlived():
+        if member.param.data_ptr() != group.views[member.index].data_ptr() and group.buffer_views.outlived():
             group.move_out()
-            group.aliases.track_writes()
+            group.buffer_views.track_writes()
             self.shard_of(member).point()
-        member.tell_holder()
-        member.rejoin()
+        member.warn_if_copied()
+        member.restore_view()
         if member.exposed or member.param._version != member.version:
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.
             member.version, member.exposed = (
                 member.param._version,
-                group.master is not None and group.aliases.track_writes(),
+                group.master is not None and group.buffer_views.track_writes(),
             )
             group.import_edits(member)
 
@@ -640,7 +491,13 @@ class ZeroOptimizer(OptimizerSurface):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return self._rank_state(optimizer=whole_state(self.optimizer, self.shards), loss_scaler=scaler)
+        with contextlib.ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.at_hand())
+            state = self.optimizer.state_dict()
+            if any(shard.moves for shard in self.shards):
+                state = copy.deepcopy(state)  # what is at hand is lent
+        return self._rank_state(optimizer=state, loss_scaler=scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
@@ -654,11 +511,14 @@ class ZeroOptimizer(OptimizerSurface):
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are not in use."""
         if self.lifecycle is not None:
-            self.lifecycle.keeper.free_idle()
+            self.lifecycle.prefetcher.free_idle()
 
     def release_inner(self) -> None:
         """Give the inner optimizer its own methods back, and take the hooks off."""
-        self._methods.remove()
+        for name, replaced in self._replaced.items():
+            if vars(self.optimizer).get(name) is replaced:
+                del vars(self.optimizer)[name]
+        self._replaced.clear()
         for guard in self._guards:
             guard.remove()
 
@@ -667,7 +527,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()
-        self.window.rates = list
+        self.window.set_rates(list)
         self.release_inner()
         for shard in self.shards:
             shard.drop()

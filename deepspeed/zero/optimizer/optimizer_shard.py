@@ -8,18 +8,15 @@ values. Inside `OptimizerShard.at_hand` both are real.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT, Evicted
@@ -33,7 +30,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass(eq=False)
 class Fragment:
-    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
+    """One parameter as the optimizer sees it: a leaf tensor over the master values, and where its gradient is."""
 
     member: ParamRecord
     range: ParamRange
@@ -42,7 +39,7 @@ class Fragment:
     _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
 
     def gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Its part of the borrowed accumulator, in the leaf's shape."""
+        """The part of the borrowed accumulator, in the leaf's shape."""
         if self._view is not None and self._view[1] is total:
             return self._view[0]
         view = total[self.span].view(self.leaf.shape)
@@ -53,27 +50,19 @@ class Fragment:
     @property
     def span(self) -> slice:
         """Where the fragment lies in this rank's master and in the accumulator."""
-        start = self.range.at - self.bucket.low
+        start = self.range.group_start - self.bucket.low
         return slice(start, start + self.range.numel)
 
-
-def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
-    """The part of an optimizer state, made for the whole parameter, that belongs to a fragment."""
-    fragments = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == fragment.member.shape and value.dim():
-            flat = value.detach().reshape(-1)[fragment.range.start : fragment.range.stop]
-            fragments[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
-        else:
-            fragments[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return fragments
-
-
-def count_update(members: Sequence[ParamRecord]) -> None:
-    """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
-    increment_version([member.param for member in members])
-    for member in members:
-        member.version += 1
+    def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of an optimizer state, made for the whole parameter, that belongs to this fragment."""
+        fragments = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == self.member.shape and value.dim():
+                flat = value.detach().reshape(-1)[self.range.start : self.range.stop]
+                fragments[key] = flat.clone().view(self.leaf.shape).to(self.leaf.device)
+            else:
+                fragments[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return fragments
 
 
 # State tensors begin at multiples of this many bytes in the buffer they share.
@@ -97,7 +86,6 @@ class _StateTensor:
 
     @property
     def place(self) -> tuple[int, str, torch.Size, tuple[int, ...], torch.dtype, int]:
-        """What it is and where it lies."""
         return id(self.leaf), self.key, self.shape, self.stride, self.dtype, self.start
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -105,13 +93,8 @@ class _StateTensor:
         return flat.as_strided(self.shape, self.stride)
 
 
-def _strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Those of a tensor that fills its memory, in any order: products of matrices differ in the last bits by it."""
-    return torch.empty_like(value, device="meta").stride()
-
-
 class _Moments:
-    """The state tensors of a group, packed into one tensor of a tier that moves what it lends."""
+    """The state tensors of a group, packed into one tensor of an offload tier."""
 
     def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
         self._group, self._optimizer, self._lend = group, optimizer, lend
@@ -120,12 +103,11 @@ class _Moments:
         self._buffer: torch.Tensor | None = None
 
     def prefetch(self) -> None:
-        """They will be needed soon."""
         if self._stored is not None:
             self._stored.prefetch()
 
     def bring(self) -> None:
-        """Put real tensors where the optimizer's state has placeholders; what was set from outside stays."""
+        """Put real tensors in place of placeholders in the optimizer's state; what was set from outside stays."""
         if self._stored is not None:
             self._buffer = self._stored.acquire()
             for entry in self._entries:
@@ -134,13 +116,15 @@ class _Moments:
                     state[entry.key] = entry.view(self._buffer)
 
     def take_away(self, fragments: list[Fragment], changed: bool) -> None:
-        """Bring what is in the optimizer's state to the tier, and leave placeholders."""
+        """Store the optimizer's state in the tier, and leave placeholders."""
         wanted, states = [], []
         end = 0
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    wanted.append(_StateTensor(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
+                    # Any order of dims that fills the memory is kept: the last bits of matrix products depend on it.
+                    strides = torch.empty_like(value, device="meta").stride()
+                    wanted.append(_StateTensor(fragment.leaf, key, value.shape, strides, value.dtype, end))
                     states.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
@@ -152,7 +136,7 @@ class _Moments:
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
                 changed = True
-            placeholder = Away.of(value, functools.partial(_borrow, self._lend, entry.leaf, entry.key))
+            placeholder = Away.of(value, functools.partial(self._borrow, self._lend, entry.leaf, entry.key))
             self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
             old.release(changed=False)
@@ -161,6 +145,17 @@ class _Moments:
             self._stored.release(changed)
         self._buffer = None
 
+    @staticmethod
+    def _borrow(
+        lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
+    ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        method = lend()
+        if method is None:
+            raise UsageError(
+                f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier"
+            )
+        return method(leaf, key, changed)
+
     def _new(self, nbytes: int) -> StoredTensor | None:
         group = self._group
         if not nbytes:
@@ -168,7 +163,6 @@ class _Moments:
         return group.tiers.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
 
     def drop(self) -> None:
-        """They are not needed any more."""
         if self._stored is not None:
             self._stored.drop()
             self._stored = None
@@ -176,13 +170,7 @@ class _Moments:
 
 
 class OptimizerShard:
-    """Leaves and state of one group.
-
-    Args:
-        bucket: the gradient side of the group.
-        optimizer: the inner optimizer, whose state is keyed by the leaves.
-        foreign: its class is not one that is known to write into its parameters, so it may put others in their place.
-    """
+    """Leaves and state of one group."""
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
         self.bucket, self.group = bucket, bucket.group
@@ -195,13 +183,13 @@ class OptimizerShard:
 
     @property
     def moves(self) -> bool:
-        """Whether what it works on has addresses for a while only."""
+        """Whether its memory has an address for a while only."""
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
     @property
     def rests_at_hand(self) -> bool:
-        """Whether `at_hand` changes nothing: all of it rests where it is updated."""
+        """Whether `at_hand` changes nothing, since all of it rests where it is updated."""
         group = self.group
         if self._evicted or group.tiers.optimizer is not RESIDENT:
             return False
@@ -209,7 +197,7 @@ class OptimizerShard:
         return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
 
     def add(self, member: ParamRecord) -> list[Fragment]:
-        """Make the leaves over the fragments of a member that this rank updates."""
+        """Make the leaves over the parts of a parameter that this rank updates."""
         self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
         if range_ is None:
@@ -232,7 +220,7 @@ class OptimizerShard:
         return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
 
     def point(self, fragments: list[Fragment] | None = None) -> None:
-        """Lay leaves (all, or these) over the master where it rests in memory; placeholders otherwise."""
+        """Make leaves (all, or these) views of the master where it rests in memory; placeholders otherwise."""
         under = self.group.under_leaves
         memory = None if under is None else under.memory
         for fragment in self.fragments if fragments is None else fragments:
@@ -240,7 +228,7 @@ class OptimizerShard:
             fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
 
     def adopt_replaced(self) -> None:
-        """After an update: values of tensors that it has put under leaves (`p.data = ...`) go into the master.
+        """Copy the values of tensors that the update has put under leaves (`p.data = ...`) into the master.
 
         Valid where the shard is at hand.
         """
@@ -255,14 +243,13 @@ class OptimizerShard:
 
     @property
     def writes(self) -> int:
-        """How often leaves were written in place, where the model does not compute with them."""
+        """Count in-place writes to leaves, where the model does not compute with them."""
         group = self.group
-        if group.master is None and not group.policy.owns_a_slice:
+        if group.master is None and not group.policy.owns_a_shard:
             return 0
         return sum(fragment.leaf._version for fragment in self.fragments)
 
     def prefetch(self) -> None:
-        """The shard will be at hand soon."""
         if self.moves:
             self.group.updated.prefetch()
             self._moments.prefetch()
@@ -291,13 +278,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
-        """One state tensor, real inside.
-
-        Args:
-            leaf: whose.
-            key: its name.
-            changed: it may be written.
-        """
+        """Lend one real state tensor inside."""
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]
 
@@ -311,61 +292,22 @@ class OptimizerShard:
                     self._evicted.append(Evicted(value, pool))
 
     def restore_state(self, non_blocking: bool = False) -> None:
-        """Undo `evict_state`."""
         for evicted in self._evicted:
             evicted.restore(non_blocking)
         self._evicted.clear()
 
     def store_state(self) -> None:
-        """State tensors that were put into the optimizer from outside go where they rest."""
+        """Store state tensors that were put into the optimizer from outside in their tier."""
         if self.moves:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
 
     def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
-        """What takes part in a step.
-
-        Args:
-            marks: which parameters of the group have a gradient on any rank.
-        """
+        """The members and fragments with a mark: those that have a gradient on any rank."""
         if all(marks):
             return self.members, self.fragments
         members = [member for member in self.members if marks[member.index]]
         return members, [fragment for fragment in self.fragments if marks[fragment.member.index]]
 
     def drop(self) -> None:
-        """The optimizer is gone."""
         self._moments.drop()
-
-
-def _borrow(
-    lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
-) -> contextlib.AbstractContextManager[torch.Tensor]:
-    method = lend()
-    if method is None:
-        raise UsageError(f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier")
-    return method(leaf, key, changed)
-
-
-def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, Any]:
-    """The optimizer's `state_dict` with real tensors; those that rest on disk are copied into memory, all of them."""
-    with contextlib.ExitStack() as stack:
-        for shard in shards:
-            stack.enter_context(shard.at_hand())
-        state = optimizer.state_dict()
-        # What is at hand is lent.
-        return copy.deepcopy(state) if any(shard.moves for shard in shards) else state
-
-
-def make_room_for_state(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
-    """Before the first update: state comes to stay, and would do so in holes of blocks that the next forward needs.
-
-    What the first backward has freed goes back to the device, so that state gets memory of its own.
-
-    Args:
-        optimizer: the inner one; has it state already, nothing is done.
-        shards: all groups.
-    """
-    rests = [s.group.device.type for s in shards if s.group.tiers.optimizer is RESIDENT]
-    if not optimizer.state and any(kind not in ("cpu", "meta") for kind in rests):
-        get_accelerator().empty_cache()

@@ -1,15 +1,16 @@
 """The optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for everybody else.
 
-[Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Who resets, prunes or
-carries state over (ReLoRA, merges of adapters, rollbacks) knows the model's parameters. `OptimizerState` is the one
-mapping for both: a leaf is found as in any dict, a parameter finds the state of its leaf, and to iterate gives
-parameters, but while the optimizer itself works. A rank that has no part of a parameter answers as the others do, so
-that what ranks decide by a look at the state they decide alike.
+[Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Clients that reset, prune
+or carry state over (ReLoRA, merges of adapters, rollbacks) know the model's parameters. `OptimizerState` is one mapping
+for both: a leaf is found as in any dict, a parameter finds the state of its leaf, and iteration gives parameters,
+except while the optimizer itself runs. A rank that has no part of a parameter answers as the others do, so that all
+ranks decide alike by a look at the state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 from deepspeed.errors import UsageError
 from deepspeed.optim.nested import join_states, nested_optimizers
 from deepspeed.optim.separability import UpdateTraits
-from deepspeed.zero.optimizer.optimizer_shard import Fragment, cut_state
+from deepspeed.zero.optimizer.optimizer_shard import Fragment
 from deepspeed.zero.optimizer.state_tensor import Away, Piece, StateTensor
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord
@@ -30,7 +31,7 @@ _NOTHING: Any = object()
 
 
 class Owner(Protocol):
-    """The optimizer over slices; see `optimizer.ZeroOptimizer`."""
+    """The optimizer over shards; see `optimizer.ZeroOptimizer`."""
 
     optimizer: torch.optim.Optimizer
     fragments: dict[int, list[Fragment]]  # of this rank, by the member's uid
@@ -39,13 +40,7 @@ class Owner(Protocol):
 
 
 class ParamState(MutableMapping[str, Any]):
-    """The optimizer state of one parameter of the model; what is changed in it is changed for the optimizer.
-
-    Args:
-        state: of all.
-        member: the parameter.
-        fragment: this rank's part of it; None: it has none.
-    """
+    """The optimizer state of one parameter of the model; changes of it are changes of the optimizer's."""
 
     __slots__ = ("_fragment", "_member", "_state")
 
@@ -61,16 +56,14 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def param(self) -> Parameter:
-        """The parameter."""
         return self._member.param
 
     @property
     def leaf(self) -> Parameter | None:
-        """What the optimizer updates of it on this rank."""
         return None if self._fragment is None else self._fragment.leaf
 
     def create(self) -> ParamState:
-        """Have an entry, empty unless there is one."""
+        """Make an empty entry unless there is one."""
         if self._fragment is None:
             self._state.elsewhere.setdefault(self._member.uid, False)
         elif not self.exists:
@@ -78,38 +71,37 @@ class ParamState(MutableMapping[str, Any]):
         return self
 
     def note(self, filled: bool) -> None:
-        """Other ranks have an entry for a parameter of which this one has no part, or have none.
-
-        Args:
-            filled: they have one, and it holds something.
-        """
+        """Note whether other ranks have a filled entry for a parameter of which this one has no part."""
         self._state.elsewhere.pop(self._member.uid, None)
         if filled:
             self._state.elsewhere[self._member.uid] = True
 
     def forget(self) -> None:
-        """Have no entry any more."""
         if self._fragment is None:
             self._state.elsewhere.pop(self._member.uid, None)
         else:
             dict.pop(self._state, self._fragment.leaf, None)
 
     def taken(self) -> dict[str, Any]:
-        """The values, for whoever takes them out."""
-        return {key: _kept(value) for key, value in self.items()}
+        """The values, safe to keep when the entry is dropped."""
+        taken = {}
+        for key, value in self.items():  # a tensor must stay when what it is in is dropped
+            rests = value._ds_piece.local if isinstance(value, StateTensor) else value
+            taken[key] = value.clone() if isinstance(rests, Away) else value
+        return taken
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """What stands for the parameter on this rank; where it has no part of it, the entries of one that has."""
+        """The entries on this rank; where it has no part of the parameter, those of one that it has."""
         if self._fragment is not None:
             return dict.get(self._state, self._fragment.leaf, {})
         return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
 
     @property
     def _cut(self) -> bool:
-        """Whether other ranks have other elements."""
+        """Whether the state is sharded over ranks."""
         group = self._member.group
-        return group.policy.owns_a_slice and group.axis.size > 1
+        return group.policy.owns_a_shard and group.axis.size > 1
 
     def __getitem__(self, key: str) -> Any:
         entries, member, fragment = self._entries, self._member, self._fragment
@@ -145,7 +137,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
 
     def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """What this rank keeps of a value."""
+        """The part of a value that this rank keeps."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         live = self._entries.get(key)
@@ -162,7 +154,7 @@ class ParamState(MutableMapping[str, Any]):
         there = isinstance(live, torch.Tensor) and live.shape == fragment.leaf.shape
         dtype = (live if there else fragment.leaf).dtype  # type: ignore[union-attr]
         if self._cut:
-            value = cut_state({key: value}, fragment)[key]
+            value = fragment.cut_state({key: value})[key]
         return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
 
     def __delitem__(self, key: str) -> None:
@@ -170,7 +162,6 @@ class ParamState(MutableMapping[str, Any]):
             del dict.get(self._state, self._fragment.leaf, {})[key]
 
     def clear(self) -> None:
-        """Have an empty entry."""
         if self._fragment is None:
             if self.exists:
                 self._state.elsewhere[self._member.uid] = False
@@ -197,11 +188,11 @@ class OptimizerState(defaultdict[Any, Any]):
     """The state of an inner optimizer; see [Note: state by parameter].
 
     Args:
-        owner: knows the leaves of parameters; who keeps the state does not keep it.
+        owner: knows the leaves of parameters; referred to weakly.
 
     Attributes:
         elsewhere: parameters of which only other ranks have a part, and whether their entry holds anything.
-        of_others: the outline of another rank's state, where ranks have told each other.
+        of_others: the outline of another rank's state, where ranks have exchanged it.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -213,12 +204,11 @@ class OptimizerState(defaultdict[Any, Any]):
         self._inside = 0
 
     def belongs_to(self, owner: Owner) -> bool:
-        """Whether it is the state of an optimizer over slices."""
         return self._owner() is owner
 
     @contextlib.contextmanager
     def by_leaf(self) -> Iterator[None]:
-        """Inside, to iterate gives leaves, and nothing else: the optimizer itself is at work."""
+        """Iterate over leaves inside, and nothing else: the optimizer itself is at work."""
         self._inside += 1
         try:
             yield
@@ -226,7 +216,7 @@ class OptimizerState(defaultdict[Any, Any]):
             self._inside -= 1
 
     def without_parameter(self) -> dict[str, Any]:
-        """What the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
+        """State that the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
@@ -234,7 +224,7 @@ class OptimizerState(defaultdict[Any, Any]):
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
-        """The entries of a parameter like this one, of which this rank has a part; empty when there is none."""
+        """The entries of the first leaf of this rank that has some; else what another rank has said of its own."""
         owner = self._owner()
         for group in [] if owner is None else owner.optimizer.param_groups:
             for leaf in group["params"]:
@@ -243,18 +233,14 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.of_others
 
     def outline(self) -> dict[str, Any]:
-        """What this rank holds of its first parameter that has state: numbers, and tensors without their elements."""
+        """Entries of the first parameter of this rank that has state: numbers, and tensors without their elements."""
         return {
             key: value.new_empty(0, device="cpu") if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
         }
 
     def note_updated(self, members: Sequence[ParamRecord]) -> None:
-        """The optimizer has updated these parameters: those that have no part here have state on other ranks.
-
-        Args:
-            members: that some rank had a gradient for.
-        """
+        """Note that parameters without a part on this rank have state on other ranks."""
         owner = self._owner()
         if owner is not None:
             absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
@@ -280,7 +266,6 @@ class OptimizerState(defaultdict[Any, Any]):
         return super().__contains__(key) if view is None else view.exists
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of any dict."""
         view = self.view(key)
         if view is None:
             return super().get(key, default)
@@ -296,9 +281,9 @@ class OptimizerState(defaultdict[Any, Any]):
                 f"deepspeed.utils.safe_set_full_optimizer_state sets one of them"
             )
         elif not (isinstance(value, ParamState) and value._member is view._member):
-            kept = dict(value)
+            entries = dict(value)
             view.create().clear()
-            view.update(kept)
+            view.update(entries)
 
     def __delitem__(self, key: Any) -> None:
         view = self.view(key)
@@ -310,7 +295,6 @@ class OptimizerState(defaultdict[Any, Any]):
             view.forget()
 
     def pop(self, key: Any, default: Any = _NOTHING) -> Any:
-        """As of any dict."""
         view = self.view(key)
         if view is None:
             return super().pop(key) if default is _NOTHING else super().pop(key, default)
@@ -323,13 +307,11 @@ class OptimizerState(defaultdict[Any, Any]):
         return taken
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of any dict."""
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]
 
     def clear(self) -> None:
-        """Forget the state of everything."""
         super().clear()
         self.elsewhere.clear()
 
@@ -348,14 +330,12 @@ class OptimizerState(defaultdict[Any, Any]):
     update: Any = MutableMapping.update
 
     def popitem(self) -> tuple[Any, Any]:
-        """As of any dict."""
         keys = list(self)
         if not keys:
             raise KeyError("the optimizer has no state")
         return keys[-1], self.pop(keys[-1])
 
     def copy(self) -> dict[Any, Any]:  # type: ignore[override]
-        """A dict of the same entries."""
         return dict(self.items())
 
     __copy__ = copy  # type: ignore[assignment]
@@ -375,63 +355,48 @@ class OptimizerState(defaultdict[Any, Any]):
         return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
 
     def views(self) -> list[ParamState]:
-        """Of all parameters that the optimizer updates, in its order, with or without state."""
+        """The states of all parameters that the optimizer updates, in its order, also empty ones."""
         owner = self._owner()
         params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
         return [view for view in map(self.view, params) if view is not None]
 
 
-def _kept(value: Any) -> Any:
-    """A tensor that stays when what it was in is dropped."""
-    if isinstance(value, Away):
-        return value.clone()
-    if isinstance(value, StateTensor) and isinstance(value._ds_piece.local, Away):
-        return value.clone()
-    return value
-
-
 def follow(owner: Owner) -> None:
-    """Have an optimizer's `state_dict` be made of its state by leaf, and what `load_state_dict` puts there adopted.
+    """Make an optimizer's `state_dict` of its state by leaf, and adopt what `load_state_dict` puts there."""
+    inner, reference = owner.optimizer, weakref.ref(owner)
 
-    Args:
-        owner: of the inner optimizer, whoever calls that.
-    """
-    inner, whose = owner.optimizer, weakref.ref(owner)
+    def pack(packing: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if isinstance(optimizer.state, OptimizerState):
+            optimizer.state.packing = packing
 
     def loaded(_optimizer: torch.optim.Optimizer) -> None:
-        owner = whose()
+        owner = reference()
         if owner is not None and owner.fragments:
             adopt(owner)
 
-    inner.register_state_dict_pre_hook(_pack)
-    inner.register_state_dict_post_hook(_unpack)
+    inner.register_state_dict_pre_hook(functools.partial(pack, True))
+    inner.register_state_dict_post_hook(functools.partial(pack, False))
     inner.register_load_state_dict_post_hook(loaded)
 
 
-def _pack(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer.state, OptimizerState):
-        optimizer.state.packing = True
-
-
-def _unpack(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> None:
-    if isinstance(optimizer.state, OptimizerState):
-        optimizer.state.packing = False
-
-
 def adopt(owner: Owner) -> OptimizerState:
-    """Have the inner optimizer's state, and that of an optimizer inside of it, looked up by parameter too.
+    """Make the state of the inner optimizer, and of an optimizer inside of it, an `OptimizerState`; returns the former.
 
     Somebody may have put another dict there: `load_state_dict` does, and so do clients that reset everything.
-
-    Args:
-        owner: the optimizer over slices.
-
-    Returns:
-        The state of the inner optimizer.
     """
     inner = owner.optimizer
     before = inner.state
-    _adopt(inner, owner)
+    if not (isinstance(before, OptimizerState) and before.belongs_to(owner)):
+        state, loaded = OptimizerState(owner), False
+        for key, value in list(dict.items(before) if isinstance(before, dict) else before.items()):
+            loaded = loaded or not is_managed(key)
+            if value or not is_managed(key):  # a look into a plain dict has put nothing there
+                state[key] = value
+        for view in state.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
+            if view.leaf is None:
+                view.note(True)
+        with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
+            inner.state = state
     if owner.traits.known:
         return inner.state  # type: ignore[return-value]
     nested = list(nested_optimizers(inner).values())
@@ -441,20 +406,3 @@ def adopt(owner: Owner) -> OptimizerState:
     if nested:
         join_states(inner)
     return inner.state  # type: ignore[return-value]
-
-
-def _adopt(inner: torch.optim.Optimizer, owner: Owner) -> None:
-    state = inner.state
-    if isinstance(state, OptimizerState) and state.belongs_to(owner):
-        return
-    made = OptimizerState(owner)
-    loaded = False
-    for key, value in list(dict.items(state) if isinstance(state, dict) else state.items()):
-        loaded = loaded or not is_managed(key)
-        if value or not is_managed(key):  # a look into a plain dict has put nothing there
-            made[key] = value
-    for view in made.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
-        if view.leaf is None:
-            view.note(True)
-    with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
-        inner.state = made

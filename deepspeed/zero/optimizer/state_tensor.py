@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from deepspeed.errors import UsageError
+from deepspeed.foundation.pytree import leaves_in
 from deepspeed.zero.parameters.parameter import (
     DENSE_METADATA,
     LIKE,
@@ -40,7 +42,7 @@ _SAME = frozenset(["detach", "data", "contiguous", "detach_", "requires_grad_"])
 
 
 class ReadOnly(torch.Tensor):
-    """A copy of what was viewed while it was at hand: a write, which would be lost, raises."""
+    """A copy of a view of state that rests in another tier: a write, which would be lost, raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +56,7 @@ class ReadOnly(torch.Tensor):
 
 
 class Away(torch.Tensor):
-    """Stands, on the meta device, for a state tensor that rests in another tier; what uses it brings it for that time.
+    """Meta placeholder of a state tensor that rests in another tier; operations bring it for their time.
 
     To be moved changes nothing, as clients move all state at their end.
     """
@@ -63,15 +65,10 @@ class Away(torch.Tensor):
 
     @classmethod
     def of(cls, value: torch.Tensor, borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]) -> Away:
-        """A placeholder of a tensor.
-
-        Args:
-            value: of its shape and dtype.
-            borrow: lends the values for a while, told whether they will be changed.
-        """
-        made = torch.empty_like(value, device="meta").as_subclass(cls)
-        made._ds_borrow = borrow
-        return made
+        """A placeholder of shape and dtype of `value`; `borrow` lends the values, to be changed or not."""
+        placeholder = torch.empty_like(value, device="meta").as_subclass(cls)
+        placeholder._ds_borrow = borrow
+        return placeholder
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
@@ -87,40 +84,40 @@ class Away(torch.Tensor):
                 return func(*args, **kwargs)
         if first is not None and name in _SAME:
             return first
-        return _at_hand(func, args, kwargs, first, is_write(name))
+        return cls._with_values(func, args, kwargs, first, is_write(name))
 
+    @staticmethod
+    def _with_values(func: Any, args: Any, kwargs: Any, first: Away | None, writes: bool) -> Any:
+        """Call `func` on the values that placeholders stand for."""
+        lent: dict[int, torch.Tensor] = {}
+        with ExitStack() as stack:
 
-def _at_hand(func: Any, args: Any, kwargs: Any, first: Away | None, writes: bool) -> Any:
-    """Call `func` on the values that placeholders stand for."""
-    lent: dict[int, torch.Tensor] = {}
-    with ExitStack() as stack:
+            def real(value: Any) -> Any:
+                if not isinstance(value, Away):
+                    return value
+                if id(value) not in lent:
+                    lent[id(value)] = stack.enter_context(value._ds_borrow(writes and value is first))
+                return lent[id(value)]
 
-        def real(value: Any) -> Any:
-            if not isinstance(value, Away):
-                return value
-            if id(value) not in lent:
-                lent[id(value)] = stack.enter_context(value._ds_borrow(writes and value is first))
-            return lent[id(value)]
+            result = func(*map_nested(real, args), **map_nested(real, kwargs))
+            if writes and first is not None:
+                return None if result is None else first
+            storages = {tensor.untyped_storage()._cdata for tensor in lent.values()}
 
-        result = func(*map_nested(real, args), **map_nested(real, kwargs))
-        if writes and first is not None:
-            return None if result is None else first
-        storages = {tensor.untyped_storage()._cdata for tensor in lent.values()}
+            def guard(value: Any) -> Any:
+                if type(value) is not torch.Tensor or value.untyped_storage()._cdata not in storages:
+                    return value
+                if first is not None and value.data_ptr() == lent[id(first)].data_ptr():
+                    if value.shape == first.shape and value.dtype == first.dtype:
+                        return first
+                return value.clone().as_subclass(ReadOnly)
 
-        def kept(value: Any) -> Any:
-            if type(value) is not torch.Tensor or value.untyped_storage()._cdata not in storages:
-                return value
-            if first is not None and value.data_ptr() == lent[id(first)].data_ptr():
-                if value.shape == first.shape and value.dtype == first.dtype:
-                    return first
-            return value.clone().as_subclass(ReadOnly)
-
-        return map_nested(kept, result)
+            return map_nested(guard, result)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank has of a state tensor.
+    """The part of a state tensor that this rank has.
 
     Args:
         member: the parameter that it belongs to.
@@ -138,28 +135,53 @@ class Piece:
 
     @property
     def device(self) -> torch.device:
-        """Where the elements are when they are used."""
+        """The device of the elements while they are used."""
         group = self.member.group
         return group.tiers.optimizer.lends_on(group.device) if isinstance(self.local, Away) else self.local.device
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of an operand that meets the elements of this rank.
-
-        Args:
-            value: whole, or of a shape that broadcasts to the whole.
-        """
+        """The part of an operand that meets this rank's elements; it has, or broadcasts to, the whole shape."""
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:
-            if self.member.group.policy.gathers_before_use:  # its own slice is cut as the state is
+            if self.member.group.policy.gathers_before_use:  # its own shard is cut as the state is
                 return self.member.own_values().to(self.device).view(self.local.shape)
         if value.shape != self.shape:
             value = value.expand(self.shape)
         part = value.detach().reshape(-1)[self.start : self.start + self.local.numel()]
         return part.to(self.device).view(self.local.shape)
 
+    def local_operand(self, name: str, value: Any) -> Any:
+        """The argument of an operation `name` on the local part."""
+        if isinstance(value, StateTensor):
+            other = value._ds_piece
+            if other.member is not self.member or other.start != self.start or other.shape != self.shape:
+                raise self.refuse(f"{name} with state of '{other.member.name}', which is cut in another way,")
+            return other.local
+        return self.cut(value) if isinstance(value, torch.Tensor) else value
+
+    def wrap(self, first: StateTensor | None, value: Any) -> Any:
+        """Show a result of the local part's shape as a state tensor; anything else as it is."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.local.shape:
+            return value
+        if first is not None and value is first._ds_piece.local:
+            return first
+        return StateTensor.of(replace(self, local=value))
+
+    def assignment(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], str]:
+        """Turn `tensor[index] = value` into an elementwise operation: by a mask, or on everything."""
+        target, index, value = args
+        if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+            whole = isinstance(value, torch.Tensor) and value.numel() != 1
+            return (torch.Tensor.copy_ if whole else torch.Tensor.fill_), (target, value), "copy_"
+        if isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == self.shape:
+            if not isinstance(value, torch.Tensor) or value.numel() == 1:
+                number = value.item() if isinstance(value, torch.Tensor) else value
+                return torch.Tensor.masked_fill_, (target, index, number), "masked_fill_"
+        raise self.refuse("assignment to some places")
+
     def refuse(self, what: str) -> UsageError:
-        """The error of something that needs the whole tensor."""
+        """The error of an operation that needs the whole tensor."""
         return UsageError(
             f"{what} on optimizer state {self.key!r} of parameter '{self.member.name}' needs the whole tensor, and "
             f"this rank has a part of it. deepspeed.utils.safe_get_full_optimizer_state(param, {self.key!r}) gives the "
@@ -169,21 +191,48 @@ class Piece:
 
 
 class StateTensor(torch.Tensor):
-    """A state tensor of which this rank has a part: the whole one's shape, and no memory of its own."""
+    """A sharded state tensor: it has the shape of the whole one, and no memory of its own."""
 
     _ds_piece: Piece
 
     @classmethod
     def of(cls, piece: Piece) -> StateTensor:
-        """A tensor that shows a piece."""
         base = torch.zeros((), dtype=piece.local.dtype, device=piece.device)
-        made = torch.Tensor._make_subclass(cls, base.expand(piece.shape))
-        made._ds_piece = piece
-        return made
+        tensor = torch.Tensor._make_subclass(cls, base.expand(piece.shape))
+        tensor._ds_piece = piece
+        return tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _by_elements(func, args, kwargs or {})
+        """Run an elementwise operation on the local part; anything else is refused, on every rank alike."""
+        name, kwargs = name_of(func), kwargs or {}
+        first = args[0] if args and isinstance(args[0], StateTensor) else None
+        if first is not None:
+            if name in _SAME:
+                return first
+            if name in METADATA or name in DENSE_METADATA or name in LIKE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    like = torch.empty(first.shape, dtype=first.dtype, device=first.device) if name in LIKE else first
+                    return func(like, *args[1:], **kwargs)
+        piece = next(leaves_in((args, kwargs), StateTensor))._ds_piece
+        writes = is_write(name)
+        if name == "__setitem__" and first is not None:
+            func, args, name = first._ds_piece.assignment(args)
+        if cls._base(name) not in _ELEMENTWISE or kwargs.get("out") is not None or (writes and first is None):
+            raise piece.refuse(name)
+        if name == "where" and len(args) + len(kwargs) < 3:
+            raise piece.refuse("where (the places of what is not zero)")
+        local = partial(piece.local_operand, name)
+        result = func(*map_nested(local, args), **map_nested(local, kwargs))
+        return first if writes else map_nested(partial(piece.wrap, first), result)
+
+    @staticmethod
+    def _base(name: str) -> str:
+        """The name of an operation without the marks of operators, reflection and in-place."""
+        if name.startswith("__") and name.endswith("__"):
+            inner = name[2:-2]
+            return inner if inner in _ELEMENTWISE or inner[:1] not in "ir" else inner[1:]
+        return name.rstrip("_")
 
     def __repr__(self) -> str:  # type: ignore[override]
         piece = self._ds_piece
@@ -194,85 +243,3 @@ class StateTensor(torch.Tensor):
 
     def __reduce_ex__(self, proto: int) -> Any:
         raise self._ds_piece.refuse("pickling")
-
-
-def _by_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What any torch function does when it meets a part of a state tensor."""
-    name = name_of(func)
-    first = args[0] if args and isinstance(args[0], StateTensor) else None
-    if first is not None:
-        if name in _SAME:
-            return first
-        if name in METADATA or name in DENSE_METADATA or name in LIKE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(_dense(first) if name in LIKE else first, *args[1:], **kwargs)
-    piece = _piece_in((args, kwargs))
-    writes = is_write(name)
-    if name == "__setitem__" and first is not None:
-        func, args, name = _assignment(first._ds_piece, args)
-    if _base(name) not in _ELEMENTWISE or kwargs.get("out") is not None or (writes and first is None):
-        raise piece.refuse(name)
-    if name == "where" and len(args) + len(kwargs) < 3:
-        raise piece.refuse("where (the places of what is not zero)")
-    local = _locals(piece, name)
-    result = func(*map_nested(local, args), **map_nested(local, kwargs))
-    if writes:
-        return first
-    return map_nested(lambda value: _shown(piece, first, value), result)
-
-
-def _locals(piece: Piece, name: str) -> Callable[[Any], Any]:
-    def local(value: Any) -> Any:
-        if isinstance(value, StateTensor):
-            other = value._ds_piece
-            if other.member is not piece.member or other.start != piece.start or other.shape != piece.shape:
-                raise piece.refuse(f"{name} with state of '{other.member.name}', which is cut in another way,")
-            return other.local
-        return piece.cut(value) if isinstance(value, torch.Tensor) else value
-
-    return local
-
-
-def _shown(piece: Piece, first: StateTensor | None, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != piece.local.shape:
-        return value
-    if first is not None and value is first._ds_piece.local:
-        return first
-    return StateTensor.of(replace(piece, local=value))
-
-
-def _assignment(piece: Piece, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], str]:
-    """`tensor[index] = value` as an operation on each element: a mask, or everything."""
-    target, index, value = args
-    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
-        whole = isinstance(value, torch.Tensor) and value.numel() != 1
-        return (torch.Tensor.copy_ if whole else torch.Tensor.fill_), (target, value), "copy_"
-    if isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == piece.shape:
-        if not isinstance(value, torch.Tensor) or value.numel() == 1:
-            number = value.item() if isinstance(value, torch.Tensor) else value
-            return torch.Tensor.masked_fill_, (target, index, number), "masked_fill_"
-    raise piece.refuse("assignment to some places")
-
-
-def _piece_in(nest: Any) -> Piece:
-    found: list[Piece] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, StateTensor):
-            found.append(value._ds_piece)
-        return value
-
-    map_nested(look, nest)
-    return found[0]
-
-
-def _dense(tensor: StateTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _base(name: str) -> str:
-    """The name of an operation without what says that it is an operator, reflected, or done in place."""
-    if name.startswith("__") and name.endswith("__"):
-        inner = name[2:-2]
-        return inner if inner in _ELEMENTWISE or inner[:1] not in "ir" else inner[1:]
-    return name.rstrip("_")

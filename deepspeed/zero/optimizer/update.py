@@ -2,11 +2,10 @@
 
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
 leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters and
-counters that the first one started from, once hooks had set theirs. An optimizer whose update cannot be had in parts
-(`UpdateTraits.in_parts`) has one wave. Where somebody has put a `step` around the optimizer's own, that
-runs once too, and all waves inside of it, when the own step begins. While a group is updated, the next one is read
-ahead, the last one is written behind, and its parameters are already on their way to the other ranks. Where these
-travel between devices, what rests there is updated in a few waves too.
+counters that the first one had after the hooks. An optimizer whose update cannot be split (`UpdateTraits.in_parts`) has
+one wave. A `step` that is wrapped around the optimizer's own runs once too, with all waves inside the own step. While a
+group is updated, the next one is prefetched, the last one is written back, and its all-gather is in flight. Where
+all-gathers run between devices, groups on the device are updated in a few waves too.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ _BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
 
 
 class StepGuard:
-    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches.
-
-    Args:
-        check: called without arguments before each step.
-    """
+    """The engine's own pre-step hook, which may refuse the step; `_is_watched` does not count it."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -56,39 +51,30 @@ class StepGuard:
 
 
 class UpdateStep:
-    """Groups that are updated by one step of the inner optimizer.
-
-    Args:
-        shards: their leaves and state.
-        members: the parameters that have a gradient.
-        touched: this rank's fragments of them.
-    """
+    """Groups that one step of the inner optimizer updates, with the members and fragments that have a gradient."""
 
     def __init__(self, shards: list[OptimizerShard], members: list[ParamRecord], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
 
     @property
     def moves(self) -> bool:
-        """Whether what it works on has addresses for a while only."""
         return any(shard.moves for shard in self.shards)
 
     def prefetch(self) -> None:
-        """The wave is next."""
         for shard in self.shards:
             shard.prefetch()
             shard.bucket.total.prefetch()
 
+    def recorded(self) -> contextlib.AbstractContextManager[None]:
+        """A span of the recorder, named by the group where one is updated alone."""
+        if not recorder.on:
+            return contextlib.nullcontext()
+        alone = self.shards[0].group if len(self.shards) == 1 else None
+        return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
+
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Inside, state is at hand and the optimizer knows the gradient of every touched leaf.
-
-        Args:
-            optimizer: the inner one.
-            factor: of the gradients.
-
-        Yields:
-            Whether its step rounds the masters too.
-        """
+        """Bring state and set the gradient of every touched leaf; yields whether the step rounds the masters too."""
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
@@ -142,7 +128,7 @@ class UpdateStep:
             out = rounded.get(id(fragment.member.group))
             folds[fragment.leaf] = Fold(gradient, None if out is None else out[fragment.span])
         optimizer.folds, optimizer.factor = folds, factor
-        stack.callback(_unfold, optimizer)
+        stack.callback(vars(optimizer).update, folds=None, factor=1.0)
         return len(rounded) == len(groups)
 
 
@@ -153,15 +139,7 @@ def waves_of(
     late: bool = False,
     at_once: bool = False,
 ) -> list[UpdateStep]:
-    """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
-
-    Args:
-        shards: all groups.
-        reducer: knows who had a gradient.
-        optimizer: the inner one.
-        late: new values may arrive after the step: what the next forward needs first is updated first.
-        at_once: the optimizer has to see all gradients in one step.
-    """
+    """The waves of a step, after `finish`: only groups with a gradient on some rank take part."""
     resting: list[UpdateStep] = []
     waves: list[UpdateStep] = []
     for shard in shards:
@@ -175,23 +153,17 @@ def waves_of(
         resting.reverse()
     if at_once:
         return _joined(resting + waves, 1) or [UpdateStep([], [], [])]
-    return _joined(resting, _pieces(resting, optimizer)) + waves or [UpdateStep([], [], [])]
-
-
-def _pieces(resting: list[UpdateStep], optimizer: torch.optim.Optimizer) -> int:
-    """Into how many waves an update of what rests on a device is cut, so that what is updated travels meanwhile.
-
-    Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
-    """
-    known = type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer)
-    if not known or not all(shard.group.publishes_beside for wave in resting for shard in wave.shards):
-        return 1
-    elements = sum(shard.group.high - shard.group.low for wave in resting for shard in wave.shards)
-    return min(PIECES, max(1, elements // PIECE))
+    # What rests on a device is cut, so that what is updated travels meanwhile. Only optimizers that are known to treat
+    # each parameter by itself are run several times in a step unasked.
+    pieces, groups = 1, [shard.group for wave in resting for shard in wave.shards]
+    if type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer):
+        if all(group.overlaps_all_gather for group in groups):
+            pieces = min(PIECES, max(1, sum(group.high - group.low for group in groups) // PIECE))
+    return _joined(resting, pieces) + waves or [UpdateStep([], [], [])]
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
+    """Whether hooks, or a wrapped `step`, see its steps and expect one with all gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
     if not all(isinstance(hook, StepGuard) for hook in hooks):
@@ -200,7 +172,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `step` was put around its own; one that only notes that there was a step does not count."""
+    """Whether `step` is wrapped; a wrapper of torch's schedulers, which only counts steps, does not matter."""
     step = vars(optimizer).get("step")
     if step is None:
         return False
@@ -209,7 +181,7 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
-    """The same groups in at most so many waves, of about as many elements each."""
+    """Join the groups into at most so many waves, of about as many elements each."""
     sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
     total, before, steps = sum(sizes), 0, dict[int, UpdateStep]()
     for wave, size in zip(waves, sizes, strict=True):
@@ -230,13 +202,13 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and send what it updated.
+    """Run the inner optimizer over all waves and all-gather what it updated.
 
     Args:
         optimizer: any torch optimizer over the leaves.
         waves: at least one.
         factor: of all gradients.
-        updated: called with the groups of a wave before their masters are published.
+        updated: called with the groups of a wave before their masters are all-gathered.
         late: new values may arrive after the step.
         call: what to run instead of `optimizer.step()`, for optimizers whose update has other names (SAM).
 
@@ -251,7 +223,7 @@ def update(
 
     @contextlib.contextmanager
     def at_hand(index: int) -> Iterator[None]:
-        """Inside, the optimizer's step is that of one wave; what it has updated is sent."""
+        """Prepare one wave for the optimizer's step inside, and all-gather what it updated."""
         wave = waves[index]
         if index + 1 < len(waves):
             waves[index + 1].prefetch()
@@ -260,7 +232,7 @@ def update(
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 before[0].restore()
-            with _recorded(wave):
+            with wave.recorded():
                 yield
             for shard in wave.shards:
                 shard.adopt_replaced()
@@ -281,16 +253,7 @@ def update(
 def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
-    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls.
-
-    Args:
-        optimizer: the inner one.
-        waves: contexts in which the optimizer's own step is that of a wave.
-        note: called before the first, once hooks have run.
-
-    Raises:
-        OptimizerError: what was put around the step calls it several times.
-    """
+    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls."""
     places = list[str]()  # of the own step: "begun", "ended"
 
     def begins(*_: Any) -> None:  # the last hook of those before the step
@@ -320,28 +283,9 @@ def _inside(
             pass
 
 
-def _recorded(wave: UpdateStep) -> contextlib.AbstractContextManager[None]:
-    """A span: of one group where it is updated alone."""
-    if not recorder.on:
-        return contextlib.nullcontext()
-    alone = wave.shards[0].group if len(wave.shards) == 1 else None
-    return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
-
-
-def _unfold(optimizer: HostOptimizer) -> None:
-    optimizer.folds, optimizer.factor = None, 1.0
-
-
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
-    """Step hooks, of this optimizer and of all, run before the first wave and after the last.
-
-    Args:
-        optimizer: the inner one.
-        first: it is the first wave.
-        last: it is the last.
-        then: called after the hooks that run before the first of several waves.
-    """
+    """Run step hooks, of this optimizer and global ones, before the first wave and after the last only."""
     if first and last:
         yield
         return
@@ -357,30 +301,22 @@ def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Call
 
 
 def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
-    """Until the stack ends no hooks of that kind run."""
+    """Run no hooks of that kind until the stack ends."""
     stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies.
-
-    Args:
-        groups: in the order in which all ranks send them.
-        rounded: the masters are rounded.
-        late: the values of whole groups may arrive when they are first used, where nobody holds a view of them.
-
-    Returns:
-        Messages that are to be waited for now.
-    """
+    """Round updated masters, unless that is done, and start their all-gathers; returns those to be waited for now."""
     handles = []
     for group in groups:
         if not rounded:
             group.round_masters()
         else:
             group.deliver_staged()
-            group.draw_veil()
-        arrives = late and group.publishes_beside and not group.aliases.track_writes()  # messages hold views themselves
+            group.mask_values()
+        # Asked before the all-gather, which holds views itself.
+        arrives = late and group.overlaps_all_gather and not group.buffer_views.track_writes()
         handle = group.start_all_gather_updated()
         if handle is not None and arrives:
             group.arrive(handle)
@@ -389,7 +325,7 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
     return handles
 
 
-def publish(groups: Sequence[ShardGroup]) -> None:
-    """Masters become parameters everywhere."""
+def all_gather_updated(groups: Sequence[ShardGroup]) -> None:
+    """Round and all-gather the masters of these groups."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -104,17 +103,18 @@ class PartitionedParameterProfiler:
         Raises:
             UsageError: none of its parameters is sharded.
         """
-        keepers = {id(keeper): keeper for keeper in map(_keeper_of, model.parameters()) if keeper is not None}
-        if not keepers:
+        groups = {param._ds_member.group for param in model.parameters() if is_managed(param)}  # type: ignore[attr-defined]
+        hooks = {group.lifecycle for group in groups if isinstance(group.lifecycle, ModuleHooks)}
+        if not hooks:
             raise UsageError("watch() of a model without sharded parameters; they are sharded at ZeRO stage 3")
-        for keeper in keepers.values():
-            keeper.profile = self._event
-            self._watched.append(keeper)
+        for prefetcher in (each.prefetcher for each in hooks):
+            prefetcher.profile = self._event
+            self._watched.append(prefetcher)
 
     def stop(self) -> None:
         """Watch no longer; what was counted stays."""
-        for keeper in self._watched:
-            keeper.profile = None
+        for prefetcher in self._watched:
+            prefetcher.profile = None
         self._watched.clear()
 
     @contextlib.contextmanager
@@ -125,10 +125,3 @@ class PartitionedParameterProfiler:
             yield
         finally:
             self.stop_event(name, elements)
-
-
-def _keeper_of(param: Any) -> PrefetchScheduler | None:
-    if not is_managed(param):
-        return None
-    lifecycle = param._ds_member.group.lifecycle
-    return lifecycle.keeper if isinstance(lifecycle, ModuleHooks) else None

@@ -1,23 +1,23 @@
 """Tracks views of a group's unsharded buffer, and what autograd saves of it.
 
-[Note: aliases] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for as
-long as somebody holds it. So the buffer of a freed group is given back only when nobody does: a storage counts its
-tensors, and the group knows how many are its own. While somebody holds one, the memory stays, and the new values are
-brought under it when the slices change (`ShardGroup.refresh`).
+[Note: buffer views] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for
+as long as it lives. So the buffer of a freed group is released only when nobody holds a view: a storage counts its
+tensors, and the group knows how many are its own. While a view lives, the memory stays, and `ShardGroup.refresh` copies
+new values into it when the shards change.
 
 Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
-backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
+backward. They are found in the graph of a unit's outputs, and autograd then saves the place in the group instead;
 backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
 
-The same holds of a parameter that autograd saves itself, as the object: torch counts who holds it besides Python. In
-the graph of a unit's outputs it becomes a place; functions written in Python get it as the object, gathered for them.
-What is beyond them (another module has read it, or a unit's forward has put something aside) runs in a backward that
-gathers nothing: the freed parameter then goes on to lie in the full buffer, whose memory stays (`ParamRecord.saved`).
+The same holds for a parameter that autograd saves itself, as the object: torch counts its holders besides Python. In
+the graph of a unit's outputs it becomes a place; for functions written in Python, which get the object, the group is
+gathered. Elsewhere (another module has read it, or a unit's forward has stored something) backward gathers nothing: the
+freed parameter then stays in the full buffer, whose memory stays (`ParamRecord.saved`).
 
-A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
-unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
-the same values. Autograd saves a parameter itself as the object, which is without values while it is freed; such a
-backward unpacks a view in its place. These views are held: the memory stays until their graph goes.
+A backward with `create_graph` saves again what it unpacks, in nodes that no hook of a unit surrounds. It therefore
+unpacks a view that shares the version counter of the parameter, not of the memory, which gathers refill with the same
+values. A parameter that autograd saved itself has no values while it is freed; such a backward unpacks a view instead.
+These views are held: the memory stays until their graph is freed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from deepspeed.zero.parameters.record import (
 
 
 class LentGroup(ParameterGroup, Protocol):
-    """What views of a group's memory ask of it."""
+    """What `BufferViews` asks of a group."""
 
     users: int
     editors: int
@@ -56,31 +56,20 @@ class LentGroup(ParameterGroup, Protocol):
     own_pages: bool
 
     @property
-    def aliases(self) -> BufferViews:
-        """Its memory, and who holds views of it."""
-        ...
+    def buffer_views(self) -> BufferViews: ...
 
     @property
-    def fetch(self) -> object | None:
-        """How it is gathered one-sidedly; None where it is not."""
+    def fetch(self) -> object | None: ...
 
-    def whole(self) -> AbstractContextManager[None]:
-        """The values are in the full buffer inside."""
-        ...
+    def whole(self) -> AbstractContextManager[None]: ...
 
-    def new_buffer(self) -> None:
-        """Make the full buffer anew."""
+    def new_buffer(self) -> None: ...
 
-    def wait_all_gather(self) -> None:
-        """Have the values under the parameters."""
+    def wait_all_gather(self) -> None: ...
 
 
 class BufferViews:
-    """The memory of a group's full buffer, and the tensors over it that are not the group's own.
-
-    Args:
-        group: with its full buffer and its views.
-    """
+    """The memory of a group's unsharded buffer, and the tensors over it that are not the group's own."""
 
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
@@ -99,11 +88,11 @@ class BufferViews:
         return self._group.status is ZeroParamStatus.AVAILABLE
 
     def others(self) -> int:
-        """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
+        """Count tensors over the memory besides the freed group's own: gathered parameters, and users' views."""
         return references(self.key) - self._own - self.saved
 
     def saves(self, member: ParamRecord) -> bool:
-        """Whether autograd has saved the gathered parameter itself, where no place or prehook sees to its values."""
+        """Whether autograd has saved the gathered parameter itself, where no place or prehook provides its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
         if count == 1 and param.requires_grad:  # what is saved, or the node that accumulates its gradient
@@ -121,29 +110,36 @@ class BufferViews:
         for _, node in alive:
             yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
+    def gather_for(self, node: Any) -> None:
+        """Gather the group when the backward of a function written in Python runs, whatever leads to it."""
+        if not any(reference() is node for reference in self.functions):
+            group = self._group
+            self.functions.append(weakref.ref(node))
+            node.register_prehook(lambda _grads: group.wait_all_gather())
+
     def may_be_saved(self) -> bool:
         """Whether autograd may have saved a gathered parameter itself."""
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
 
     def forget_saved(self) -> None:
-        """The values have changed: torch refuses a backward through parameters that were saved before."""
+        """Undo `saved` of all members: torch refuses a backward through parameters saved before the change."""
         if not self.saved:
             return
         for member in self._group.members:
             if member.saved:
                 member.saved = False
-                _put_under(member)
+                member.lay_where_it_rests()
         self.saved = 0
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
+        """Whether more tensors lie over the memory than the group's own: somebody may hold one."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
 
     def outlived(self) -> bool:
-        """Whether somebody holds the memory of a whole group that some parameter has left by `param.data = …`."""
+        """Whether somebody holds the memory of a whole group that a parameter has left by `param.data = …`."""
         away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
         return self._quiet is not None and self.others() > self._quiet - away
 
@@ -152,7 +148,7 @@ class BufferViews:
         return self.lent and self.others() > 0
 
     def grow(self) -> None:
-        """Have memory; the values are unspecified unless it was there."""
+        """Allocate the memory; the values are unspecified unless it was there."""
         if self._storage.nbytes() != self._bytes:
             with own_pages() if self._group.own_pages else nullcontext():
                 self._storage.resize_(self._bytes)
@@ -160,7 +156,7 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
+        """Free the memory of the freed group, unless it is retained or somebody holds a view of it."""
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
         for member in self._group.members:
@@ -176,20 +172,20 @@ class BufferViews:
             self.shrink()
 
     def shrink(self) -> None:
-        """Give the memory back; nobody may hold it."""
+        """Free the memory; nobody may hold it."""
         self._storage.resize_(0)
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
     def mark_data_exposed(self, member: ParamRecord) -> None:
-        """`param.data` is handed out: remember the values, since writes through it are not counted."""
+        """Remember the values, since writes through `param.data` are not counted."""
         group, member.exposed = self._group, True
         self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """The full buffer has new values that are no lost write."""
+        """Remember the new values of the buffer, which are no lost write."""
         for member in members or self._group.members:
             if member.snapshot is not None:
                 member.snapshot = member.flat().clone()
@@ -199,14 +195,14 @@ class BufferViews:
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def check_no_unsaved_writes(self) -> None:
-        """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
+        """Raise when a view of the freed group was written to. The memory is left to its holder as it is."""
         if not self.lent or self._gathered:
             return
-        written = [m for m in self._group.members if version_of(m) != m.version or self.written(m)]
+        written = [m for m in self._group.members if m.current_version != m.version or self.written(m)]
         if not written:
             return
         for member in written:
-            member.version, member.snapshot = version_of(member), None
+            member.version, member.snapshot = member.current_version, None
         self._leave()
         names = ", ".join(f"'{member.name}'" for member in written)
         raise ShardedParameterError(
@@ -215,16 +211,16 @@ class BufferViews:
         )
 
     def _leave(self) -> None:
-        """Give this memory up, and have other memory from now on."""
+        """Leave this memory to its holders, and allocate other memory."""
         group, before, saved = self._group, self._group.full, self.saved
         group.new_buffer()
         if saved:
             group.full.copy_(before)
-            group.aliases.saved = saved
+            group.buffer_views.saved = saved
             for member in group.members:
-                _put_under(member)
+                member.lay_where_it_rests()
         elif not group.keep_unsharded_storage:
-            group.aliases.shrink()
+            group.buffer_views.shrink()
 
     def check_no_stale_views(self) -> None:
         """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
@@ -239,18 +235,6 @@ class BufferViews:
             )
 
 
-def _put_under(member: ParamRecord) -> None:
-    """Lay the freed parameter where it rests."""
-    with torch._C.DisableTorchFunctionSubclass():
-        torch.Tensor.data.__set__(member.param, member.under(member.param))  # type: ignore[attr-defined]
-
-
-def version_of(member: ParamRecord) -> int:
-    """How often a member was changed in place, also while it is freed."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return member.param._version
-
-
 @dataclass(frozen=True)
 class _Place:
     """A view that autograd saved, as a place in the full buffer."""
@@ -263,9 +247,9 @@ class _Place:
     offset: int
 
     def view(self) -> torch.Tensor:
-        """The values of now: a view of the full buffer, or a copy when the group has to be gathered for it."""
+        """A view of the full buffer with the current values, or a copy when the group has to be gathered for it."""
         group = self.group
-        if self.version is not None and self.version != version_of(self.member):
+        if self.version is not None and self.version != self.member.current_version:
             raise ShardedParameterError(
                 f"backward needs parameter '{self.member.name}' as it was in forward, and it has been changed since "
                 f"(by a step or in place); run backward before, or the forward again"
@@ -274,65 +258,51 @@ class _Place:
             view = torch.as_strided(self._source(), self.size, self.stride, self.offset)
             return view if group.users else view.clone()
 
+    def keep(self, saved: Any) -> None:
+        """Let autograd keep the place instead of what it has saved."""
+        saved.register_hooks(lambda _view: self, _Place.view)
+
+    @staticmethod
+    def keep_view(saved: Any, view: Any, groups: dict[int, LentGroup]) -> None:
+        """Let autograd keep a place instead of a view of one of these groups, which are keyed by their memory."""
+        if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
+            return
+        group = groups.get(view.untyped_storage()._cdata)
+        if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
+            return
+        offset = int(view.storage_offset())
+        member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
+        counts = view._version == member.param._version
+        place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
+        del view
+        place.keep(saved)
+
     def _source(self) -> torch.Tensor:
         """The full buffer, as a tensor whose version is not raised by the next gather."""
         param = self.member.param
-        if self.version is not None and param.untyped_storage()._cdata == self.group.aliases.key:
+        if self.version is not None and param.untyped_storage()._cdata == self.group.buffer_views.key:
             return param.detach()  # a backward through what is made of it now is refused after a step
         return self.group.full.data
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Let autograd keep places instead of views, and of parameters themselves.
-
-    Args:
-        outputs: of a forward.
-        since: `now()` before it; older nodes are left alone.
-        groups: whose views are meant; gathered.
-    """
-    of = {group.aliases.key: group for group in groups}
+    """Make autograd keep places instead of views, and of parameters, of these gathered groups."""
+    by_memory = {group.buffer_views.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):
             if saved.unpack_hook is not None:  # somebody's hooks keep it already
                 continue
             view = saved.data
             if is_managed(view) and isinstance(node, torch.autograd.function.BackwardCFunction):
-                _gather_for(node, of.get(view.untyped_storage()._cdata))  # it may want attributes of the object
+                group = by_memory.get(view.untyped_storage()._cdata)  # its backward may want attributes of the object
+                if group is not None:
+                    group.buffer_views.gather_for(node)
             else:
-                _keep_place(saved, view, of)
-
-
-def _gather_for(node: Any, group: LentGroup | None) -> None:
-    """Have the group here when the backward of a function written in Python runs, whatever leads to it."""
-    if group is not None and not any(reference() is node for reference in group.aliases.functions):
-        group.aliases.functions.append(weakref.ref(node))
-        node.register_prehook(lambda _grads: group.wait_all_gather())
-
-
-def _keep_place(saved: Any, view: Any, of: dict[int, LentGroup]) -> None:
-    if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
-        return
-    group = of.get(view.untyped_storage()._cdata)
-    if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
-        return
-    offset = int(view.storage_offset())
-    member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
-    counts = view._version == member.param._version
-    place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
-    del view
-    _keep(saved, place)
+                _Place.keep_view(saved, view, by_memory)
 
 
 def keep_parameters(node: Any, since: int) -> None:
-    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph.
-
-    Args:
-        node: of an output of a forward; its backward has not begun.
-        since: `now()` before that forward; older nodes are left alone.
-
-    Raises:
-        RuntimeError: torch's, when a parameter has been changed since.
-    """
+    """Make autograd keep places instead of parameters, before a backward through `node` that makes a graph."""
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
             param: Any = None if saved.unpack_hook is not None else saved.data
@@ -340,20 +310,9 @@ def keep_parameters(node: Any, since: int) -> None:
                 getattr(user, name)  # unpacks it as torch does, which looks at its version
                 member, group = param._ds_member, param._ds_member.group
                 start = int(group.full.storage_offset()) + member.offset
-                _keep(saved, _Place(group, member, version_of(member), member.shape, member.strides, start))
-
-
-def _keep(saved: Any, place: _Place) -> None:
-    saved.register_hooks(lambda _view: place, _Place.view)
+                _Place(group, member, member.current_version, member.shape, member.strides, start).keep(saved)
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def lies_elsewhere(param: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether `param.data = …` has put other values under a gathered parameter."""
-    if param.data_ptr() == view.data_ptr():
-        return False
-    return param.dtype != view.dtype or not torch.equal(param.detach(), view)

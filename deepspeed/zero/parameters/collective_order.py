@@ -1,18 +1,17 @@
 """Orders collectives that carry no tags, and checks that all ranks all-gather in the same order.
 
-[Note: launch order] NCCL pairs calls by their order alone, and the order in which gradients are complete may differ
-from rank to rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one
-round of each group in the order in which backward usually completes them. A rank whose branch skipped a group cannot
-know yet whether others have a round of it; what comes after waits until the ranks meet next (the window's end, a save
-within it), also where their counts are equal already, and is launched from there in the same sequence, without what
-has no round left. Rounds in a dtype that a group does not usually travel in come last.
+[Note: launch order] NCCL pairs calls by their order alone, and gradients may be complete in another order on another
+rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of each group
+in the order in which backward usually completes them. A rank whose branch skipped a group cannot know yet whether
+others have a round of it; later rounds wait until the ranks synchronize next (the window's end, a save within it), also
+where their counts are equal already, and are launched then in the same sequence, without groups that have no round
+left. Rounds in a dtype that a group does not usually have come last.
 
-[Note: gather order] NCCL pairs gathers by their order alone: ranks that need different units would hang, or take one
-unit's values for another's. So ranks compare, by name and over the host's backend, what each is about to gather. That
-costs a message between hosts per gather, and is done while nothing is known (the first steps), and from where a pass
-differs from the last one of its kind until its end. What a rank gathers as it did in a pass that was compared is free.
-A rank alone in its change finds the others where they meet next, each with its count of gathers; until then the watch
-over hangs is what ends it.
+[Note: gather order] NCCL pairs all-gathers by their order alone: ranks that need different units would hang, or take
+one unit's values for another's. So ranks compare, by name and over the host's backend, what each gathers next. That
+costs a message between hosts per gather. It is done in the first steps, and from where a pass differs from the last one
+of its kind until its end; gathers as in a compared pass are free. A rank that alone differs finds the others where they
+synchronize next, each with its count of gathers; before that only the watchdog ends the hang.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from deepspeed.comm.collectives.collectives import Handle, spread
 from deepspeed.comm.collectives.same_error import OrderCheck, meet_before
 from deepspeed.comm.process_groups.axis import Axis
 
@@ -29,12 +27,7 @@ Item = tuple[Any, Any, int]  # bucket, round, sequence number
 
 
 class LaunchOrder:
-    """Holds rounds back until it is their turn.
-
-    Args:
-        buckets: all that may have rounds, in the order in which backward completes them; the same on all ranks.
-        depart: sends one.
-    """
+    """Launches rounds in one order; `buckets` are in the order in which backward completes them, on all ranks."""
 
     def __init__(self, buckets: Sequence[Any], depart: Callable[[Any, Any, int], None]) -> None:
         self._all, self._depart = buckets, depart
@@ -44,12 +37,7 @@ class LaunchOrder:
         self._rare: defaultdict[int, deque[Item]] = defaultdict(deque)
 
     def add(self, item: Item, usual: bool) -> None:
-        """A round is complete.
-
-        Args:
-            item: what `depart` is given.
-            usual: it travels in the dtype that its group usually travels in.
-        """
+        """Queue a complete round; `usual`: it has the dtype in which its group is usually sent."""
         (self._usual if usual else self._rare)[id(item[0])].append(item)
         cycle = self._expected()
         while cycle and (waiting := self._usual[id(cycle[self._at % len(cycle)])]):
@@ -57,16 +45,10 @@ class LaunchOrder:
             self._depart(*waiting.popleft())
 
     def holds(self, bucket: Any) -> bool:
-        """Whether a round of `bucket` waits for its turn."""
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
     def flush(self, used: Sequence[Any] | None = None) -> None:
-        """Launch what waits: all ranks have as many rounds of each group now, and all call together.
-
-        Args:
-            used: buckets that had rounds in this window on some rank; the next one is expected to be like it. None: the
-                window goes on, and what is expected stays.
-        """
+        """Launch what waits, at a point where all ranks have as many rounds of each group. `used` is expected next."""
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
         while waiting:
@@ -97,7 +79,7 @@ _REMEMBERED = 8  # kinds of passes
 
 
 class GatherOrder:
-    """The gathers of one engine.
+    """Compares the order of an engine's all-gathers over ranks.
 
     Args:
         axis: ranks that gather alike.
@@ -116,7 +98,7 @@ class GatherOrder:
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """A pass begins; what the last one gathered is what its kind is expected to gather from now on."""
+        """Begin a pass; what the last one gathered is expected of its kind from now on."""
         shorter = len(self._now) < len(self._usual.get(self._kind, ()))
         changed = kind != self._kind or shorter
         self._usual.pop(self._kind, None)
@@ -130,11 +112,7 @@ class GatherOrder:
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
-        """`group` is about to be gathered.
-
-        Raises:
-            OrderError: on all ranks, when another rank is about to do something else.
-        """
+        """Compare, where necessary, the group that is gathered next; raises `OrderError` on all ranks."""
         usual, place = self._usual.get(self._kind, ()), len(self._now)
         self._as_usual = self._as_usual and place < len(usual) and usual[place] is group
         self._now.append(group)
@@ -144,31 +122,13 @@ class GatherOrder:
         self._count, self._last = self._count + 1, group.name
 
     def step(self) -> None:
-        """Ranks have met for an update."""
         self._steps += 1
 
     def meet(self, what: str) -> None:
-        """Ranks meet for something else: all of them must have as many gathers behind them."""
+        """Compare the number of gathers where ranks synchronize for something else."""
         last = f", the last of {self._last}" if self._last else ""
         self.lockstep.compare(f"{what} after {self._count} gathers{last}")
 
     def _compare(self, what: str) -> None:
         if self._always or not self._promised:
             self.meet(what)
-
-
-def gather_all(group: Any, tag: int, label: str) -> Handle:
-    """Start the collective that brings every slice of a group to all ranks of its axis.
-
-    Args:
-        group: a ShardGroup, its full buffer grown and the own slice in it or on its way.
-        tag: the message tag, where messages have one.
-        label: for reports.
-
-    Raises:
-        OrderError: on all ranks, when they are about to gather different groups where messages carry no names.
-    """
-    meet_before(group.axis, label)
-    if group.gather_order is not None:
-        group.gather_order.before(group)
-    return spread(group.axis, group.full, group.layout.cuts, tag, label)

@@ -31,7 +31,7 @@ class GatherHandle:
 
 
 class ClientSurface:
-    """What a managed parameter can be asked; it adds no field, so that parameters may change their class."""
+    """The public attributes of a managed parameter; no field is added, so that parameters may change their class."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class ClientSurface:
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
         """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
-        for group in _groups_of(param_list or [self]):
+        for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
@@ -117,7 +117,7 @@ class ClientSurface:
             param_list: the parameters that it named.
             has_been_updated: every rank has changed them alike, and the change stays.
         """
-        for group in _groups_of(param_list or [self]):
+        for group in {param._ds_member.group: None for param in param_list or [self]}:
             group.users, group.editors = max(0, group.users - 1), max(0, group.editors - 1)
             if has_been_updated:
                 group.keep_own()
@@ -146,22 +146,20 @@ class ClientSurface:
             dtype = group.dtype if param.is_floating_point() else param.dtype
             param.data = param.data.to(group.device, dtype)
             broadcast_tensors(group.axis, [param.data], f"birth of '{member.name}.converted{number}'")
-            shard_group, layout = (
-                ParamRecord(param, f"{member.name}.converted{number}"),
-                by_group([param.numel()], group.axis.size),
-            )
-            type(group)(group.holders, policy_for(3), layout, [shard_group], tiers=group.tiers)
+            record = ParamRecord(param, f"{member.name}.converted{number}")
+            layout = by_group([param.numel()], group.axis.size)
+            type(group)(group.ranks, policy_for(3), layout, [record], tiers=group.tiers)
 
     def partition_numel(self) -> int:
         """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".
 
-        A group of parameters is cut where its equal slices fall, so `ds_tensor`, this rank's own part, may have more or
+        A group of parameters is cut where its equal shards fall, so `ds_tensor`, this rank's own part, may have more or
         fewer.
         """
         return -(-int(self.ds_numel) // self._ds_member.group.axis.size)
 
     def aligned_size(self) -> int:
-        """Elements with padding: slices are cut where they fall, so there is none."""
+        """Elements with padding: shards are cut where they fall, so there is none."""
         return self.ds_numel
 
     def padding_size(self) -> int:
@@ -182,13 +180,3 @@ class ClientSurface:
     def ds_active_sub_modules(self) -> set[Any]:
         """Kept for clients that clear it; use counts live in the group."""
         return self._ds_member.active_modules
-
-
-def elements_here(member: ParamRecord) -> int:
-    """Elements of this rank's fragment."""
-    span = member.own_span()
-    return span.stop - span.start
-
-
-def _groups_of(params: list[Any]) -> list[Any]:
-    return list({id(param._ds_member.group): param._ds_member.group for param in params}.values())

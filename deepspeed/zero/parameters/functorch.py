@@ -26,7 +26,7 @@ def in_transform(tensor: torch.Tensor) -> bool:
 
 
 def outside_transforms(method: Method) -> Method:
-    """Run a function that moves memory as if no transform were active."""
+    """Decorate a function that moves memory, to run as if no transform were active."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -40,12 +40,7 @@ def outside_transforms(method: Method) -> Method:
 
 @functools.cache
 def feed_transforms(dense: Callable[[Any], Any], refuse: Callable[[Any], Any]) -> None:
-    """From now on hand transforms what `dense` makes of their arguments.
-
-    Args:
-        dense: gives a dense copy for a sharded parameter, and anything else back.
-        refuse: raises for a sharded parameter, and gives anything else back.
-    """
+    """Pass the arguments of transforms through `dense`, and those of `functionalize` through `refuse`, from now on."""
     vmap._add_batch_dim = _after(dense, vmap._add_batch_dim)
     eager_transforms._wrap_for_grad = _after(dense, eager_transforms._wrap_for_grad)
     eager_transforms._maybe_wrap_functional_tensor = _after(refuse, eager_transforms._maybe_wrap_functional_tensor)

@@ -22,9 +22,8 @@ from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy
 from deepspeed.zero.layout.units import repeated_blocks, units_of
 from deepspeed.zero.parameters.parallel_groups import DATA_PARALLEL, GroupRanks, Signature
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import ParamRecord
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
-from deepspeed.zero.parameters.tiers import Tiers
 
 # A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
 # never smaller than this many elements on account of it.
@@ -33,7 +32,7 @@ LEAST_BUCKETS, SMALLEST_SHARE = 8, 1 << 18
 
 @dataclass(frozen=True)
 class GroupingPlan:
-    """How parameters are put into groups.
+    """Sizes and constraints of groups.
 
     Args:
         bucket: most elements in a group (`reduce_bucket_size`).
@@ -49,9 +48,16 @@ class GroupingPlan:
     persist_below: int = 0
     persist_total: int = 1 << 62
 
+    def cut(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
+        if self.one_owner and policy.owns_a_shard:
+            return by_first(numels, ranks)
+        if self.whole_tensors and policy.owns_a_shard:
+            return by_owner(numels, ranks)
+        return by_group(numels, ranks)
+
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
-    """Every parameter once, by its first name; those the optimizer knows and the module does not come last."""
+    """All parameters with their first names; those that only the optimizer knows come last."""
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
         names.setdefault(param, f"optimizer parameter {index}")
@@ -62,13 +68,7 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Consecutive parameters, at most `limit` elements together, one at least.
-
-    Args:
-        items: parameters, or what stands for them.
-        limit: elements.
-        numel: of one.
-    """
+    """Split into consecutive lists of at most `limit` elements, with at least one parameter each."""
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -89,22 +89,12 @@ def plan_groups(
     dtypes: Mapping[Parameter, torch.dtype],
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """The groups of a model.
-
-    Args:
-        module: the model.
-        names: its parameters.
-        updated: parameters the optimizer has.
-        policy: what the stage splits.
-        plan: sizes.
-        dtypes: compute dtypes of the parameters that are to be cast.
-        signatures: of parameters that do not stand as in plain data parallelism.
-
-    Returns:
-        (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
-        or not.
-    """
-    unit_of = _announced_units(module) if policy.gathers_before_use else {}
+    """Split a model into (policy, parameters), each of one dtype, device, signature, trainable or frozen."""
+    unit_of: dict[Parameter, nn.Module] = {}
+    if policy.gathers_before_use:
+        unit_of = units_of(module)
+        if blocks := repeated_blocks(module):
+            log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     persistent = 0
     for param in names:
@@ -133,24 +123,8 @@ def plan_groups(
     return groups
 
 
-def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
-    blocks = repeated_blocks(module)
-    if blocks:
-        log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
-    return units_of(module)
-
-
-def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
-    """The layout of a group."""
-    if plan.one_owner and policy.owns_a_slice:
-        return by_first(numels, ranks)
-    if plan.whole_tensors and policy.owns_a_slice:
-        return by_owner(numels, ranks)
-    return by_group(numels, ranks)
-
-
 def release(params: Iterable[Any]) -> None:
-    """Give parameters that zero.Init has sharded back as plain, whole ones. All ranks that split them call together."""
+    """Unshard parameters of zero.Init. All ranks that hold shards call together."""
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
@@ -163,7 +137,7 @@ def release(params: Iterable[Any]) -> None:
 
 
 def build_group(
-    holders: GroupRanks,
+    ranks: GroupRanks,
     policy: Policy,
     params: list[Parameter],
     names: dict[Parameter, str],
@@ -171,29 +145,19 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
-
-    Args:
-        holders: the ranks around it.
-        policy: what is split.
-        params: the members, with equal values on all ranks.
-        names: their names.
-        plan: sizes.
-        dtypes: (compute dtype, master dtype or None).
-        tiers: where its state rests.
-    """
+    """Make one group; parameters that zero.Init has sharded are gathered and sharded anew."""
     away = tiers is not None and tiers.parameters is not RESIDENT
     # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
-        born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
-        for group in born:
+        initialized: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
+        for group in initialized:
             group.wait_all_gather()
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
-        layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
-        shard_group = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
-    if born:
-        for group in born:
+        layout = plan.cut(policy, [p.numel() for p in params], ranks.shard.size)
+        shard_group = ShardGroup(ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+    if initialized:
+        for group in initialized:
             group.drop()
         if shard_group.device.type == "cpu":
             # Many small buffers have been freed: without this their pages stay with the process.

@@ -1,27 +1,136 @@
-"""This rank's shard of a group: its values, and the master copy that the optimizer updates."""
+"""This rank's shard of a group: its values, which may be arriving, and the master copy that the optimizer updates.
+
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the all-gather
+of updated parameters. A group whose all-gather is in flight *arrives*: its parameters have the class
+`ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
+the stream of the step, behind the message. Hooks do the same for a whole unit before its forward
+(`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer pass the properties of
+`DeferredAllGather`. Where somebody holds a view of the buffer, the step waits itself. Users of the key promise not to
+do what no class can see: use addresses kept from before, replay a captured graph, give a parameter to a kernel past
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.collectives import Handle
 from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.pytree import leaves_in
 from deepspeed.storage.async_copy import PendingCopy, mover_of
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.deferred_all_gather import DeferredAllGather
-from deepspeed.zero.parameters.record import ParamRecord
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.parameter import ManagedParameter, reads_values
+from deepspeed.zero.parameters.record import ParamRecord, Tiers
+
+
+class ArrivingParameter(ManagedParameter):
+    """A whole parameter whose all-gather is in flight: the first read or write of it waits on its stream."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        parameters = list(leaves_in((args, kwargs), ArrivingParameter)) if reads_values(func) else []
+        for param in parameters:
+            param._ds_member.group.wait()
+        if parameters:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def arrived(value: Any) -> Any:
+    """Wait for `value` before it is wrapped below its class, as transforms of torch.func do; returns it."""
+    if isinstance(value, ArrivingParameter):
+        value._ds_member.group.wait()
+    return value
+
+
+class DeferredAllGather:
+    """The side of a group whose all-gather may be in flight: every access to the buffer is ordered behind it.
+
+    Attributes:
+        full: the full buffer.
+        views: the parameters' places in it.
+        values: this rank's shard.
+    """
+
+    members: list[ParamRecord]
+    _full: torch.Tensor
+    _views: list[torch.Tensor]
+    _values: StoredTensor
+    _arriving: tuple[Handle, Any] | None = None  # the all-gather, and the stream of the step
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer: one flat tensor of the compute dtype."""
+        if self._arriving is not None:
+            self.wait()
+        return self._full
+
+    @full.setter
+    def full(self, full: torch.Tensor) -> None:
+        self._full = full
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size."""
+        if self._arriving is not None:
+            self.wait()
+        return self._views
+
+    @views.setter
+    def views(self, views: list[torch.Tensor]) -> None:
+        self._views = views
+
+    @property
+    def values(self) -> StoredTensor:
+        """This rank's shard of the values."""
+        if self._arriving is not None:
+            self.wait()
+        return self._values
+
+    @values.setter
+    def values(self, values: StoredTensor) -> None:
+        self._values = values
+
+    def arrive(self, all_gather: Handle) -> None:
+        """Note an all-gather of new values that nobody has waited for; the current stream is the one of the step."""
+        self._arriving = all_gather, get_accelerator().current_stream()
+        for member in self.members:
+            if member.param.__class__ is ManagedParameter:
+                member.param.__class__ = ArrivingParameter
+
+    def wait(self) -> None:
+        """Order the stream of the step, and the current one, behind the values."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        for member in self.members:
+            if member.param.__class__ is ArrivingParameter:
+                member.param.__class__ = ManagedParameter
+        all_gather, home = arriving
+        accelerator = get_accelerator()
+        reader = accelerator.current_stream()
+        if reader == home:
+            all_gather.wait()
+            return
+        with accelerator.stream(home):
+            all_gather.wait()
+        reader.wait_stream(home)
 
 
 class LocalShard(DeferredAllGather):
-    """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
+    """The side of a group that rests in storage tiers. Its `values` are a view of the full buffer where that stays.
 
     Attributes:
-        master: the copy of it that the optimizer updates; None where the slice itself is updated.
+        master: the copy of it that the optimizer updates; None where the shard itself is updated.
         low: first element this rank updates, counted in the group.
         high: one past the last.
     """
@@ -36,35 +145,31 @@ class LocalShard(DeferredAllGather):
     master: StoredTensor | None = None
     low: int
     high: int
-    owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
+    owes_own = False  # the own shard is on its way from its tier, and not in the full buffer yet
     _brings = False  # … and comes straight to its place there
     _staged: torch.Tensor | None = None
-    veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
+    value_mask: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
-        """Store the slice in its tier.
-
-        Args:
-            values: 1-D, of the compute dtype, on the device.
-        """
+        """Store the shard, 1-D and of the compute dtype, in its tier."""
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
 
     @property
-    def publishes_beside(self) -> bool:
-        """Whether what is updated travels beside what is computed."""
+    def overlaps_all_gather(self) -> bool:
+        """Whether the all-gather of updated values overlaps computation."""
         return self.policy.all_gathers_after_step and self.between_devices
 
     @property
     def between_devices(self) -> bool:
-        """Whether its messages are waited for by streams, not by the host."""
+        """Whether streams, not the host, wait for its messages."""
         return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
-    # -- the own slice, to its place in the full buffer -----------------------------------------------------------
+    # -- the own shard, to its place in the full buffer -----------------------------------------------------------
 
     def expect_own(self) -> None:
-        """The slice will be brought: start what takes time, straight into its place where nobody else asks for it."""
+        """Start to bring the shard from its tier, straight into its place where nothing else needs it."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -72,7 +177,7 @@ class LocalShard(DeferredAllGather):
             self.values.prefetch()
 
     def bring_own(self) -> PendingCopy | None:
-        """Have the slice in its place; from another device, what is under way."""
+        """Copy the shard into its place; from another device, returns the pending copy."""
         self.owes_own = False
         if self._brings:
             self._brings = False
@@ -95,41 +200,41 @@ class LocalShard(DeferredAllGather):
     # -- values and master ----------------------------------------------------------------------------------------
 
     def overwrite_master(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Take one member's values, dense and flat, into the master copy, if there is one."""
+        """Copy one member's values, dense and flat, into the master, if there is one."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as master:
-            start = range_.at - self.low
+            start = range_.group_start - self.low
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Take those values of a whole member into the master copy that are not its rounded master already."""
+        """Copy those values of a whole member into the master that differ from the rounded master."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as lent:
-            master = lent[range_.at - self.low :][: range_.numel]
+            master = lent[range_.group_start - self.low :][: range_.numel]
             values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
-            same = self._seen(lent)[range_.at - self.low :][: range_.numel] == values
+            same = self._seen(lent)[range_.group_start - self.low :][: range_.numel] == values
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
-        """The values that are made of a master."""
-        seen = master.to(self.dtype, copy=self.veil is not None)
-        if self.veil is not None:
-            self.veil(seen)
+        """The parameter values that a master is rounded to."""
+        seen = master.to(self.dtype, copy=self.value_mask is not None)
+        if self.value_mask is not None:
+            self.value_mask(seen)
         return seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
-        """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
+        """Allocate the master, of zeros, unless the values themselves can be updated where they rest."""
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
             self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
 
     def split_master(self) -> bool:
-        """Keep a master apart from the values although they have its dtype; whether it was made now."""
+        """Make a master apart from the values although they have its dtype; returns whether it was made now."""
         if self.master is not None:
             return False
         label = f"master of {self.name}"
@@ -140,17 +245,17 @@ class LocalShard(DeferredAllGather):
 
     @property
     def _apart(self) -> bool:
-        """Whether the values rest elsewhere than what the optimizer updates."""
+        """Whether the values rest in another tier than what the optimizer updates."""
         rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
         return rests is not self.tiers.optimizer
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """What the optimizer's leaves lie over; None for a frozen group that has no master where it would rest."""
+        """The memory of the optimizer's leaves; None for a frozen group without a master in its tier."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
-        """Give a group that was frozen its master copy, from the values it has."""
+        """Make the master of a group that was frozen, from its values."""
         if self.master is not None:
             return
         new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
@@ -171,14 +276,10 @@ class LocalShard(DeferredAllGather):
                     values.copy_(master)
                 else:
                     mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)
-        self.draw_veil()
+        self.mask_values()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
-        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent.
-
-        Args:
-            keeps: not all of it will be written: it must hold what the values hold.
-        """
+        """A host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:
             return None
@@ -189,7 +290,7 @@ class LocalShard(DeferredAllGather):
         return self._staged
 
     def deliver_staged(self) -> None:
-        """Send what was staged to the values, without waiting; the current stream sees it."""
+        """Copy what was staged to the values, without waiting; the current stream is ordered behind it."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             with self.values.borrowed(changed=True, read=False) as values:
@@ -198,13 +299,13 @@ class LocalShard(DeferredAllGather):
             self.tiers.optimizer.pool.put(staged, after=arrival)
 
     def drop_staged(self) -> None:
-        """The update was given up before anything was delivered."""
+        """Return the staging buffer of an update that failed."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             self.tiers.optimizer.pool.put(staged)
 
-    def draw_veil(self) -> None:
+    def mask_values(self) -> None:
         """Mask the values that were made of the master."""
-        if self.veil is not None and self.master is not None:
+        if self.value_mask is not None and self.master is not None:
             with self.values.borrowed(changed=True) as values:
-                self.veil(values)
+                self.value_mask(values)

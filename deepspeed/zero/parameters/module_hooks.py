@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.module_tree import children_of, own_parameters
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.saved_tensors import now
-from deepspeed.zero.layout.units import repeated_blocks
+from deepspeed.zero.layout.units import owners_of, repeated_blocks
 from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
+from deepspeed.zero.parameters.functorch import feed_transforms
+from deepspeed.zero.parameters.local_shard import arrived
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchScheduler
-from deepspeed.zero.parameters.shard_group import ShardGroup, State
+from deepspeed.zero.parameters.shard_group import ShardGroup, State, group_of
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
 
 
 class Hook:
-    """A hook that a deep copy of the module turns into nothing: the copy is a plain module."""
+    """A hook that does nothing in a deep copy of the module: the copy is a plain module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
@@ -51,10 +54,6 @@ class Hook:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
-
-
-def _no_externals() -> list[Any]:
-    return []
 
 
 @dataclass(eq=False)
@@ -76,16 +75,12 @@ def in_backward() -> bool:
 
 
 class ModuleHooks:
-    """Gathers and frees the groups of one module tree.
+    """Gathers and frees the groups of one module tree."""
 
-    Args:
-        module: the root.
-        keeper: the groups and the limits.
-        gather_order: compares what ranks gather; None where gathers are one-sided, or carry names.
-    """
-
-    def __init__(self, module: nn.Module, keeper: PrefetchScheduler, gather_order: GatherOrder | None = None) -> None:
-        self.module, self.keeper, self.gather_order = module, keeper, gather_order
+    def __init__(
+        self, module: nn.Module, prefetcher: PrefetchScheduler, gather_order: GatherOrder | None = None
+    ) -> None:
+        self.module, self.prefetcher, self.gather_order = module, prefetcher, gather_order
         self.units: dict[nn.Module, list[ShardGroup]] = {}
         self.depth = 0  # forward passes running right now
         self.running: list[nn.Module] = []  # units whose forward is on the stack
@@ -97,11 +92,11 @@ class ModuleHooks:
         # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self._managed = {id(g) for g in keeper.groups}
+        self._managed = {id(g) for g in prefetcher.groups}
         self._find_units(set(repeated_blocks(module)))
         self.attach()
-        for group in keeper.groups:
-            group.lifecycle, group.gather_order = self, gather_order
+        for group in prefetcher.groups:
+            group.attach(self, gather_order, prefetcher.note)
 
     def _find_units(self, blocks: set[nn.Module]) -> None:
         def visit(module: nn.Module, unit: nn.Module | None) -> None:
@@ -118,8 +113,8 @@ class ModuleHooks:
         visit(self.module, None)
 
     def bound(self) -> str:
-        """How many elements may be gathered at once, and what decides it, in words."""
-        limits = self.keeper.limits
+        """Say how many elements may be gathered at a time, and what decides it."""
+        limits = self.prefetcher.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
         units = [
             (sum(g.numel for g in groups), names.get(unit) or getattr(unit, "name", "?"))
@@ -138,19 +133,21 @@ class ModuleHooks:
 
     def attach(self) -> None:
         """Put the hooks on (again)."""
-        vars(self.module)[_EXTERNALS] = Hook(_no_externals)
+        vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
         self.forward_hooks.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
         self.forward_hooks.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
 
+    @staticmethod
+    def _no_externals() -> list[Any]:
+        return []
+
     def attach_unit(self, unit: nn.Module) -> None:
-        """Hooks of one unit."""
         self.forward_hooks.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
         self.forward_hooks.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
-        """Take the hooks off."""
         for handle in self.forward_hooks:
             handle.remove()
         self.forward_hooks.clear()
@@ -163,10 +160,10 @@ class ModuleHooks:
     @property
     def param_coordinator(self) -> ModuleOrder:
         """The order of the last pass, which clients forget after a pass of another kind."""
-        return self.keeper.trace
+        return self.prefetcher.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """`module` also uses `group`, which is not below it."""
+        """Gather `group`, which is not below `module`, with it too."""
         if group in self.units.get(module, ()):
             return
         known = module in self.units
@@ -175,12 +172,11 @@ class ModuleHooks:
             self.attach_unit(module)
 
     def remove_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """Undo `add_external`."""
         if group in self.units.get(module, ()):
             self.units[module].remove(group)
 
     def used_outside(self, group: ShardGroup) -> None:
-        """`group` was read while a unit that does not own it was running: gather it with that unit from now on."""
+        """Gather `group`, which was read outside of its own unit, with the running unit from now on."""
         if self.running:
             self.add_external(self.running[-1], group)
 
@@ -194,26 +190,26 @@ class ModuleHooks:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
-            self.keeper.free_idle()
+            self.prefetcher.free_idle()
             self._turned = True  # without a backward to come, what follows is another pass
 
     def _begin_pass(self, first: nn.Module) -> None:
-        """The order of the last pass that began like this one is expected."""
+        """Begin a pass that is expected to use groups as the last one of its kind did."""
         kind = (first, torch.is_grad_enabled())
-        self.keeper.trace.restart(kind)
+        self.prefetcher.trace.restart(kind)
         if self.gather_order is not None:
             self.gather_order.begin(kind)
         self._with_grad, self._turned = torch.is_grad_enabled(), False
         self._alone.clear()
 
     def _run_alone(self, unit: nn.Module) -> None:
-        """A unit is driven through a child or a method: no forward of the root says where a pass begins.
+        """Begin a pass where a unit is driven through a child or a method, without a forward of the root.
 
         It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
         """
         if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
             if not torch.is_grad_enabled():
-                self.keeper.free_idle()  # what the last pass expected and did not use
+                self.prefetcher.free_idle()  # what the last pass expected and did not use
             self._begin_pass(unit)
             self._alone.add(unit)
         elif self._alone:
@@ -248,22 +244,22 @@ class ModuleHooks:
         for group in self.units[unit]:
             group.users -= 1
             if not in_backward():
-                self.keeper.release(group)
+                self.prefetcher.release(group)
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
-        """Keep no memory until backward for what autograd has saved of a unit's groups."""
+        """Free memory until backward that autograd has saved of a unit's groups."""
         groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
-        viewed = any(group.aliases.others() > len(group.members) for group in groups)
+        viewed = any(group.buffer_views.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
-        if viewed or (unit is not self.module and any(group.aliases.may_be_saved() for group in groups)):
+        if viewed or (unit is not self.module and any(group.buffer_views.may_be_saved() for group in groups)):
             buffer_views.keep_places(outputs, since, groups)
 
     def _gather(self, unit: nn.Module) -> None:
-        """Have the groups of a unit here until they are released."""
+        """All-gather the groups of a unit until they are released."""
         groups = self.units[unit]
         for group in groups:
             group.users += 1
-        self.keeper.gather(*groups)
+        self.prefetcher.gather(*groups)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -280,7 +276,7 @@ class ModuleHooks:
         return call
 
     def _output_gradient(self, call: _Call) -> None:
-        """The gradient of one of a unit's outputs has come: with the first one in a pass the unit's backward begins."""
+        """Begin the unit's backward with the first gradient of its outputs in a pass."""
         task = torch._C._current_graph_task_id()
         if call.begun != task:
             call.begun = task
@@ -315,25 +311,71 @@ class ModuleHooks:
         call.using = False
         for group in self.units[call.unit]:
             group.users = max(0, group.users - 1)
-            self.keeper.release(group)
+            self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
-        """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
+        """End the backward of units without inputs to differentiate, when all gradients of a group have arrived."""
         for call in self._open_ended.pop(id(group), ()):
             call.open.discard(id(group))
             if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
-        """The window is over: nothing is in use, everything is freed."""
+        """End the window: nothing is in use, everything is freed."""
         self._open_ended.clear()
         self._turned = True
         self.running.clear()
         self._calls.clear()
         self.depth = 0
-        for group in self.keeper.groups:
+        for group in self.prefetcher.groups:
             group.users = 0
-        self.keeper.free_idle()
-        for group in self.keeper.groups:
-            group.aliases.check_no_unsaved_writes()
-            group.aliases.check_no_stale_views()
+        self.prefetcher.free_idle()
+        for group in self.prefetcher.groups:
+            group.buffer_views.check_no_unsaved_writes()
+            group.buffer_views.check_no_stale_views()
+
+
+class DeferredAllGatherHooks:
+    """Lets the values of whole groups arrive after `step`: each unit waits for its own before its forward.
+
+    See [Note: arriving] in `deepspeed/zero/parameters/local_shard.py`. Groups between devices take part.
+    """
+
+    def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
+        self._module, self._groups = module, [group for group in groups if group.overlaps_all_gather]
+        self._units: dict[nn.Module, list[ShardGroup]] = {}
+        for param, unit in owners_of(module) if self._groups else ():  # all of them: which runs first is not known
+            if is_managed(param):
+                known, group = self._units.setdefault(unit, []), group_of(param._ds_member)  # type: ignore[attr-defined]
+                if group not in known and group.overlaps_all_gather:
+                    known.append(group)
+        self._hooks: list[Any] = []
+
+    @property
+    def allowed(self) -> bool:
+        """Whether values may arrive late on this rank: a compiled module would be traced with a class that goes."""
+        for module in (self._module, *self._units):
+            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+                self.detach()
+                return False
+        if self._groups and not self._hooks:
+            feed_transforms(arrived, arrived)
+            for unit, groups in self._units.items():
+                wait = Hook(partial(self._wait_for, groups))
+                self._hooks.append(unit.register_forward_pre_hook(wait, prepend=True))
+        return bool(self._groups)
+
+    @staticmethod
+    def _wait_for(groups: list[ShardGroup], *_: Any) -> None:
+        for group in groups:
+            group.wait()
+
+    def wait(self) -> None:
+        self._wait_for(self._groups)
+
+    def detach(self) -> None:
+        """Take the hooks off, with nothing on its way."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -1,4 +1,4 @@
-"""The ranks of a parameter group: those that shard it, those that replicate it, those that are counted.
+"""The mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
 
 A signature is what a parameter's row (`zero/layout/placement`) says of the model dims of the mesh; parameters of one
 group share it. Relations turn signatures into ranks.
@@ -7,7 +7,7 @@ group share it. Relations turn signatures into ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,20 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.torch_api import object_exchange
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.comm.process_groups.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
+from deepspeed.comm.process_groups.mesh import (
+    DATA,
+    DIMS,
+    MODEL,
+    REPLICATED,
+    SHARD,
+    Asked,
+    Mesh,
+    mesh_for,
+    mesh_of_unit,
+    ranks_started,
+    resolve,
+)
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.parameters.parameter import is_managed
@@ -38,7 +51,7 @@ DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "")
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
-    """What parameters of one group have in common beside their dtype; a tied weight has a group of its own."""
+    """The relations that parameters of one group have in common; a tied weight has a group of its own."""
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) or any(getattr(tensor, mark, False) for mark in _SLICED)
     tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
@@ -46,6 +59,37 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     if getattr(tensor, _COUNTED_ELSEWHERE, False):
         pp = Relation.REPLICATE
     return (tp, pp), name if pp is Relation.PARTIAL else ""
+
+
+def find_mesh(
+    config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
+) -> Mesh:
+    """Build the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks call together.
+
+    Args:
+        config: as `DeepSpeedConfig.for_init` reads it, or None.
+        mpu: a client's model-parallel unit, or None.
+        mesh_param: sizes by axis name, or (data-parallel ranks, ranks of a sequence), or None.
+        device: where messages start.
+        also: further sizes, with what names them.
+
+    Raises:
+        MeshError: they contradict one another, or the ranks do not make such a mesh.
+    """
+    sizes = [*(config.mesh_sizes() if config is not None else ())]
+    if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2:
+        mesh_param = dict(zip(("dp", "sp"), mesh_param, strict=True))
+    if mesh_param is not None:
+        if not isinstance(mesh_param, Mapping) or not all(type(size) is int for size in mesh_param.values()):
+            raise ArgumentError(
+                f"mesh_param is {mesh_param!r}; it takes sizes by axis name, as {{'dp_shard': 4}}, or (data-parallel "
+                f"ranks, ranks of a sequence)"
+            )
+        sizes += [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]
+    sizes += also
+    if mpu is not None:
+        return mesh_of_unit(mpu, sizes, device)
+    return mesh_for(resolve(ranks_started(), sizes), None, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +112,13 @@ class ParallelGroups:
     shard: Axis
     model_replica_group: Axis
 
+    @property
+    def whole_model_agrees(self) -> bool:
+        """Whether the ranks that agree on a window hold a whole copy of the model: no other slices or stages exist."""
+        return set(self.model_replica_group.ranks) <= set(self.dp_sp_group.ranks)
+
 
 def axes_of(mesh: Mesh) -> ParallelGroups:
-    """The axes that an engine asks for again and again."""
     one_copy = mesh.axis("pp", *SHARD, "tp")
     return ParallelGroups(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD), one_copy)
 
@@ -82,8 +130,8 @@ class GroupRanks:
     Args:
         shard: those that split its state.
         everyone: all that have these parameters, with equal values.
-        copies: those with the same slice, whose gradients are parts of one sum; None where a slice exists once.
-        counted: whether this rank's slice is the one, of equal ones on several model ranks, that stands in norms.
+        copies: those with the same shard, whose gradients are parts of one sum; None where a shard exists once.
+        counted: whether this rank's shard is the one, of equal ones on several model ranks, that stands in norms.
         first: whether it is the one, of all equal ones, that stands in checkpoints.
         channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
         peers: for any rank, the ranks that stand to it as `everyone` stands to this one.
@@ -103,39 +151,28 @@ class GroupRanks:
 
     @property
     def summing(self) -> list[Axis]:
-        """The axes that a round of gradients travels along."""
+        """The axes along which a round of gradients is reduced."""
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """Where this rank's counterpart of a global rank stands among `everyone`.
-
-        Raises:
-            ArgumentError: it has none.
-        """
+        """The position among `everyone` of this rank's counterpart of a global rank."""
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")
         return row.index(rank)
 
     def open_channels(self) -> tuple[int, int]:
-        """Numbers for one group's messages along `shard` and `copies`."""
+        """Channel numbers for one group's messages along `shard` and `copies`."""
         return self.channels or (self.shard.channel(), self.copies.channel() if self.copies is not None else 0)
 
 
 def alone(axis: Axis) -> GroupRanks:
-    """Where the ranks of one axis hold everything together."""
+    """The ranks of a group where those of one axis hold everything together."""
     return GroupRanks(axis, axis)
 
 
 class RankResolver:
-    """From signatures to ranks, on one mesh. All ranks make it together.
-
-    Args:
-        mesh: of the engine.
-        splits: each rank holds a slice of the optimizer's state only.
-        tied: stages that hold each tied weight, by name; the same on all ranks.
-        signatures: of the tied weights that this rank has, by name.
-    """
+    """Resolves signatures to ranks, on one mesh. All ranks make it together."""
 
     def __init__(
         self,
@@ -157,8 +194,7 @@ class RankResolver:
             ranks = self._find(signatures[name])
             self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
 
-    def holders(self, signature: Signature) -> GroupRanks:
-        """The ranks around parameters of a signature."""
+    def resolve(self, signature: Signature) -> GroupRanks:
         if signature not in self._known:
             self._known[signature] = self._find(signature)
         return self._known[signature]
@@ -188,7 +224,7 @@ class RankResolver:
 
 
 def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter, Signature]:
-    """The signature of every parameter; one for all where every rank holds the whole model."""
+    """The signature of every parameter."""
     if mesh.is_data_parallel:
         return dict.fromkeys(names, DATA_PARALLEL)
     return {param: signature_of(param, name) for param, name in names.items()}
@@ -197,11 +233,7 @@ def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter,
 def find_tied(
     mesh: Mesh, names: Mapping[Parameter, str], signatures: Mapping[Parameter, Signature]
 ) -> dict[str, frozenset[int]]:
-    """The stages that hold each tied weight, by its name. All ranks call together.
-
-    Raises:
-        MeshError: ranks that should have equal copies of a parameter have not.
-    """
+    """The stages that hold each tied weight, by its name. All ranks call together."""
     if mesh.is_data_parallel:
         return {}
     local_names = [
@@ -240,7 +272,7 @@ def equalise(
     signatures: Mapping[Parameter, Signature],
     tied: Mapping[str, frozenset[int]],
 ) -> None:
-    """Copies on several model ranks take the values of the first of them. All ranks call together."""
+    """Broadcast parameters that several model ranks hold from the first of them. All ranks call together."""
     label = "broadcast of a copied parameter"
     copied = [p for p in names if signatures[p][0][0] in _COPIED and not is_managed(p)]
     if mesh.size("tp") > 1:

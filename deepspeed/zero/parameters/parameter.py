@@ -20,12 +20,12 @@ from torch.nn import Parameter
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.zero.layout.placement import WHOLE, place
-from deepspeed.zero.parameters.ds_attributes import ClientSurface, elements_here
+from deepspeed.zero.parameters.ds_attributes import ClientSurface
 from deepspeed.zero.parameters.functorch import in_transform, outside_transforms
 from deepspeed.zero.parameters.record import ParamRecord
 
-# While zero.Init is open, what carries out a write to a parameter that is sharded already.
-birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+# While zero.Init is open: carry out a write to a parameter that is sharded already.
+init_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
@@ -65,37 +65,74 @@ def reads_values(func: Any) -> bool:
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """What autograd itself has put on `param`, past the property."""
+    """The gradient that autograd itself has set, past the property."""
     if param.__class__ is ManagedParameter:  # no torch function to be kept away
         return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
         return _raw_grad.__get__(param)
 
 
-def set_raw_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Put a gradient on `param` as autograd does, past the property."""
+def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set, or with None clear, the gradient as autograd does, past the property."""
+    if param.__class__ is ManagedParameter:
+        _raw_grad.__set__(param, value)
+        return
     with torch._C.DisableTorchFunctionSubclass():
         _raw_grad.__set__(param, value)
 
 
-def clear_raw_grad(param: torch.Tensor) -> None:
-    """Forget what autograd has put on `param`."""
-    if param.__class__ is ManagedParameter:
-        _raw_grad.__set__(param, None)
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        _raw_grad.__set__(param, None)
+class _Guarded(torch.Tensor):
+    """Intercepts every torch function of a sharded parameter, of a stand-in, and of a view of a dense copy."""
+
+    __slots__ = ()
+
+    _ds_member: ParamRecord
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+
+class _Freed(_Guarded):
+    """A sharded parameter or a stand-in of one. `set_` and `as_subclass` never reach a torch function."""
+
+    __slots__ = ()
+
+    _kind = "stand-in"
+
+    def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
+            return self
+        if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
+            if init_writers:
+                return init_writers[-1]("data=", None, (self, source), {})
+        reject_write("set_", self._ds_member)
+
+    def as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
+        return dense_copy(self).as_subclass(cls)
+
+    def __repr__(self: Any) -> str:
+        member, span = self._ds_member, self._ds_member.own_span()
+        return (
+            f"<sharded {self._kind} {member.name}: shape {tuple(member.shape)}, {self.dtype}, "
+            f"{span.stop - span.start} here>"
+        )
 
 
 class ManagedParameter(ClientSurface, Parameter):
-    """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
+    """A parameter of an engine, unsharded at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
     _ds_member: ParamRecord
 
     def _change_class(self, kind: type) -> None:
         """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
         if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
-            leave(self._ds_member, kind)
+            member = self._ds_member
+            if member.reducer is not None:
+                member.reducer.replaced.leaves(member, kind)
+            elif member.group.policy.gathers_before_use:
+                reject_write("swap_tensors", member)
         _raw_class.__set__(self, kind)
 
     __class__ = property(_raw_class.__get__, _change_class)  # type: ignore[assignment]
@@ -104,7 +141,7 @@ class ManagedParameter(ClientSurface, Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
 
-        At stages 2 and 3 every rank holds a slice only, so this gathers: all ranks read together. In-place changes of
+        At stages 2 and 3 every rank holds a shard only, so this gathers: all ranks read together. In-place changes of
         the tensor handed out are taken over before more gradients are added and by `step`; one that comes after more
         have been added is refused by `step`, on all ranks.
         """
@@ -132,7 +169,7 @@ class ManagedParameter(ClientSurface, Parameter):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
         if "_ds_member" in vars(self):
-            self._ds_member.group.aliases.mark_data_exposed(self._ds_member)
+            self._ds_member.group.buffer_views.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)
 
     @data.setter
@@ -140,9 +177,14 @@ class ManagedParameter(ClientSurface, Parameter):
         _raw_data.__set__(self, value)
 
     def set_(self, *source: Any, **how: Any) -> Any:
-        """As torch's; what lies there already is no change, as where a parametrization is registered on a parameter."""
-        if len(source) == 1 and not how and _is_same(self, source[0]):
+        """As torch's; setting what lies there already is no change, as where a parametrization is registered."""
+        new = source[0] if len(source) == 1 and not how else None
+        if new is self:
             return self
+        if isinstance(new, torch.Tensor) and not isinstance(new, _Guarded) and new.dtype == self.dtype:
+            place = (new.untyped_storage()._cdata, new.storage_offset(), new.shape, new.stride())
+            if place == (self.untyped_storage()._cdata, self.storage_offset(), self.shape, self.stride()):
+                return self
         return super().set_(*source, **how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -156,62 +198,16 @@ class ManagedParameter(ClientSurface, Parameter):
         return Parameter(self._ds_member.dense(), self.requires_grad).__reduce_ex__(proto)
 
 
-def _is_same(param: torch.Tensor, source: Any) -> bool:
-    """Whether `param.set_(source)` would put under a parameter what lies there already."""
-    if source is param:
-        return True
-    if not isinstance(source, torch.Tensor) or isinstance(source, _GUARDED):
-        return False
-    return (
-        source.dtype == param.dtype
-        and source.untyped_storage()._cdata == param.untyped_storage()._cdata
-        and (source.storage_offset(), source.shape, source.stride())
-        == (param.storage_offset(), param.shape, param.stride())
-    )
-
-
-# Torch hands these two to no class, so they are methods.
-def _set_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its own values change nothing; others are a write."""
-    source = args[0] if len(args) == 1 and not kwargs else None
-    if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
-        return self
-    if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
-        if birth_writers:
-            return birth_writers[-1]("data=", None, (self, source), {})
-    reject_write("set_", self._ds_member)
-
-
-def _dense_as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
-    return dense_copy(self).as_subclass(cls)
-
-
-class ShardedParameter(ManagedParameter):
+class ShardedParameter(_Freed, ManagedParameter):
     """A parameter whose group is freed; see [Note: sharded parameters]."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return intercept(func, args, kwargs or {})
-
-    set_, as_subclass = _set_sharded, _dense_as_subclass
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return _describe("Parameter", self._ds_member, self.dtype)
+    _kind = "Parameter"
 
 
-class StandIn(torch.Tensor):
+class StandIn(_Freed):
     """What `detach()` and `state_dict()` give for a sharded parameter: it stays sharded and costs no memory."""
 
     _ds_member: ParamRecord
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return intercept(func, args, kwargs or {})
-
-    set_, as_subclass = _set_sharded, _dense_as_subclass
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return _describe("stand-in", self._ds_member, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._ds_member.dense()
@@ -220,27 +216,16 @@ class StandIn(torch.Tensor):
         return self._ds_member.dense().__reduce_ex__(proto)
 
 
-class ReadView(torch.Tensor):
+class ReadView(_Guarded):
     """A view of a dense copy: reads as a tensor, but a write, which would be lost, raises."""
 
     _ds_member: ParamRecord
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return intercept(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.clone()
 
     def __reduce_ex__(self, proto: int) -> Any:
         return self.clone().__reduce_ex__(proto)
-
-
-_GUARDED = (ShardedParameter, StandIn, ReadView)
-
-
-def _describe(kind: str, member: ParamRecord, dtype: torch.dtype) -> str:
-    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {elements_here(member)} here>"
 
 
 def name_of(func: Any) -> str:
@@ -268,30 +253,26 @@ def reject_write(name: str, member: ParamRecord) -> None:
 
 
 def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
-    """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
+    """Whether the unbound `torch.Tensor.set_`, which no class intercepts, has replaced what lies under `tensor`."""
     return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
-def _check_not_replaced(tensor: Any) -> None:
-    if isinstance(tensor, (ShardedParameter, StandIn)) and was_replaced(tensor, tensor._ds_member):
-        _raw_data.__set__(tensor, tensor._ds_member.under(tensor))
-        reject_write("set_", tensor._ds_member)
-
-
-def _reject_targets(name: str, out: Any) -> None:
-    for target in _walk(out):
-        if isinstance(target, _GUARDED):
+def _reject_targets(name: str, targets: Any) -> None:
+    for target in targets if isinstance(targets, (list, tuple)) else (targets,):
+        if isinstance(target, _Guarded):
             reject_write(name, target._ds_member)
 
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
+    """Carry out any torch function that meets a sharded parameter, a stand-in, or a view of a copy."""
     name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init passes by name
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
-    first = args[0] if args and isinstance(args[0], _GUARDED) else None
+    first = args[0] if args and isinstance(args[0], _Guarded) else None
     with torch._C.DisableTorchFunctionSubclass():
-        _check_not_replaced(first)
+        if isinstance(first, _Freed) and was_replaced(first, first._ds_member):
+            _raw_data.__set__(first, first._ds_member.under(first))
+            reject_write("set_", first._ds_member)
         own = name in _OWN_GRAD and isinstance(first, StandIn)
         if name in METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
             return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
@@ -304,7 +285,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if name in _STAND_IN:
                     return stand_in(first._ds_member)
                 if name in DENSE_METADATA:
-                    return func(_dense_meta(first), *args[1:], **kwargs)
+                    return func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:], **kwargs)
                 if name in LIKE:
                     dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
                     return func(dense, *args[1:], **kwargs)
@@ -313,14 +294,14 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refused, but for modules being born that initialize what their children own."""
-    if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
-        return birth_writers[-1](name, func, args, kwargs)
+    """Refuse a write, unless a module that is made under zero.Init initializes what its children own."""
+    if init_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
+        return init_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a move leads where the parameter is already, or it is given its own values: `module.cpu()` does both."""
+    """Whether a move leads where the parameter is, or `data =` gives it its own values, as in `module.cpu()`."""
     if isinstance(first, ReadView):
         return False
     if name == "data=":
@@ -333,17 +314,12 @@ def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return getattr(probe, name)(*args[1:], **kwargs) is probe
 
 
-def _note_move(source: ShardedParameter | StandIn, result: torch.Tensor) -> None:
-    if type(result) is torch.Tensor and result.dtype == source.dtype:
-        setattr(result, _MOVED, (source._ds_member.uid, _version_of(result)))
-
-
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` on dense copies; a write to one of them raises, views of them come back guarded."""
     copies: dict[int, tuple[torch.Tensor, ParamRecord, int]] = {}
 
     def dense(value: Any) -> Any:
-        if not isinstance(value, _GUARDED):
+        if not isinstance(value, _Guarded):
             return value
         if id(value) not in copies:
             member = value._ds_member
@@ -352,8 +328,9 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return copies[id(value)][0]
 
     result = func(*map_nested(dense, args), **map_nested(dense, kwargs))
-    if name in _MOVES and isinstance(args[0], (ShardedParameter, StandIn)):
-        _note_move(args[0], result)
+    if name in _MOVES and isinstance(args[0], _Freed) and type(result) is torch.Tensor:
+        if result.dtype == args[0].dtype:  # `data =` may put it back
+            setattr(result, _MOVED, (args[0]._ds_member.uid, _version_of(result)))
     storages = {}
     for plain, member, version in copies.values():
         if _version_of(plain) != version:
@@ -397,45 +374,39 @@ def _version_of(tensor: torch.Tensor) -> int:
 @outside_transforms
 def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
     copied = member.dense()
-    if isinstance(value, (ShardedParameter, StandIn)) and value.requires_grad and torch.is_grad_enabled():
+    if isinstance(value, _Freed) and value.requires_grad and torch.is_grad_enabled():
         return _DenseCopy.apply(value, copied)  # type: ignore[return-value]
     return copied
 
 
 def dense_copy(tensor: Any) -> Any:
     """A dense copy of a sharded parameter or stand-in, whose gradient flows to it; anything else as it is."""
-    if not isinstance(tensor, (ShardedParameter, StandIn)):
+    if not isinstance(tensor, _Freed):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         return _read(tensor, tensor._ds_member)
 
 
 def reject_functionalize(tensor: Any) -> Any:
-    """Raise for what is sharded, since `functionalize` writes to its arguments; anything else as it is."""
+    """Raise for a sharded parameter, since `functionalize` writes to its arguments; return anything else."""
     _reject_targets("functionalize", tensor)
     return tensor
 
 
 def stand_in(member: ParamRecord) -> StandIn:
-    """A stand-in of a member: true shape, no memory."""
     stand_in_tensor = torch.Tensor._make_subclass(StandIn, member.placeholder)
     stand_in_tensor._ds_member = member
     return stand_in_tensor
 
 
-def _dense_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _walk(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
-
-
 def map_nested(change: Any, value: Any) -> Any:
-    """A nest of tuples, lists and dicts with what `change` gives for each of its leaves."""
+    """Apply `change` to the leaves of nested tuples, lists and dicts."""
     if isinstance(value, tuple):
-        made = [map_nested(change, v) for v in value]
-        return type(value)(*made) if hasattr(value, "_fields") else _rebuild(value, made)
+        mapped = [map_nested(change, v) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        same = all(a is b for a, b in zip(value, mapped, strict=True))
+        return value if same else tuple(mapped) if type(value) is tuple else type(value)(mapped)
     if isinstance(value, list):
         return [map_nested(change, v) for v in value]
     if isinstance(value, dict):
@@ -443,14 +414,9 @@ def map_nested(change: Any, value: Any) -> Any:
     return change(value)
 
 
-def _rebuild(value: tuple[Any, ...], mapped: list[Any]) -> Any:
-    same = all(a is b for a, b in zip(value, mapped, strict=True))
-    return value if same else tuple(mapped) if type(value) is tuple else type(value)(mapped)
-
-
 @functools.cache
 def _feed_parameters() -> None:
-    """From now on `nn.Parameter(tensor)` takes managed parameters and what is read of them.
+    """Make `nn.Parameter(tensor)` accept managed parameters and what is read of them.
 
     As torch's, it shares the memory of a parameter that is whole for good; of one that is sharded, or gathered for a
     while, it takes a copy.
@@ -459,7 +425,7 @@ def _feed_parameters() -> None:
 
     @functools.wraps(new)
     def with_values(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(data, (ManagedParameter, *_GUARDED)):
+        if isinstance(data, (ManagedParameter, _Guarded)):
             with torch.no_grad():
                 whole = not data._ds_member.group.policy.gathers_before_use
                 data = data.detach() if whole else dense_copy(data).clone().as_subclass(torch.Tensor)
@@ -469,22 +435,12 @@ def _feed_parameters() -> None:
 
 
 def manage(param: Parameter, member: ParamRecord) -> None:
-    """Make `param` a managed one."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]
 
 
-def leave(member: ParamRecord, kind: type) -> None:
-    """The parameter is about to be of a class that manages nothing."""
-    if member.reducer is not None:
-        member.reducer.replaced.leaves(member, kind)
-    elif member.group.policy.gathers_before_use:
-        reject_write("swap_tensors", member)
-
-
 def unmanage(param: Parameter) -> None:
-    """Give `param` back as a plain one."""
     _raw_class.__set__(param, Parameter)
     vars(param).pop("_ds_member", None)
 

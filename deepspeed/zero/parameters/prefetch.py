@@ -20,14 +20,14 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 # Passes that begin differently (training, evaluation, a child or a method called by itself) are remembered apart.
 _REMEMBERED = 8
-# What a profile is told of: a gather is started as it is needed, is waited for, is started ahead.
+# Events of a profile: a gather is started as it is needed, is waited for, is started ahead.
 FETCH_SUBMIT, FETCH_WAIT, PREFETCH_SUBMIT = "fetch_submit", "fetch_wait", "prefetch_submit"
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """Elements, not bytes, as in the JSON.
+    """Limits in elements, not bytes, as in the JSON.
 
     Args:
         live: gathered at once (`stage3_max_live_parameters`).
@@ -56,14 +56,14 @@ class _GatherOrder:
     before: list[int] = field(default_factory=lambda: [0])  # elements needed before each entry
 
     def index(self) -> None:
-        """Make the look-ups, when the pass is over."""
+        """Build the look-ups when the pass is over."""
         for place, group in enumerate(self.groups):
             self.places.setdefault(id(group), []).append(place)
             self.before.append(self.before[-1] + group.numel)
 
 
 class ModuleOrder:
-    """The order in which groups were needed in the last pass of a kind, and where the running pass is in it."""
+    """The order of use of groups in the last pass of a kind, and the position of the running pass in it."""
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, _GatherOrder] = {}
@@ -73,11 +73,7 @@ class ModuleOrder:
         self.restarts = 0
 
     def restart(self, kind: Hashable = None) -> None:
-        """A new pass begins (an engine's forward).
-
-        Args:
-            kind: the order of the last pass of the same kind is expected.
-        """
+        """Begin a pass; the order of the last pass of the same kind is expected."""
         if self._now.groups:
             known = self._passes.pop(self._kind, None)
             if known is None or known.groups != self._now.groups or known.units != self._now.units:
@@ -91,7 +87,7 @@ class ModuleOrder:
         self.restarts += 1
 
     def used(self, *groups: ShardGroup) -> range:
-        """`groups` are needed now, all of them for one unit; returns the entries of the last pass that are left out."""
+        """Note that one unit needs these groups now; returns the skipped entries of the last pass."""
         unit = self._now.units[-1] + 1 if self._now.units else 0
         reached, skipped = self._at, 0
         for group in groups:
@@ -104,7 +100,7 @@ class ModuleOrder:
         return range(reached, self._at if skipped else reached)
 
     def coming(self) -> list[ShardGroup]:
-        """What the last pass needed from here on, nearest first."""
+        """The groups that the last pass needed from here on, nearest first."""
         return self._last.groups[self._at :]
 
     def place(self, group: ShardGroup) -> int | None:
@@ -114,15 +110,13 @@ class ModuleOrder:
         return places[index] if index < len(places) else None
 
     def at(self, place: int) -> ShardGroup:
-        """The group of an entry."""
         return self._last.groups[place]
 
     def over(self, place: int) -> bool:
-        """Whether the running pass is beyond an entry."""
         return place < self._at
 
     def next_unit(self) -> list[ShardGroup]:
-        """What the next gather will need."""
+        """The groups that the next unit will need."""
         units, end = self._last.units, self._at
         while end < len(units) and units[end] == units[self._at]:
             end += 1
@@ -144,22 +138,15 @@ class ModuleOrder:
 
     @property
     def begun(self) -> bool:
-        """Whether the running pass has needed anything."""
         return bool(self._now.groups)
 
     @property
     def known(self) -> bool:
-        """Whether there is a last pass to go by."""
         return bool(self._last.groups)
 
 
 class PrefetchScheduler:
-    """Applies the limits: frees what may not stay, starts what will be needed.
-
-    Args:
-        groups: the groups that are gathered before use.
-        limits: how much may be here.
-    """
+    """Applies the limits: reshards what may not stay, all-gathers ahead what will be needed."""
 
     def __init__(self, groups: list[ShardGroup], limits: PrefetchLimits) -> None:
         self.groups, self.limits, self.trace = groups, limits, ModuleOrder()
@@ -181,15 +168,13 @@ class PrefetchScheduler:
         self._idle: list[tuple[float, int]] = []  # heap: (- entry of next use, number) of groups that may be idle here
         self._restarts = -1
         for group in groups:
-            group.observer = self.note
             self.note(group)
 
     def live(self) -> int:
-        """Elements gathered or in flight."""
         return self._live
 
     def note(self, group: ShardGroup) -> None:
-        """`group` may have another state than before."""
+        """Account for a possible change of a group's state."""
         key, state = id(group), group.state
         if state is not State.INFLIGHT and self._ahead.pop(key, None) is not None:
             self._on_the_way -= group.numel
@@ -203,7 +188,7 @@ class PrefetchScheduler:
             self._queue(group)
 
     def _queue(self, group: ShardGroup) -> None:
-        """Where it is found: among what is to be started, or among what may be freed."""
+        """Queue a group among those to be started, or those that may be freed."""
         place = self.trace.place(group)
         if group.state is not State.SHARDED:
             heappush(self._idle, (-math.inf if place is None else -place, self._number[id(group)]))
@@ -211,7 +196,7 @@ class PrefetchScheduler:
             heappush(self._coming, place)
 
     def _follow(self) -> None:
-        """Take in that the trace has begun anew."""
+        """Rebuild the queues when the trace has begun anew."""
         if self._restarts != self.trace.restarts:
             self._restarts = self.trace.restarts
             self._coming.clear()
@@ -220,12 +205,12 @@ class PrefetchScheduler:
                 self._queue(group)
 
     def make_room(self, group: ShardGroup) -> None:
-        """Free idle groups until `group` fits the live limit, or none is idle: first those needed last."""
+        """Free idle groups, those needed last first, until `group` fits the live limit."""
         if group.state is State.SHARDED:
             self._evict(self.limits.live - group.numel)
 
     def _evict(self, limit: int) -> None:
-        """Free idle groups, those needed last before others, until at most `limit` elements are here."""
+        """Free idle groups, those needed last first, until at most `limit` elements are gathered."""
         if self._live <= limit:
             return
         self._follow()
@@ -245,7 +230,7 @@ class PrefetchScheduler:
         self.note(group)
 
     def gather(self, *groups: ShardGroup) -> None:
-        """Have the groups of a unit here, with what comes after them on its way."""
+        """All-gather the groups of a unit, and start what comes after them."""
         self._follow()
         expected = self.trace.known and self.trace.begun
         for place in self.trace.used(*groups):
@@ -279,7 +264,7 @@ class PrefetchScheduler:
         self.peak = max(self.peak, self._live)
 
     def _prefetch(self) -> None:
-        """Start what comes next, whatever its size, and then what the limits allow."""
+        """Start the next unit, whatever its size, and then what the limits allow."""
         if self.limits.prefetch <= 0 or not self._prefetch_unit():
             return
         for group in self._sharded_to_come():
@@ -288,7 +273,7 @@ class PrefetchScheduler:
             self._start_ahead(group)
 
     def _read_ahead(self) -> None:
-        """The next group whose gather has not begun starts to come from where it rests: a gather would wait for that.
+        """Start to read the next group whose gather has not begun from its tier: the gather would wait for that.
 
         Where blocks are computed again the next unit is this one once more, so what follows it is looked for.
         """
@@ -297,7 +282,7 @@ class PrefetchScheduler:
             group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
-        """Start the next unit if it, with the one before it, fits beside what is in use; whether it is here."""
+        """Start the next unit if it fits beside what is in use; returns whether it is gathered or in flight."""
         unit = self.trace.next_unit()
         missing = [g for g in unit if g.state is State.SHARDED]
         if not missing:
@@ -322,7 +307,7 @@ class PrefetchScheduler:
         self._queue(group)
 
     def _sharded_to_come(self) -> Iterator[ShardGroup]:
-        """Groups that are sharded and will be needed, nearest first; what is not taken is found again."""
+        """Sharded groups that will be needed, nearest first; those not taken are found again."""
         while self._coming:
             place = self._coming[0]
             if not self.trace.over(place) and self.trace.at(place).state is State.SHARDED:
@@ -333,7 +318,7 @@ class PrefetchScheduler:
                 heappop(self._coming)
 
     def release(self, group: ShardGroup) -> None:
-        """`group` is not in use any more: free it unless it is needed again soon and there is room."""
+        """Free a group that is not in use any more, unless it is needed again soon and fits the limits."""
         if group.users:
             return
         self._follow()
@@ -351,7 +336,7 @@ class PrefetchScheduler:
             self._prefetch_unit()
 
     def free_idle(self) -> None:
-        """Free everything that is not in use (before an update, at the end of a pass)."""
+        """Free all groups that are not in use (before an update, at the end of a pass)."""
         for group in list(self._here.values()):
             if not group.users:
                 self._free(group)

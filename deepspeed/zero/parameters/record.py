@@ -1,4 +1,4 @@
-"""The record of one parameter in a group: its name, its offset and its stand-in while it is sharded.
+"""The record of one parameter in a group, and what it knows of the group, its gradients and its storage tiers.
 
 Those objects know the record; the record knows them by these roles alone, so that imports, types included, form no
 circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
@@ -20,11 +20,11 @@ from torch.nn import Parameter
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.storage.tier import StoredTensor
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.storage.tier import StoredTensor, Tier
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.placement import Placement, placement_of
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.tiers import Tiers
 
 
 class ZeroParamStatus(enum.Enum):
@@ -35,46 +35,51 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
+@dataclass(frozen=True)
+class Tiers:
+    """In which storage tiers the state of a group rests.
+
+    Args:
+        optimizer: master, gradient accumulators, moments (`offload_optimizer`).
+        parameters: the shards of parameters that are gathered before use (`offload_param`).
+    """
+
+    optimizer: Tier = RESIDENT
+    parameters: Tier = RESIDENT
+
+
 class Gatherer(Protocol):
-    """Gathers and frees the groups of an engine; see `module_hooks.ModuleHooks`."""
+    """The hooks that gather and free the groups of an engine; see `module_hooks.ModuleHooks`."""
 
     depth: int
 
-    def used_outside(self, group: Any) -> None:
-        """A group was read while a unit that does not own it was running."""
+    def used_outside(self, group: Any) -> None: ...
 
-    def add_external(self, module: nn.Module, group: Any) -> None:
-        """A module also uses a group that is not below it."""
+    def add_external(self, module: nn.Module, group: Any) -> None: ...
 
-    def remove_external(self, module: nn.Module, group: Any) -> None:
-        """Undo `add_external`."""
+    def remove_external(self, module: nn.Module, group: Any) -> None: ...
 
 
 class Gradients(Protocol):
-    """Where a parameter's gradients are; see `reducer.Reducer`."""
+    """The reducer of a parameter's gradients; see `reducer.Reducer`."""
 
     replaced: Any  # see `replaced.Replaced`
 
-    def arrived(self, member: Any) -> None:
-        """Autograd has finished its gradient."""
+    def arrived(self, member: Any) -> None: ...
 
-    def grad_of(self, member: Any) -> torch.Tensor | None:
-        """The mean gradient of the window so far."""
-        ...
+    def grad_of(self, member: Any) -> torch.Tensor | None: ...
 
-    def set_grad(self, member: Any, value: torch.Tensor | None) -> None:
-        """Replace it."""
+    def set_grad(self, member: Any, value: torch.Tensor | None) -> None: ...
 
 
 class Exposed(Protocol):
     """The memory of a group that users may hold; see `buffer_views.BufferViews`."""
 
-    def mark_data_exposed(self, member: Any) -> None:
-        """`param.data` was handed out."""
+    def mark_data_exposed(self, member: Any) -> None: ...
 
 
 class ParameterGroup(Protocol):
-    """The parameters that travel with it; see `shard_group.ShardGroup`."""
+    """The group of a parameter; see `shard_group.ShardGroup`."""
 
     members: list[Any]
     axis: Axis
@@ -93,63 +98,48 @@ class ParameterGroup(Protocol):
     lifecycle: Gatherer | None
 
     @property
-    def aliases(self) -> Exposed:
-        """Its memory, and who holds views of it."""
-        ...
+    def buffer_views(self) -> Exposed: ...
 
     @property
-    def status(self) -> ZeroParamStatus:
-        """Where the values are."""
-        ...
+    def status(self) -> ZeroParamStatus: ...
 
     @property
-    def updated(self) -> StoredTensor:
-        """What the optimizer updates."""
-        ...
+    def updated(self) -> StoredTensor: ...
 
-    def wait(self) -> None:
-        """Wait on the current stream for values that are still on their way."""
+    def wait(self) -> None: ...
 
-    def read(self, member: Any) -> torch.Tensor:
-        """A private dense copy of a member."""
-        ...
+    def read(self, member: Any) -> torch.Tensor: ...
 
-    def write(self, member: Any, values: torch.Tensor) -> None:
-        """Replace a member's values on this rank."""
+    def write(self, member: Any, values: torch.Tensor) -> None: ...
 
-    def assemble(self, member: Any, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All fragments of a member, as every rank holds them."""
-        ...
+    def assemble(self, member: Any, of: torch.Tensor, kind: int, label: str) -> torch.Tensor: ...
 
-    def advance(self) -> None:
-        """The slice has new values."""
+    def advance(self) -> None: ...
 
-    def thaw(self, dtype: torch.dtype) -> None:
-        """Give a frozen group its master copy."""
+    def thaw(self, dtype: torch.dtype) -> None: ...
 
-    def import_edits(self, member: Any) -> None:
-        """Take a member's edited values into the master copy."""
+    def import_edits(self, member: Any) -> None: ...
 
 
 class Pruner(Protocol):
-    """What masks the slices of an optimizer."""
+    """The masks over an optimizer's shards; see `compression/pruning/masks`."""
 
     def on_gradients(self) -> None:
-        """The window's gradients are complete, and not yet part of a norm."""
+        """Called when the window's gradients are complete, and not yet part of a norm."""
 
     def on_update(self, groups: Iterable[Any]) -> None:
-        """The masters of these groups were updated, and are not published yet."""
+        """Called when the masters of these groups were updated, and are not all-gathered yet."""
 
     def fragment_state(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """What a checkpoint stores beside the optimizer's state of a fragment."""
+        """Tensors that a checkpoint stores beside the optimizer's state of a fragment."""
         ...
 
     def take_fragment_state(self, fragment: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Take its own part out of a loaded state; gives the optimizer's."""
+        """Take the masks' part out of a loaded state; returns the optimizer's."""
         ...
 
     def arriving(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """The tensors of that part, which the load fills."""
+        """The tensors of that part, which a load fills."""
         ...
 
 
@@ -162,7 +152,7 @@ memories: set[int] = set()  # of all groups, by identity of the storage: what li
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """How many tensors lie over the memory of `tensor`, itself included."""
+    """Count the tensors over the memory of `tensor`, itself included."""
     return references(tensor.untyped_storage()._cdata) - 1  # the object that it is asked by counts too
 
 
@@ -189,7 +179,7 @@ class ParamRecord:
     reducer: Gradients | None = field(default=None, repr=False)
     owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
-    version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    version: int = 0  # the parameter's version counter when it was last known to agree with its shard
     address: int = 0  # of its place in the full buffer, when it was last looked at
     saved: bool = False  # autograd has saved the parameter itself, so it lies in the full buffer though it is freed
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
@@ -201,17 +191,16 @@ class ParamRecord:
 
     @property
     def offset(self) -> int:
-        """Where it begins in the group."""
+        """First element in the group."""
         return self.group.offsets[self.index]
 
     @property
     def placement(self) -> Placement:
-        """Its row of the table of placements."""
         return placement_of(self.param)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Of a contiguous tensor of its shape."""
+        """Strides of a contiguous tensor of its shape."""
         return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
@@ -230,42 +219,53 @@ class ParamRecord:
                 offset += length
         return values
 
+    @property
+    def current_version(self) -> int:
+        """The version counter of the parameter, also while it is freed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param._version
+
+    def lay_where_it_rests(self) -> None:
+        """Point the freed parameter at its placeholder, or at the full buffer where autograd has saved it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self.param, self.under(self.param))  # type: ignore[attr-defined]
+
     def flat(self) -> torch.Tensor:
-        """Its place in the full buffer, 1-D; values while that has its memory."""
+        """The place in the full buffer, 1-D; valid while that has its memory."""
         return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
-        """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""
+        """Make the placeholder of a freed parameter: true shape, no memory, every element NaN (or large)."""
         dtype = self.group.dtype
         integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         value = torch.iinfo(dtype).max if integral else torch.nan
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def under(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What lies under the freed parameter, or under a stand-in of it."""
+        """The data of the freed parameter, or of a stand-in of it."""
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
-        """Where this rank's part of the values lies in the group's slice; possibly empty."""
+        """The place of this rank's part of the values in the group's shard; possibly empty."""
         group, cuts = self.group, self.group.layout.cuts_of(self.index)
         rank = group.axis.rank
         low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
     def own_values(self) -> torch.Tensor:
-        """This rank's part of the values, 1-D: a view of the slice where that rests in memory, else a copy."""
+        """This rank's part of the values, 1-D: a view of the shard where that rests in memory, else a copy."""
         values = self.group.values
         with values.borrowed() as lent:
             own = lent[self.own_span()]
             return own if values.memory is not None else own.clone()
 
-    def step_aside(self) -> None:
-        """Let values that were put under the parameter, and may be another parameter's memory, be values of its own."""
+    def copy_foreign_values(self) -> None:
+        """Copy values that were put under the parameter, and may be another parameter's memory."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
 
-    def tell_holder(self) -> None:
-        """Say that values put under the parameter are copied, when somebody holds the tensor that they come from."""
+    def warn_if_copied(self) -> None:
+        """Warn that values put under the parameter are copied, when somebody holds the tensor that they come from."""
         with torch._C.DisableTorchFunctionSubclass():
             away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
             if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
@@ -276,12 +276,8 @@ class ParamRecord:
                     key=("copied", self.uid),
                 )
 
-    def rejoin(self) -> None:
-        """Take back values that were put under the gathered parameter by `param.data = …`.
-
-        Raises:
-            UsageError: they have another shape or dtype, as after `module.half()`.
-        """
+    def restore_view(self) -> None:
+        """Copy values that were put under the gathered parameter by `param.data = …` back into the full buffer."""
         view, param = self.group.views[self.index], self.param
         self.address = view.data_ptr()
         if param.data_ptr() == self.address and param.dtype == view.dtype:

@@ -1,10 +1,10 @@
 """Takes over tensors that were put in the place of a managed parameter, or rejects them.
 
-[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and slices know it.
+[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and shards know it.
 `torch.utils.swap_tensors`, which torch's conversions of modules may use, leaves the object and exchanges everything
 in it; `module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` leave the module with another object. Either
 is found before the next forward in training, and at the latest before the update: the values are the parameter's from
-then on. Where each rank holds a slice only, a rank cannot take them over alone, and raises.
+then on. Where each rank holds a shard only, a rank cannot take them over alone, and raises.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ Table = dict[str, Parameter | None]
 
 
 class Replaced:
-    """Finds what was replaced under an engine.
-
-    Args:
-        listen: takes the gradients of a member, after it was given another tensor.
-        arrived: told of a gradient that autograd has put on a parameter meanwhile.
-    """
+    """Finds parameters that were replaced in a model under an engine."""
 
     def __init__(self, listen: Callable[[ParamRecord, bool], None], arrived: Callable[[ParamRecord], None]) -> None:
         self._listen, self._arrived = listen, arrived
@@ -48,7 +43,7 @@ class Replaced:
         self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
 
     def watch(self, module: nn.Module) -> None:
-        """Look after the parameters of a model, wherever it names them."""
+        """Note where a model names its parameters."""
         tables = [child._parameters for child in module.modules() if isinstance(child._parameters, dict)]
         named = [(table, name, param) for table in tables for name, param in table.items()]
         self._places = [
@@ -59,16 +54,7 @@ class Replaced:
         self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
     def leaves(self, member: ParamRecord, kind: type) -> None:
-        """`swap_tensors` is about to put another tensor under a parameter.
-
-        Args:
-            member: its record.
-            kind: the class that it gets.
-
-        Raises:
-            UsageError: that is no plain parameter: nothing was swapped.
-            ShardedParameterError: each rank holds a slice of the values: nothing was swapped.
-        """
+        """Check that `swap_tensors` may put a tensor of class `kind` under a parameter; before anything is swapped."""
         if member.group.policy.gathers_before_use:
             reject_write("swap_tensors", member)
         if kind is not Parameter:
@@ -79,11 +65,7 @@ class Replaced:
         self._left[member.uid] = member, dict(vars(member.param))
 
     def settle(self) -> None:
-        """Take over what was replaced on this rank.
-
-        Raises:
-            UsageError: it has another shape or dtype, or only all ranks together could take it over.
-        """
+        """Adopt what was replaced on this rank; raises for another shape or dtype, or for a sharded parameter."""
         while self._left:
             uid, (member, marks) = next(iter(self._left.items()))
             member.check_fit()
@@ -99,7 +81,7 @@ class Replaced:
                 self._look()
 
     def _look(self) -> None:
-        """Take over parameters that others stand for."""
+        """Adopt parameters in whose place others stand."""
         others = defaultdict[int, list[tuple[Table, str, ParamRecord]]](list)
         for place in self._places:
             table, name, member = place
@@ -112,8 +94,8 @@ class Replaced:
 
     def _take_over(self, places: list[tuple[Table, str, ParamRecord]]) -> None:
         member = places[0][2]
-        param, found = member.param, [table[name] for table, name, _ in places]
-        new, how = found[0], f"parameter '{member.name}' was replaced by another tensor after initialize"
+        param, tensors = member.param, [table[name] for table, name, _ in places]
+        new, how = tensors[0], f"parameter '{member.name}' was replaced by another tensor after initialize"
         everywhere = sum(other is member for _, _, other in self._places)
         if new is None or new.shape != member.shape or new.dtype.is_floating_point != param.dtype.is_floating_point:
             raise UsageError(
@@ -122,11 +104,11 @@ class Replaced:
             )
         if member.group.policy.gathers_before_use:
             raise UsageError(
-                f"{how}, and the optimizer has the old one, of which each rank holds a slice. Put it back, and copy "
+                f"{how}, and the optimizer has the old one, of which each rank holds a shard. Put it back, and copy "
                 f"the values into it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or with "
                 f"deepspeed.utils.safe_set_full_fp32_param"
             )
-        if len(found) < everywhere or any(other is not new for other in found):
+        if len(tensors) < everywhere or any(other is not new for other in tensors):
             raise UsageError(
                 f"{how} in one of the {everywhere} places that share it: share other weights before "
                 f"deepspeed.initialize, or put the parameter back"

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
+from deepspeed.comm.collectives.same_error import meet_before
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
@@ -26,8 +27,8 @@ from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.buffer_views import BufferViews, lies_elsewhere
-from deepspeed.zero.parameters.collective_order import GatherOrder, gather_all
+from deepspeed.zero.parameters.buffer_views import BufferViews
+from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.parallel_groups import GroupRanks
@@ -41,12 +42,11 @@ from deepspeed.zero.parameters.parameter import (
     unmanage,
     was_replaced,
 )
-from deepspeed.zero.parameters.record import Gatherer, ParamRecord, ZeroParamStatus
-from deepspeed.zero.parameters.tiers import Tiers
+from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroParamStatus
 
 
 class State(enum.Enum):
-    """Where the full buffer of a group is."""
+    """The state of the full buffer of a group."""
 
     SHARDED = "sharded"
     INFLIGHT = "in flight"
@@ -64,19 +64,19 @@ class ShardGroup(LocalShard):
     """A group of parameters under one policy.
 
     Args:
-        holders: the ranks around it.
+        ranks: the ranks around it.
         policy: what is split.
         layout: how the concatenation is cut.
         members: the parameters, in the order of the layout, with their values in `param.data`.
         dtype: compute dtype; None: that of the parameters.
         master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
             the values are the master.
-        tiers: where slice, master and gradient accumulators rest; None: on the device.
+        tiers: where shard, master and gradient accumulators rest; None: on the device.
     """
 
     def __init__(
         self,
-        holders: GroupRanks,
+        ranks: GroupRanks,
         policy: Policy,
         layout: ShardLayout,
         members: list[ParamRecord],
@@ -86,17 +86,16 @@ class ShardGroup(LocalShard):
         tiers: Tiers | None = None,
     ) -> None:
         first = members[0].param
-        axis = holders.shard
-        self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
+        axis = ranks.shard
+        self.ranks, self.axis, self.policy, self.layout, self.members = ranks, axis, policy, layout, members
         self.offsets: Sequence[int] = layout.offsets
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        # Who lets parameters rest elsewhere is short of memory here: what is freed goes back to the system at once.
-        # So is who gathers under a limit on addresses.
+        # Where parameters are offloaded, or addresses are limited, freed memory goes back to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
-        self.channel, self.copies_channel = holders.open_channels()
+        self.channel, self.copies_channel = ranks.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.editors = 0  # contexts that say what becomes of changes
@@ -105,10 +104,10 @@ class ShardGroup(LocalShard):
         self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
-        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
-        self.changes = 0  # how often the slice has got new values
+        self._observer: Callable[[ShardGroup], None] | None = None
+        self.changes = 0  # how often the shard has got new values
         self._handle: Handle | None = None
-        self._arrival: PendingCopy | None = None  # the own slice, on its way from another device
+        self._arrival: PendingCopy | None = None  # the own shard, on its way from another device
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -117,8 +116,8 @@ class ShardGroup(LocalShard):
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
         # What the optimizer updates here.
-        self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
-        span = self.full[low:high] if policy.owns_a_slice else self.full
+        self.low, self.high = (low, high) if policy.owns_a_shard else (0, layout.padded)
+        span = self.full[low:high] if policy.owns_a_shard else self.full
         self.values: StoredTensor = Resident(f"values of {self.name}", span)
         if master is not None:
             self.add_master(master)
@@ -131,14 +130,13 @@ class ShardGroup(LocalShard):
 
     @property
     def state(self) -> State:
-        """Where the full buffer is."""
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        if self.observer is not None:
-            self.observer(self)
+        if self._observer is not None:
+            self._observer(self)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -146,15 +144,15 @@ class ShardGroup(LocalShard):
         return _STATUS[self.state]
 
     def new_buffer(self) -> None:
-        """Make the full buffer, of zeros, with nobody's views over it."""
+        """Allocate the full buffer, of zeros, with no views over it."""
         padded, dtype = self.layout.padded, self.dtype
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]
-        self.aliases = BufferViews(self)
+        self.buffer_views = BufferViews(self)
 
     def move_out(self) -> None:
-        """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
+        """Leave the memory of a whole group to its holder, and continue in new memory."""
         old, views = self.full, self.views
         self.new_buffer()
         self.full.copy_(old)
@@ -178,19 +176,14 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace one member's values on this rank: slice, master, and the full buffer if it is here.
-
-        Args:
-            member: the parameter.
-            values: dense, any shape of the right number of elements, the same on all ranks.
-        """
+        """Replace one member's values on this rank: shard, master, and the full buffer if it is gathered."""
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
-        if self.state is State.GATHERED or self.aliases.lent or self.aliases.saved:
-            self.aliases.check_no_unsaved_writes()
+        if self.state is State.GATHERED or self.buffer_views.lent or self.buffer_views.saved:
+            self.buffer_views.check_no_unsaved_writes()
             member.flat().copy_(flat)
-            self.aliases.snapshot([member])
+            self.buffer_views.snapshot([member])
         if self.policy.gathers_before_use:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
             with self.values.borrowed(changed=True) as lent:
@@ -199,18 +192,18 @@ class ShardGroup(LocalShard):
     # -- gather and free ------------------------------------------------------------------------------------------
 
     def expect_gather(self) -> None:
-        """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
+        """Prefetch the shard from its tier for a gather that comes soon."""
         if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
             self.values.prefetch()
 
     @outside_transforms
     def start_all_gather(self) -> None:
-        """Begin to gather; nothing to do unless the group is sharded."""
+        """Start the all-gather, unless the group is gathered or in flight."""
         if self.state is not State.SHARDED:
             return
-        self.aliases.check_no_unsaved_writes()
+        self.buffer_views.check_no_unsaved_writes()
         label = f"gather of {self.name}"
-        self.aliases.grow()
+        self.buffer_views.grow()
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
         arrival = None
@@ -221,15 +214,26 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
-            # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
+            # Behind the copy of the own shard, which what is computed meanwhile need not wait for.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
-                self._handle = gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label)
+                self._handle = self._all_gather(label)
         self._arrival = arrival
         self.state = State.INFLIGHT
 
+    def _all_gather(self, label: str) -> Handle:
+        """Start the collective that brings every shard to all ranks of the axis.
+
+        Raises `OrderError`, on all ranks, when they are about to gather different groups where messages carry no names.
+        """
+        tag = tag_of(self.channel, SPREAD, next(self._seq))
+        meet_before(self.axis, label)
+        if self.gather_order is not None:
+            self.gather_order.before(self)
+        return spread(self.axis, self.full, self.layout.cuts, tag, label)
+
     @outside_transforms
     def wait_all_gather(self) -> None:
-        """Wait for the values and put them under the parameters."""
+        """Wait for the all-gather and make the parameters views of the full buffer."""
         if self.state is State.SHARDED:
             self.start_all_gather()
         if self.state is State.INFLIGHT:
@@ -249,13 +253,13 @@ class ShardGroup(LocalShard):
                     replaced.append(member)
                 param.data = view
                 member.version, member.saved = param._version, False
-            self.aliases.saved = 0
-            self.aliases.snapshot()
+            self.buffer_views.saved = 0
+            self.buffer_views.snapshot()
             for member in replaced:
                 reject_write("set_", member)
 
     def gather_together(self) -> None:
-        """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
+        """Gather by a collective of all ranks of the axis, whatever each rank has already."""
         fetch, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
@@ -266,7 +270,7 @@ class ShardGroup(LocalShard):
             self.fetch = fetch
 
     def _fill_again(self) -> None:
-        """Bring the slices' values under a gathered group once more."""
+        """All-gather new values into a gathered group."""
         label = f"gather of {self.name}"
         self.wait_all_gather()
         arrival = self.bring_own()
@@ -275,37 +279,32 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
-            gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label).wait()
-        self.aliases.snapshot()
+            self._all_gather(label).wait()
+        self.buffer_views.snapshot()
 
     def retain(self) -> None:
-        """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
+        """Keep the memory of the full buffer allocated; freed values are out of reach all the same.
 
         Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
         rest elsewhere, the device is short of memory, and nothing is kept.
         """
         if self.tiers.parameters is not RESIDENT:
             return
-        self.aliases.grow()
+        self.buffer_views.grow()
         self.keep_unsharded_storage = True
 
     @outside_transforms
     def reshard(self, edits_allowed: bool = False) -> None:
-        """Give the memory of the full buffer back.
-
-        Args:
-            edits_allowed: in-place changes of the parameters have been taken care of.
-
-        Raises:
-            ShardedParameterError: when a parameter was changed in place while gathered: the change would be lost.
-        """
+        """Free the full buffer; raises if a parameter was changed while gathered, unless `edits_allowed`."""
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
         self.wait_all_gather()
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
-            changed = version != member.version or lies_elsewhere(param, view) or self.aliases.written(member)
+            moved = param.data_ptr() != view.data_ptr()  # by `param.data = …`
+            replaced = moved and (param.dtype != view.dtype or not torch.equal(param.detach(), view))
+            changed = version != member.version or replaced or self.buffer_views.written(member)
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None
@@ -314,15 +313,15 @@ class ShardGroup(LocalShard):
                     f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
                 )
             member.version = version
-            member.saved = self.aliases.saves(member)
+            member.saved = self.buffer_views.saves(member)
             param.data = member.under(param)
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
-        self.aliases.release_storage()
+        self.buffer_views.release_storage()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """The values are in the full buffer inside, on this rank; freed after it unless they were there or are used."""
+        """Gather the group inside, on this rank; freed after it unless it was gathered or is used."""
         was = self.state
         self.wait_all_gather()
         yield
@@ -330,28 +329,33 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """The slices have new values: bring them under what is gathered, and under views that somebody holds.
-
-        Raises:
-            ShardedParameterError: somebody does, and only a collective of all ranks could bring them.
-        """
+        """Bring new values of the shards under what is gathered, and under views that somebody holds."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
             self._fill_again()
             return
         self.reshard()
-        self.aliases.forget_saved()
-        if self.aliases.held():
-            self.aliases.check_no_stale_views()
+        self.buffer_views.forget_saved()
+        if self.buffer_views.held():
+            self.buffer_views.check_no_stale_views()
             self.wait_all_gather()
             self.reshard()
+
+    def edited_members(self) -> list[ParamRecord]:
+        """Members of a gathered group whose values may have been changed, or replaced, by the user."""
+        dtype, changed = self.dtype, []
+        for member in self.members:
+            param = member.param
+            moved = param.data_ptr() != member.address
+            if moved or param._version != member.version or member.exposed or param.dtype != dtype:
+                changed.append(member)
+        return changed
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def read(self, member: ParamRecord) -> torch.Tensor:
-        """A private dense copy of one member."""
-        self.aliases.check_no_unsaved_writes()
+        self.buffer_views.check_no_unsaved_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
         if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
@@ -364,11 +368,11 @@ class ShardGroup(LocalShard):
             return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All fragments of one member, as every rank holds them in `of`.
+        """All-gather one member's fragments, as every rank holds them in `of`.
 
         Args:
             member: the parameter.
-            of: 1-D over this rank's slice: values, master, gradients or optimizer state.
+            of: 1-D over this rank's shard: values, master, gradients or optimizer state.
             kind: kind of message.
             label: for reports.
 
@@ -383,7 +387,7 @@ class ShardGroup(LocalShard):
         return dense
 
     def keep_own(self) -> None:
-        """Take this rank's part of the full buffer as the new slice (after an edit of gathered parameters)."""
+        """Store this rank's part of the full buffer as the new shard (after an edit of gathered parameters)."""
         meet_before_change([self])
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
@@ -392,28 +396,24 @@ class ShardGroup(LocalShard):
         for member in self.members:
             self.import_edits(member)
             member.version = member.param._version
-        self.aliases.snapshot()
+        self.buffer_views.snapshot()
         self.advance()
 
     def advance(self) -> None:
-        """The slice has new values: ranks that ask for this version are served now."""
+        """Count new values of the shard: ranks that ask for this version are served now."""
         self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """Send the updated slice to the other ranks; None when nothing travels."""
+        """All-gather the updated shards after the step; None when nothing is sent."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
 
     def serve(self, any_graph: bool) -> None:
-        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory.
-
-        Args:
-            any_graph: ranks may need groups in different orders.
-        """
+        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory."""
         shared, memory = self.axis.shared, self.values.memory
         if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
             memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
@@ -424,25 +424,31 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
-        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+        if self.fetch is not None:  # dropped without an end, its shard is still pulled by slower ranks
             self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
             self._dropped.atexit = False
 
+    def attach(
+        self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
+    ) -> None:
+        """Let an engine's hooks gather the group; `observer` is called when its state has changed."""
+        self.lifecycle, self.gather_order, self._observer = lifecycle, gather_order, observer
+
     def dissolve(self) -> None:
-        """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
+        """Leave the engine: whole parameters become plain ones, sharded ones stay as zero.Init makes them."""
         self.wait()
         if self.state is State.INFLIGHT:
             self.wait_all_gather()
         if self.keep_unsharded_storage and self.state is State.SHARDED:
             self.keep_unsharded_storage = False
-            self.aliases.release_storage()
+            self.buffer_views.release_storage()
         self.keep_unsharded_storage = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.lifecycle = self.observer = self.gather_order = None
+        self.lifecycle = self._observer = self.gather_order = None
         if self.master is not None:
             self.master.drop()
             self.master = None
@@ -452,35 +458,20 @@ class ShardGroup(LocalShard):
             member.reducer = member.owner = None
 
     def drop(self) -> None:
-        """Let the buffers go: the parameters have been laid elsewhere."""
+        """Free the buffers of a group whose parameters are in other groups now."""
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
-        self.aliases = BufferViews(self)
-
-
-def edited(group: ShardGroup) -> list[ParamRecord]:
-    """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
-    dtype, changed = group.dtype, []
-    for member in group.members:
-        param = member.param
-        moved = param.data_ptr() != member.address
-        if moved or param._version != member.version or member.exposed or param.dtype != dtype:
-            changed.append(member)
-    return changed
+        self.buffer_views = BufferViews(self)
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
-    """The group of a parameter, with all that a group can do."""
+    """The group of a parameter as a `ShardGroup`."""
     return cast(ShardGroup, member.group)
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together.
-
-    Args:
-        groups: of one engine.
-    """
+    """Wait until peers have pulled what they need: shards change outside of `step` next. All ranks call together."""
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:

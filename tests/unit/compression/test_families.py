@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from deepspeed.compression.export import export
-from deepspeed.compression.pruning.layer_selection import block_lists, keep_layers
+from deepspeed.compression.pruning.layer_selection import keep_layers
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
-from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.structured_removal import remove_from
 from deepspeed.compression.pruning.transformers_groups import Shrink
-from deepspeed.compression.pruning.verify import build, distance, flags_at_random, inputs_for, masked, outputs
+from deepspeed.compression.pruning.verify import build, flags_at_random, inputs_for, masked, outputs
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.equivalence import relative_difference
+from deepspeed.foundation.transformers_model import block_lists
 from tests.unit.compression.architectures import FAMILIES, architecture
 
 FAST = ["Llama", "Mixtral", "Qwen2Moe", "GPT2", "Phi3", "T5", "Albert", "GPTNeo"]
@@ -31,9 +33,9 @@ def removed_like_masked(model: Any, plan: PruningPlan, shrink: Shrink) -> tuple[
     keeps = flags_at_random(shrink, 0.5)
     without = outputs(masked(model, shrink, keeps), given)
     pairs = list(zip(shrink.families, keeps, strict=True))
-    remove_from(model, removal_of(model, plan, pairs))
+    remove_from(model, plan.removal_of(pairs))
     assert parameters(model) < before
-    return distance(without, outputs(model, given)), model
+    return relative_difference(outputs(model, given), without), model
 
 
 def check(name: str, kind: str, folder: Path) -> str:
@@ -56,7 +58,7 @@ def check(name: str, kind: str, folder: Path) -> str:
     loaded = model_class.from_pretrained(folder).eval()
     assert AutoModel is not None and parameters(loaded) == parameters(model)
     given = inputs_for(model, config)
-    assert distance(outputs(loaded, given), outputs(model, given)) <= 1e-6
+    assert relative_difference(outputs(model, given), outputs(loaded, given)) <= 1e-6
     return "equal"
 
 
@@ -95,7 +97,7 @@ def layers_leave(name: str, folder: Path) -> None:
     found = outputs(model, given)
     export(model, model.state_dict(), folder)
     loaded = model_class.from_pretrained(folder).eval()
-    assert distance(outputs(loaded, given), found) <= 1e-6
+    assert relative_difference(found, outputs(loaded, given)) <= 1e-6
     if getattr(model, "can_generate", lambda: False)() and not config.is_encoder_decoder:
         new = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         ids = given["input_ids"]
@@ -126,7 +128,7 @@ def test_one_side_of_an_encoder_decoder_gets_shallower(name: str, side: str, tmp
     found = outputs(model, given)
     export(model, model.state_dict(), tmp_path)
     loaded = model_class.from_pretrained(tmp_path).eval()
-    assert distance(outputs(loaded, given), found) <= 1e-6
+    assert relative_difference(found, outputs(loaded, given)) <= 1e-6
     new = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "decoder_start_token_id": 0}
     ids = given["input_ids"]
     assert torch.equal(model.generate(ids, use_cache=True, **new), model.generate(ids, use_cache=False, **new))
@@ -149,8 +151,8 @@ def test_planted_swapped_heads_are_caught() -> None:
     keeps = flags_at_random(wrong, 0.5)
     given = inputs_for(model, config)
     without = outputs(masked(model, wrong, keeps), given)
-    remove_from(model, removal_of(model, plan, list(zip(wrong.families, keeps, strict=True))))
-    assert distance(without, outputs(model, given)) > 1e-3
+    remove_from(model, plan.removal_of(list(zip(wrong.families, keeps, strict=True))))
+    assert relative_difference(outputs(model, given), without) > 1e-3
 
 
 def test_numbers_that_a_config_cannot_be_saved_with_are_refused_before_they_leave() -> None:
@@ -181,7 +183,7 @@ def test_widths_that_differ_by_layer_are_refused() -> None:
     shrink = plan.shrinks("ffn")[0]
     keeps = [torch.arange(48) < kept for kept in (24, 12)]
     with pytest.raises(CompressionError, match="one number of ffn for all layers"):
-        removal_of(model, plan, list(zip(shrink.families, keeps, strict=True)))
+        plan.removal_of(list(zip(shrink.families, keeps, strict=True)))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import nn
 
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.compress import section_of
-from deepspeed.compression.controller import removable
 from deepspeed.compression.pruning.distributed_topk import kept_of
 from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.rules import rules_of
@@ -37,7 +36,7 @@ def test_half_of_the_channels_leave(kind: type[nn.Module]) -> None:
     params = dict(masked.named_parameters())
     chosen = []
     for rule in rules_of(masked, section_of(section)[0], PruningPlan(masked)):
-        assert removable(rule), rule.families
+        assert rule.removable, rule.families
         for family in rule.families:
             score = torch.zeros(family.size, dtype=torch.float64)
             for slot in (slot for slot in family.slots if slot.scored):

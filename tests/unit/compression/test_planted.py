@@ -100,7 +100,7 @@ def test_an_old_layer_index(tmp_path: Path) -> None:
     """Layers leave, and those that stay keep their numbers."""
     families.layers_leave("Llama", tmp_path / "right")
     with (
-        mock.patch.object(layer_selection, "_follow", lambda *_: None),
+        mock.patch.object(layer_selection, "_update_attributes", lambda *_: None),
         pytest.raises((AssertionError, IndexError)),
     ):
         families.layers_leave("Llama", tmp_path / "wrong")
@@ -111,10 +111,10 @@ def test_a_teacher_in_train_mode() -> None:
         with torch.no_grad():
             return self.teacher(*inputs, **{key: value for key, value in kwargs.items() if key != "labels"})
 
-    def given(self: Distiller, inputs: Any, kwargs: dict[str, Any], wanted: Any = Distiller._told) -> Any:
+    def given(self: Distiller, inputs: Any, kwargs: dict[str, Any], wanted: Any = Distiller._teacher_output) -> Any:
         return wanted(self, inputs, kwargs) if self.teacher is None else told(self, inputs, kwargs)
 
-    with mock.patch.object(Distiller, "_told", given), pytest.raises(AssertionError):
+    with mock.patch.object(Distiller, "_teacher_output", given), pytest.raises(AssertionError):
         calls.test_distillation_is_the_sum_written_by_hand()
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.compression.pruning import bitmask, distributed_topk
+from deepspeed.compression.pruning import distributed_topk
 from deepspeed.compression.pruning.distributed_topk import exact_sums, keep_largest, kept_of, largest_units, ordered
+from deepspeed.compression.pruning.masks import apply_mask, count_dropped, pack_flags, unpack_flags
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.compression.utils import asymmetric, binary, quantize, straight_through, symmetric, ternary
 
@@ -22,14 +23,14 @@ def exchange() -> Exchange:
 @pytest.mark.parametrize("numel", [1, 7, 8, 1001, 140_000])
 def test_bits_are_the_flags(numel: int) -> None:
     keep = torch.rand(numel) > 0.4
-    packed = bitmask.pack(keep)
+    packed = pack_flags(keep)
     assert packed.numel() == -(-numel // 8)
-    assert torch.equal(bitmask.unpack(packed, numel), keep)
+    assert torch.equal(unpack_flags(packed, numel), keep)
     values = torch.randn(numel)
     expected = values * keep
-    bitmask.apply(packed, values)
+    apply_mask(packed, values)
     assert torch.equal(values, expected)
-    assert bitmask.count_dropped(packed) == int((~keep).sum())
+    assert count_dropped(packed) == int((~keep).sum())
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])

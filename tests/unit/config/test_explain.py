@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, Facts
-from deepspeed.config.cli import main
+from deepspeed.config.__main__ import main
 from deepspeed.config.docs import reference
 from deepspeed.config.schema import all_keys
 

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.config.schema import all_keys
-from deepspeed.config.sections.scheduler import ARGUMENTS, REQUIRED
+from deepspeed.config.sections.optimizer import ARGUMENTS, REQUIRED
 from deepspeed.errors import NotAvailableError
 
 # These two cannot leave their default without a conflict in a world of one rank.

@@ -63,7 +63,7 @@ def test_axes_of_the_mesh_are_taken_too() -> None:
     with pytest.raises(DeepSpeedConfigError, match="is 16, and the plan in ds_plan.json is for 4"):
         DeepSpeedConfig({**mine, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, world=2)
     Path("ds_plan.json").write_text(json.dumps({**PLAN, "sequence_parallel_size": 2}))
-    assert DeepSpeedConfig(OWN, world=2, holders=4).mesh_sizes() == [("sp", 2, "sequence_parallel_size")]
+    assert DeepSpeedConfig(OWN, world=2, replicas=4).mesh_sizes() == [("sp", 2, "sequence_parallel_size")]
     Path("ds_plan.json").write_text(json.dumps({**PLAN, "pipeline": {"stages": 2}}))
     staged = DeepSpeedConfig({**OWN, "pipeline": {"schedule": "gpipe"}}, world=2)
     assert (staged.top.pipeline.stages, staged.top.pipeline.schedule) == (2, "gpipe")

@@ -103,7 +103,7 @@ def test_values_are_found_by_path():
 
 
 def test_torch_is_not_imported():
-    code = "import sys, deepspeed.config.cli; sys.exit(any(name in sys.modules for name in ('torch', 'hjson')))"
+    code = "import sys, deepspeed.config.__main__; sys.exit(any(name in sys.modules for name in ('torch', 'hjson')))"
     blocked = (
         "import importlib.machinery, sys, types; deepspeed = types.ModuleType('deepspeed'); "
         "deepspeed.__path__ = ['deepspeed']; sys.modules['deepspeed'] = deepspeed; "

@@ -13,8 +13,7 @@ from deepspeed.elasticity import (
     compute_elastic_config,
     ensure_immutable_elastic_config,
 )
-from deepspeed.elasticity.batch import _SCALES
-from deepspeed.elasticity.cli import main
+from deepspeed.elasticity.batch import _SCALES, main
 
 ROW_1 = "1 2 3 4 5 6 7 8 10 12 14 15 20 21 24 28 30 35 40 42 56 60 70 84 105 120 140 168 210 280 420 840"
 ROW_2 = "32 34 36 48 51 64 68 72 96 102 136 144 153 192 204 272 288 306 408 576 612 816 1224"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.launcher.bundle import known_secrets, variables, without_secrets, write
-from deepspeed.launcher.job import kept
+from deepspeed.launcher.job import load_digests
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
@@ -108,6 +108,6 @@ def test_secrets_of_the_command_line_are_hidden_by_what_the_job_has_left(tmp_pat
     folder = next(tmp_path.glob("deepspeed-*/*"))
     [left] = folder.rglob("given-*.json")
     assert left.stat().st_mode & 0o777 == 0o600 and "s3cr3t" not in left.read_text()
-    write(tmp_path / "out.zip", {"rank0.log": folder / "attempt0/rank0.log"}, [], kept(folder))
+    write(tmp_path / "out.zip", {"rank0.log": folder / "attempt0/rank0.log"}, [], load_digests(folder))
     with zipfile.ZipFile(tmp_path / "out.zip") as archive:
         assert archive.read("logs/rank0.log").decode() == "given [hidden] x=shown-value\n"

@@ -9,9 +9,10 @@ import os
 import pytest
 
 from deepspeed.errors import LaunchError
-from deepspeed.launcher import devices, launch
-from deepspeed.launcher.agent import device_variable
+from deepspeed.launcher import hosts as devices
+from deepspeed.launcher import launch
 from deepspeed.launcher.environment import nodes_of, parse_cores
+from deepspeed.launcher.hosts import device_variable
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import callback_server as doors
-from deepspeed.launcher.callback_server import CallbackServer, identify
+from deepspeed.launcher.callback_server import CallbackServer
 from deepspeed.launcher.channel import MAGIC, Channel
 from deepspeed.launcher.controller import Control
 from deepspeed.launcher.event_loop import OWN_DESCRIPTORS, make_room
@@ -116,7 +116,7 @@ def test_the_token_is_void_after_a_minute(control: Control, monkeypatch: pytest.
 )
 def test_which_host_an_agent_is_on(hello: dict[str, str], name: str | None) -> None:
     peers = [HostState("localhost", [0]), HostState("n2", [0]), HostState("me@n3", [0])]
-    found = identify({"host": "x", "node_name": "", "address": "192.0.2.7", "index": "", **hello}, peers)
+    found = CallbackServer.identify({"host": "x", "node_name": "", "address": "192.0.2.7", "index": "", **hello}, peers)
     assert (found and found.name) == name
 
 

@@ -114,7 +114,7 @@ def test_a_writer_that_blocks_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
 
 def test_one_that_cannot_keep_up_loses_events_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_process, "LIMIT", 1.0)
-    monkeypatch.setattr(monitor_process, "_KEPT", 1 << 16)
+    monkeypatch.setattr(monitor_process, "_PENDING", 1 << 16)
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "events.jsonl")
     monitor = master(tmp_path, "jsonl_monitor")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.monitor.live_status import FOLDER, LivePage, read_pages
-from deepspeed.monitor.top import table
+from deepspeed.monitor.top import FOLDER, LivePage, read_pages, table
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00[]", b"\xff" * 40])

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.monitor.live_status import LivePage, read_pages
-from deepspeed.monitor.top import table
+from deepspeed.monitor.top import LivePage, read_pages, table
 from tests.unit.monitor.test_monitors import master, warnings
 
 

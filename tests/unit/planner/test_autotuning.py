@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.autotuning import Autotuner
 
 import deepspeed
-from deepspeed.autotuning import Autotuner
 from deepspeed.errors import ArgumentError
-from deepspeed.launcher.autotuning import own_options
+from deepspeed.launcher.runner import own_options
 from deepspeed.planner.script_probe import batches, listen
 from deepspeed.planner.search import legal_plans
 from deepspeed.planner.training_script import Script

@@ -62,7 +62,7 @@ def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: MeshShape) -> N
     plan = next(plan for plan in mesh_plans(8, MACHINE) if plan.shape == shape and plan.stage in (1, 3))
     config = plan.config({**ADAMW, "train_batch_size": 8}, "") | {"train_batch_size": 8}
     data = MACHINE.ranks // shape.width
-    found = DeepSpeedConfig(config, world=data, holders=data * shape.sequence)
+    found = DeepSpeedConfig(config, world=data, replicas=data * shape.sequence)
     wanted = {"tp": shape.tensor, "sp": shape.sequence, "shard": shape.shard, "pp": shape.stages}
     assert {axis: size for axis, size, _ in found.mesh_sizes()} == {a: size for a, size in wanted.items() if size > 1}
 

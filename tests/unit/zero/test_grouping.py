@@ -7,7 +7,7 @@ from torch import nn
 
 from deepspeed.zero.layout.stages import KEPT_WHOLE, policy_for
 from deepspeed.zero.layout.units import repeated_blocks, set_z3_leaf_modules
-from deepspeed.zero.parameters.grouping import GroupingPlan, cut, named_parameters, plan_groups
+from deepspeed.zero.parameters.grouping import GroupingPlan, named_parameters, plan_groups
 
 
 class Model(nn.Module):
@@ -70,5 +70,5 @@ def test_persistent_parameters_and_leaves() -> None:
 
 def test_layout_of_a_group() -> None:
     plan = GroupingPlan(whole_tensors=True)
-    assert cut(plan, policy_for(1), [7, 9], 2).cuts == (0, 7, 16)
-    assert cut(plan, policy_for(0), [7, 9], 2).cuts == cut(GroupingPlan(), policy_for(1), [7, 9], 2).cuts == (0, 8, 16)
+    assert plan.cut(policy_for(1), [7, 9], 2).cuts == (0, 7, 16)
+    assert plan.cut(policy_for(0), [7, 9], 2).cuts == GroupingPlan().cut(policy_for(1), [7, 9], 2).cuts == (0, 8, 16)

@@ -18,13 +18,13 @@ def test_every_element_has_one_owner(make, numels: list[int], ranks: int) -> Non
     layout = make(numels, ranks)
     assert layout.ranks == ranks and layout.cuts[0] == 0 and list(layout.cuts) == sorted(layout.cuts)
     assert layout.padded >= layout.numel == sum(numels)
-    assert sum(layout.slice_numel(rank) for rank in range(ranks)) == layout.padded
+    assert sum(layout.shard_numel(rank) for rank in range(ranks)) == layout.padded
     owned: list[list[int]] = [[] for _ in numels]
     for rank in range(ranks):
         at = layout.cuts[rank]
         for piece in layout.ranges(rank):
-            assert piece.at >= at and piece.at == layout.offsets[piece.index] + piece.start
-            at = piece.at + piece.numel
+            assert piece.group_start >= at and piece.group_start == layout.offsets[piece.index] + piece.start
+            at = piece.group_start + piece.numel
             assert at <= layout.cuts[rank + 1]
             owned[piece.index] += range(piece.start, piece.stop)
     assert owned == [list(range(numel)) for numel in numels]
@@ -44,7 +44,7 @@ def test_cuts_of_a_parameter_are_its_ranges(make, numels: list[int], ranks: int)
 @given(SIZES, RANKS)
 def test_by_group_is_even_and_aligned(numels: list[int], ranks: int) -> None:
     layout = by_group(numels, ranks)
-    slices = {layout.slice_numel(rank) for rank in range(ranks)}
+    slices = {layout.shard_numel(rank) for rank in range(ranks)}
     assert len(slices) == 1
     if sum(numels) >= ranks * ALIGN:
         assert slices.pop() % ALIGN == 0

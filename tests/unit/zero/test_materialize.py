@@ -12,7 +12,7 @@ from deepspeed.comm.process_groups.mesh import REPLICATED, mesh_for
 from deepspeed.errors import UsageError
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.materialize import is_without_values, materialize
-from deepspeed.zero.api.reshard import is_born, resettle
+from deepspeed.zero.api.reshard import is_sharded_by_init, shard_over
 
 
 class Net(nn.Module):
@@ -49,7 +49,7 @@ def test_values_are_those_of_the_model_made_whole() -> None:
     assert is_without_values(model)
     torch.manual_seed(0)
     give(model)
-    assert not is_without_values(model) and is_born(model)
+    assert not is_without_values(model) and is_sharded_by_init(model)
     after = dict(model.named_parameters())
     same = [name for name, param in before.items() if after[name] is param]  # an optimizer made before knows them
     assert same == [name for name in before if not name.startswith("lstm")]
@@ -66,7 +66,7 @@ def test_what_leaves_is_empty_and_what_stays_is_whole() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     give(model)
     kept, gone = model[0], model[1]
-    resettle(dict(model.named_parameters()), kept.parameters(), None)
+    shard_over(dict(model.named_parameters()), kept.parameters(), None)
     assert type(kept.weight) is nn.Parameter and kept.weight.shape == (4, 4) and torch.isfinite(kept.weight).all()
     assert type(gone.weight) is nn.Parameter and gone.weight.numel() == 0
 

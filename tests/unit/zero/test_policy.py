@@ -7,7 +7,7 @@ import pytest
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy, policy_for, stage_of
 
-QUESTIONS = ("gathers_before_use", "reduces_as_gradients_arrive", "owns_a_slice", "all_gathers_after_step")
+QUESTIONS = ("gathers_before_use", "reduces_as_gradients_arrive", "owns_a_shard", "all_gathers_after_step")
 ANSWERS = {
     0: (False, False, False, False),
     1: (False, False, True, True),

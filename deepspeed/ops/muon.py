@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import OptimizerError
-from deepspeed.ops.adam.update import adam_update
+from deepspeed.ops.adam.fused_adam import adam_update
 from deepspeed.ops.group_optimizer import GroupOptimizer, State
+
+__all__ = ["Muon", "orthogonalize"]
 
 NS_METHODS = ("gram", "standard")
 # The quintic of Jordan et al. 2024: steepest at zero, at the price of singular values in about [0.7, 1.2].
@@ -108,8 +110,8 @@ class Muon(GroupOptimizer):
         """Update `params` in place by the class's equation, and those that are no matrices by AdamW."""
         rest = []
         for entry in zip(params, grads, states, strict=True):
-            if _is_matrix(group, entry[0]):
-                _muon_update(group, *entry)
+            if self._is_matrix(group, entry[0]):
+                self._update_matrix(group, *entry)
             else:
                 rest.append(entry)
         if rest:
@@ -117,18 +119,18 @@ class Muon(GroupOptimizer):
             lr = group["lr"] * group["adam_lr_ratio"]
             adam_update(group, params, grads, states, lr=lr, decoupled=True)
 
+    @staticmethod
+    def _is_matrix(group: State, param: Tensor) -> bool:
+        wanted = group["use_muon"] if group["use_muon"] is not None else getattr(param, "use_muon", True)
+        return wanted and param.ndim >= 2
 
-def _is_matrix(group: State, param: Tensor) -> bool:
-    wanted = group["use_muon"] if group["use_muon"] is not None else getattr(param, "use_muon", True)
-    return wanted and param.ndim >= 2
-
-
-def _muon_update(group: State, param: Tensor, grad: Tensor, state: State) -> None:
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(param)
-    momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-    direction = grad.lerp(momentum, group["momentum"]).flatten(1).float()
-    scale = max(1.0, direction.size(0) / direction.size(1)) ** 0.5
-    step = orthogonalize(direction, group["ns_method"]).reshape(param.shape).to(param.dtype)
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.sub_(step.mul_(group["lr"] * scale))
+    @staticmethod
+    def _update_matrix(group: State, param: Tensor, grad: Tensor, state: State) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(momentum, group["momentum"]).flatten(1).float()
+        scale = max(1.0, direction.size(0) / direction.size(1)) ** 0.5
+        step = orthogonalize(direction, group["ns_method"]).reshape(param.shape).to(param.dtype)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(step.mul_(group["lr"] * scale))

@@ -1,5 +1,0 @@
-"""Muon."""
-
-from deepspeed.ops.muon.muon import Muon, orthogonalize
-
-__all__ = ["Muon", "orthogonalize"]
