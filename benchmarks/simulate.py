@@ -24,8 +24,7 @@ from deepspeed.planner.memory import simulate
 from deepspeed.planner.train_program import Program
 from deepspeed.simulator.allocator import replay_memory
 from deepspeed.simulator.machine import Machine, cards
-from deepspeed.simulator.picture import draw
-from deepspeed.simulator.replay import SimulatedTimeline, repeated, replay
+from deepspeed.simulator.replay import SimulatedTimeline, draw, repeated, replay
 from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, Recording
 
 RESULTS = Path(__file__).parent / "results" / "simulated"

@@ -22,10 +22,11 @@ import deepspeed
 from benchmarks.device_recorder import DeviceRecorder
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.comm.collectives import scalars
+from deepspeed.comm.fake.fake_world import absent_peers
 from deepspeed.comm.process_groups.process_group import destroy_process_group
-from deepspeed.foundation.fake_mode import simulation
 from deepspeed.foundation.log import logger
 from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.planner.fake_world import without_values
 from deepspeed.simulator.trace import Recording
 
 PACKAGE, FSDP2, DDP = "package", "fsdp2", "ddp"
@@ -93,15 +94,13 @@ def world(size: int) -> Iterator[Valueless]:
     for name, value in {"limit": 1 << 60, "poison": 0, "late": 0, "races": 0}.items():
         emulated.native.set(name, value)
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(min(size, PER_HOST)))
-    before, level = scalars.current, logger.level
+    level = logger.level
     logger.setLevel(logging.WARNING)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    scalars.current = _Numbers()
     try:
-        with simulation(), Valueless() as valueless:
+        with absent_peers(_Numbers()), without_values(), Valueless() as valueless:
             yield valueless
     finally:
-        scalars.current = before
         destroy_process_group()
         logger.setLevel(level)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import deepspeed
 from benchmarks import simulated_models
 from benchmarks.simulated_models import Decoder, llama, package_config
-from deepspeed.comm.fake.fake_world import simulated_world
+from deepspeed.planner.fake_world import simulated_world
 from deepspeed.simulator.trace import KERNEL, Recording
 from deepspeed.simulator.trace_recorder import StepRecorder
 

@@ -63,7 +63,7 @@ def main() -> int:
     """The command; 0 when all was measured."""
     arguments = parser().parse_args()
     if "RANK" not in os.environ:
-        ranks = arguments.ranks or (2 if _on_cpu() else get_accelerator().device_count())
+        ranks = arguments.ranks or (2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count())
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--module"]
         return subprocess.run([*command, "deepspeed.comm.bench", *sys.argv[1:]]).returncode
     comm.init_distributed(arguments.backend)
@@ -75,10 +75,6 @@ def main() -> int:
     finally:
         comm.destroy_process_group()
     return 0
-
-
-def _on_cpu() -> bool:
-    return get_accelerator().device_name() == "cpu"
 
 
 def sizes(arguments: argparse.Namespace) -> list[int]:

@@ -35,11 +35,7 @@ class _Notice:
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Have a function called in one phase of every end; a phase has one function.
-
-    Args:
-        phase: when, among the others.
-    """
+    """Have a function called in one phase of every end; a phase has one function."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release

@@ -27,7 +27,7 @@ from deepspeed.comm.collectives.one_sided import release_abandoned
 from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
-from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.comm.watchdog.watchdog import stopping
 from deepspeed.compression.controller import Compression
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import ConfigAccessors, MeshAccessors, StateAccessors

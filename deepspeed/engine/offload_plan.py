@@ -15,7 +15,7 @@ from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.storage.host_tier import HostTier
 from deepspeed.storage.nvme_tier import NvmeTier
-from deepspeed.storage.simulated import disk_in
+from deepspeed.storage.tensor_file import disks
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState
 from deepspeed.zero.layout.layout import ShardLayout
@@ -74,7 +74,7 @@ class Offload:
         if path not in self._disks:
             sections = [s for s in (self.optimizer, self.parameters) if s.device == "nvme" and s.nvme_path == path]
             self._disks[path] = NvmeTier(
-                disk_in(path, self.config.top.aio),
+                disks.current(path, settings=self.config.top.aio),
                 BufferPool(pin=any(s.pin_memory for s in sections)),
                 sum(s.buffer_count for s in sections),
                 self.optimizer.pipeline_read,

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives.same_error import alarmed, first_difference, raise_together
-from deepspeed.comm.collectives.torch_api import all_gather_objects
+from deepspeed.comm.collectives.torch_api import all_gather_objects, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.equivalence import example_inputs
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_tensors
 from deepspeed.pipe.executor import ModelPart
@@ -80,8 +80,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         _take_own(model.whole_parameters(), model, config, mesh)
         _check_tied_copies(model, mesh)
         return list(model.parts())
-    times = section.partition == "profile" and not simulating()  # without values: operations
-    meter = _meter(config, mesh) if times else None
+    meter = meters.current(config, mesh) if section.partition == "profile" else None
     layout = _find(model, stages, section, meter, mesh)
     everything = dict(model.named_parameters())
     parts: list[ModelPart] = list(keep_stage(model, layout, stages, stage))
@@ -137,6 +136,9 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
     return measured
 
 
+meters: Replaceable[Callable[[DeepSpeedConfig, Mesh], Meter | None]] = Replaceable(_meter)
+
+
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
     """Parameters that were born over all stages become their stage's. All ranks call together."""
     shards = config.zero.stage == 3
@@ -169,12 +171,10 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
-    if simulating():  # other stages would say something else, and are not there
-        return
     copies = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
-    everyone = all_gather_objects(mesh.axis("pp"), copies)
+    everyone = object_exchange.current.gather_present(mesh.axis("pp"), copies)
     first: dict[str, int] = {}
-    for stage, stage_copies in enumerate(everyone):
+    for stage, stage_copies in everyone.items():
         for name, copied in stage_copies.items():
             other = first.setdefault(name, stage)
             if other != stage and not (copied and everyone[other][name]):

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.comm.watchdog.watchdog import stopping
 from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.foundation.log import log_once, log_rank0

@@ -1,14 +1,17 @@
-"""The switch of a simulation: an engine whose tensors have no values, in a world of one process.
+"""A simulation: an engine whose tensors have no values, in a world of one process.
 
-What would act on the outside asks it: native code computes nothing, messages have nobody to go to, a disk only counts.
+No other code asks whether there is one. What acts on the outside is a `Replaceable`, and who starts a simulation
+replaces it: native code computes nothing, messages have nobody to go to, a disk only counts
+(`comm/fake/fake_world.py`, `planner/fake_world.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 Listener = Callable[[str, int, tuple[int, ...]], None]
 """Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
 
@@ -21,9 +24,24 @@ _followers: list[Callable[[str], None]] = []
 STEP = "step"  # the phase of an update
 
 
-def simulating() -> bool:
-    """Whether this process simulates."""
-    return bool(_running)
+class Replaceable(Generic[T]):
+    """An implementation that acts on the outside; callers use `current`.
+
+    Args:
+        real: outside of simulations.
+    """
+
+    def __init__(self, real: T) -> None:
+        self.current = real
+
+    @contextlib.contextmanager
+    def replaced(self, fake: T) -> Generator[None]:
+        """Inside, `current` is `fake`."""
+        before, self.current = self.current, fake
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def late() -> bool:

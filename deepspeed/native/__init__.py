@@ -9,13 +9,13 @@ import logging
 import os
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import log_rank0
-from deepspeed.native.simulated import simulated_library
 
 __all__ = ["INSTRUCTION_SETS", "KINDS", "library", "state", "threads"]
 
@@ -29,13 +29,17 @@ _NO_SOURCES = "not in this wheel; the one for this platform, or an installation 
 _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[.\d]*$", re.MULTILINE)
 
 
+presented: Replaceable[Callable[[ctypes.CDLL], ctypes.CDLL]] = Replaceable(lambda loaded: loaded)
+"""What callers get of the library that was loaded."""
+
+
 def library() -> ctypes.CDLL | None:
     """The library, loaded at the first call; None, with one line on rank 0, where Python and torch do its work.
 
     Callers declare the argument types of the functions they use. `DS_NATIVE=0` in the environment turns it off.
     """
     loaded = _load()[0]
-    return simulated_library() if loaded is not None and simulating() else loaded
+    return None if loaded is None else presented.current(loaded)
 
 
 def state() -> str:

@@ -25,7 +25,7 @@ class _SimulatedLibrary:
         return function
 
 
-def simulated_library() -> ctypes.CDLL:
+def simulated_library(_loaded: ctypes.CDLL) -> ctypes.CDLL:
     """It stands where tensors have no values, for a library that is there."""
     return cast(ctypes.CDLL, _library)
 

@@ -11,13 +11,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed.comm.collectives.p2p import Header, P2PChannel, Receiver, Sender, put_together, take_apart
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.comm.fake.fake_p2p import SimulatedSender
 from deepspeed.comm.process_groups.axis import Axis, message_groups
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, PipelineError
-from deepspeed.foundation.fake_mode import enter, simulating
+from deepspeed.foundation.fake_mode import Replaceable, enter
 from deepspeed.foundation.spans import BACKWARD, FORWARD, recorder
-from deepspeed.pipe.fake_stages import AbsentStages
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.split_backward import SplitBackward
 
@@ -226,6 +224,37 @@ class _Held:
     outgoing: tuple[Header, list[torch.Tensor]] | None = None
 
 
+class OtherStages:
+    """What one stage meets of the others, in one run of a schedule.
+
+    Args:
+        schedule: that all run.
+        stage: which one is here.
+        costs: of the parts; none: alike.
+    """
+
+    def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
+        self.schedule, self.stage, self.costs = schedule, stage, costs
+
+    @staticmethod
+    def sender(axis: Axis) -> type[Sender]:
+        """Sends to other stages of an axis."""
+        return Sender
+
+    def come_to(self, place: int, action: Action) -> None:
+        """This stage has come to an action of its row."""
+
+    def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
+        """The message that an action receives from a rank."""
+        return receiver.receive(label)
+
+    def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:
+        """An action is about to send a message."""
+
+
+other_stages: Replaceable[type[OtherStages]] = Replaceable(OtherStages)
+
+
 class Executor:
     """One stage of a pipeline; `ring`: messages go from the last stage to the first too, with several chunks."""
 
@@ -238,8 +267,7 @@ class Executor:
         ]
         edges = [*forth, *((after, before) for before, after in forth)]
         groups = message_groups(axis, edges)
-
-        sends = SimulatedSender if simulating() and axis.shared is not None else Sender
+        sends = other_stages.current.sender(axis)
 
         def end(kind: type[Sender] | type[Receiver], edge: tuple[int, int], channel: int, forward: bool) -> Any:
             half = edges[: len(forth)] if forward else edges[len(forth) :]
@@ -258,7 +286,7 @@ class Executor:
         self._split: dict[tuple[int, int], SplitBackward] = {}  # through backward, but for weights
         self._splits = False
         self._place = ""
-        self._absent: AbsentStages | None = None  # of a run without values
+        self._others: OtherStages  # in the schedule that runs
 
     @property
     def bytes_sent(self) -> int:
@@ -284,13 +312,12 @@ class Executor:
         self._split.clear()
         self._splits = schedule.splits
         results: dict[int, Any] = {}
-        self._absent = AbsentStages(schedule, self.stage, self._driver.costs) if simulating() else None
+        self._others = others = other_stages.current(schedule, self.stage, self._driver.costs)
         with torch.set_grad_enabled(training):
             for position, action in enumerate(schedule.rows[self.stage]):
                 self._place = schedule.around(self.stage, position)
                 part = schedule.part(self.stage, action.chunk)
-                if self._absent is not None:
-                    self._absent.at(position, action)
+                others.come_to(position, action)
                 try:
                     self._act(action, training, results if part == schedule.parts - 1 else None)
                     if action.op == "B" and part == 0:
@@ -362,22 +389,15 @@ class Executor:
         if receiver is None:
             raise PipelineError(f"stage {self.stage} has nobody to take {action} from")
         source = self.axis.ranks[receiver.peer]
-        if self._absent is not None:
-            message = self._absent.message(action, source)
-            return message.header, message.arrive(self.axis.shared is not None)
-        return receiver.receive(
-            self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
-        )
+        label = self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
+        return self._others.receive(action, receiver, source, label)
 
     def _send(self, action: Action, held: _Held) -> None:
         sender, kind = self._sends[action.op[-1]], action.op[-1]
         if sender is None or held.outgoing is None:
             raise PipelineError(f"stage {self.stage} has nothing to send for {action}, or nobody to send it to")
         target = self.axis.ranks[sender.peer]
-        if self._absent is not None:
-            self._absent.sends(action, *held.outgoing)
-            if isinstance(sender, SimulatedSender):
-                self._absent.let_go(sender, action)
+        self._others.before_send(action, sender, *held.outgoing)
         label = self._label(f"send of the {_CARRIES[kind]} of micro-batch {action.micro} to rank {target}")
         sender.send(*held.outgoing, label)
         held.outgoing = None

@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives.p2p import Header
-from deepspeed.comm.fake.fake_p2p import FakeMessage, SimulatedSender, UnheardError
+from deepspeed.comm.collectives.p2p import Header, Receiver, Sender
+from deepspeed.comm.fake.fake_world import FakeMessage, SimulatedSender, UnheardError
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.foundation.fake_mode import late, stage_outputs
+from deepspeed.pipe.executor import OtherStages
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.schedule_simulator import simulate
 
 
-class AbsentStages:
-    """The other stages as one meets them in a run of a schedule; without costs parts cost the same."""
+class AbsentStages(OtherStages):
+    """The other stages of a pipeline where they are not there; without costs parts cost the same."""
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
-        self._schedule, self._stage, self._late = schedule, stage, late()
+        super().__init__(schedule, stage, costs)
+        self._late = late()
         self._begins = simulate(schedule, costs).begins
         self._places = [
             {(action.op, action.micro, action.chunk): place for place, action in enumerate(row)}
@@ -31,9 +34,12 @@ class AbsentStages:
         self._known = [-1] * schedule.stages  # of each stage: its last action that this one has heard of
         self._now = 0.0
 
-    def at(self, place: int, action: Action) -> None:
-        """This stage has come to an action of its row."""
-        self._now = self._begins[self._stage][place]
+    @staticmethod
+    def sender(axis: Axis) -> type[Sender]:
+        return Sender if axis.shared is None else SimulatedSender
+
+    def come_to(self, place: int, action: Action) -> None:
+        self._now = self._begins[self.stage][place]
         if action.op in ("<F", "<B"):
             stage, chunk = self._peer(action)
             self._known[stage] = self._places[stage][">" + action.op[1], action.micro, chunk]
@@ -41,31 +47,35 @@ class AbsentStages:
     def _peer(self, action: Action) -> tuple[int, int]:
         """The stage, and its chunk, that a message is sent to or comes from."""
         onward = 1 if action.op in (">F", "<B") else -1
-        chunk, stage = divmod(self._schedule.part(self._stage, action.chunk) + onward, self._schedule.stages)
+        chunk, stage = divmod(self.schedule.part(self.stage, action.chunk) + onward, self.schedule.stages)
         return stage, chunk
 
-    def sends(self, action: Action, header: Header, tensors: list[torch.Tensor]) -> None:
-        """Keep what an activation's message says of itself, for the run of the next stage."""
-        if action.op == ">F":
-            stage_outputs()[self._schedule.part(self._stage, action.chunk)] = FakeMessage.of(header, tensors)
-
-    def message(self, action: Action, rank: int) -> FakeMessage:
-        """The message that a receive gets.
+    def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
+        """As the run of the stage that sends it has said.
 
         Raises:
             UnheardError: the stage of `rank`, which sends it, has not been run.
         """
-        part = self._schedule.part(self._stage, action.chunk)
+        part = self.schedule.part(self.stage, action.chunk)
         if action.op == "<B":
-            return stage_outputs()[part].gradients()
-        if part - 1 not in stage_outputs():
+            message = stage_outputs()[part].gradients()
+        elif part - 1 not in stage_outputs():
             raise UnheardError(rank)
-        return stage_outputs()[part - 1]
+        else:
+            message = stage_outputs()[part - 1]
+        return message.header, message.arrive(receiver.axis.shared is not None)
 
-    def let_go(self, sender: SimulatedSender, action: Action) -> None:
-        """Before a message is sent: have its peer read and free the messages that it is through with.
+    def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:
+        """Keep what an activation's message says of itself, for the run of the next stage."""
+        if action.op == ">F":
+            stage_outputs()[self.schedule.part(self.stage, action.chunk)] = FakeMessage.of(header, tensors)
+        if isinstance(sender, SimulatedSender):
+            self._let_go(sender, action)
 
-        Messages of `sender` are named by window, micro-batch and chunk.
+    def _let_go(self, sender: SimulatedSender, action: Action) -> None:
+        """Before a message is sent: have its peer read, and let go of, what it is through with.
+
+        The sender's messages are called by window, micro-batch and chunk.
         """
         kind, (peer, _) = action.op[1], self._peer(action)
         for message in sender.unread():
@@ -77,9 +87,9 @@ class AbsentStages:
     def _end(self, kind: str, peer: int, message: Any) -> int | None:
         """The place in a peer's row where it lets go of a message: the receive after the last use; None: none is."""
         window, action = message
-        row, used = self._schedule.rows[peer], -1
+        row, used = self.schedule.rows[peer], -1
         if window is self:
-            op = "W" if self._schedule.splits else "F" if self._schedule.name == "inference" else "B"
+            op = "W" if self.schedule.splits else "F" if self.schedule.name == "inference" else "B"
             used = self._places[peer][op, action.micro, self._peer(action)[1]]
         later = (place for place, other in enumerate(row) if place > used and other.op == "<" + kind)
         return next(later, None)

@@ -12,7 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from deepspeed.comm.collectives.torch_api import all_gather_object
 from deepspeed.comm.process_groups.mesh import ranks_started
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.equivalence import evaluating
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.partition import partition_balanced
 from deepspeed.foundation.pytree import map_tensors, tensors_in
@@ -117,13 +117,19 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
 
 
 @contextmanager
-def clock() -> Iterator[Callable[[], float]]:
-    """Inside, what it gives reads seconds; of a run without values, operations."""
-    if not simulating():
-        yield _now
-        return
+def seconds_clock() -> Iterator[Callable[[], float]]:
+    """Inside, the function that it gives reads seconds."""
+    yield _now
+
+
+@contextmanager
+def operations_clock() -> Iterator[Callable[[], float]]:
+    """Inside, the function that it gives reads the operations so far."""
     with _Counter() as counter:
         yield lambda: float(counter.total)
+
+
+clocks: Replaceable[Callable[[], AbstractContextManager[Callable[[], float]]]] = Replaceable(seconds_clock)
 
 
 def _now() -> float:
@@ -217,7 +223,7 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
         params = [] if module is None else list(module.parameters())
         times, saved = list[float](), 0
         try:
-            with clock() as now:
+            with clocks.current() as now:
                 for _ in range(repeats + 1):
                     begun = now()
                     outputs, saved = _run(call, activations, [param for param in params if param.requires_grad])

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.fake.fake_p2p import UnheardError, is_of_an_absent_peer
-from deepspeed.comm.fake.fake_world import simulated_world
+from deepspeed.comm.fake.fake_world import UnheardError, is_of_an_absent_peer
 from deepspeed.comm.shared_memory.transport import is_of_a_peer
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
@@ -23,6 +22,7 @@ from deepspeed.engine.state_size import bytes_of
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
 from deepspeed.ops.fake_tensors import Valueless, device_kernels
+from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.train_program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.storage.device_tier import RESIDENT

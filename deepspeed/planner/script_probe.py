@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.fake.fake_world import simulated_world
 from deepspeed.config.load import load_raw
 from deepspeed.engine import initialize as room
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.pytree import map_tensors, tensors_in
+from deepspeed.planner.fake_world import simulated_world
 from deepspeed.planner.search import Task, TrainingPlan, search
 from deepspeed.simulator.machine import Machine
 

@@ -31,7 +31,7 @@ from deepspeed.comm.process_groups.init import init_distributed
 from deepspeed.comm.process_groups.mesh import Mesh, mesh_for, ranks_started, resolve
 from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
 from deepspeed.foundation.transformers_model import (
     HEAD_KEYS,
@@ -92,6 +92,14 @@ class Sequence:
 
 
 _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
+
+
+def gather_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The positions [batch, tokens] of whole sequences, from those of each rank's slice."""
+    return gathered(own, axis, 1, label="positions of a sequence")
+
+
+position_gathers: Replaceable[Callable[[torch.Tensor, Axis], torch.Tensor]] = Replaceable(gather_positions)
 
 
 class SequenceModel:
@@ -219,12 +227,7 @@ class SequenceModel:
             return None
         rows = next(call[name] for name in INPUTS if call.get(name) is not None)
         call["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
-        whole = gathered(own, self.axis, 1, label="positions of a sequence")
-        if simulating():  # as ranks that are not there would have them around this rank's
-            ahead, behind = self.axis.rank * tokens, (self.axis.size - 1 - self.axis.rank) * tokens
-            before = torch.arange(-ahead, 0, device=own.device) + own[:, :1]
-            after = torch.arange(1, 1 + behind, device=own.device) + own[:, -1:]
-            whole = torch.cat([before, own, after], 1)
+        whole = position_gathers.current(own, self.axis)
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None

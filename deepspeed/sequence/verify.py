@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.comm.collectives.same_error import run_collectively
+from deepspeed.comm.collectives.same_error import comparison, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import SequenceParallelError
 from deepspeed.foundation.equivalence import evaluating, example_tokens, relative_difference, tolerance
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.foundation.transformers_model import text_config
 from deepspeed.sequence.batches import slice_batch
@@ -83,18 +82,25 @@ class _Comparison:
         texts: list[str] = []
         for separates in (self._adapted.separates, False):
             self._adapted.separates = separates
-            own = self._together(lambda: "; ".join(self._differences(kind, batch)))
+            own = self._together(lambda: self._differences(kind, batch))
             texts = all_gather_objects(self._everyone, own)
             if kind != PACKED or not any(texts):
                 break
         return texts
 
-    def _differences(self, kind: str, batch: dict[str, Any]) -> Iterator[str]:
+    def _differences(self, kind: str, batch: dict[str, Any]) -> str:
         with self._adapted.plainly():
             whole = self._outputs(self._model(**batch))
         own = self._outputs(self._model(**slice_batch(batch, self._axis)))
-        if simulating():  # nothing has values that could differ: a real run compares them
-            return
+        return comparison.current(lambda: "; ".join(self._differing(kind, batch, whole, own)))
+
+    def _differing(
+        self,
+        kind: str,
+        batch: dict[str, Any],
+        whole: list[tuple[str, torch.Tensor]],
+        own: list[tuple[str, torch.Tensor]],
+    ) -> Iterator[str]:
         part = self._tokens // self._axis.size
         own_tokens = slice(self._axis.rank * part, (self._axis.rank + 1) * part)
         counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, own_tokens]

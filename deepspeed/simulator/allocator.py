@@ -83,21 +83,21 @@ class CachingAllocator:
         for other in (piece.after, piece.before):
             if other is not None and other.free:
                 self._forget(other)
-                piece = _join(*sorted((piece, other), key=lambda each: each.place))
+                piece = self._join(*sorted((piece, other), key=lambda each: each.place))
         self._keep(piece)
 
     def empty(self) -> None:
         """Free segments go back to the system."""
-        for pool, kept in self._free.items():
-            whole = [piece for _, piece in kept if piece.before is None and piece.after is None]
+        for pool, free_pieces in self._free.items():
+            whole = [piece for _, piece in free_pieces if piece.before is None and piece.after is None]
             self.reserved -= sum(piece.size for piece in whole)
             gone = {id(piece) for piece in whole}
-            self._free[pool] = [entry for entry in kept if id(entry[1]) not in gone]
+            self._free[pool] = [entry for entry in free_pieces if id(entry[1]) not in gone]
 
     def _found(self, pool: tuple[int, bool], size: int) -> _Piece | None:
-        kept = self._free.setdefault(pool, [])
-        at = bisect.bisect_left(kept, (size, -1, -1), key=lambda entry: entry[0])
-        return kept.pop(at)[1] if at < len(kept) else None
+        free_pieces = self._free.setdefault(pool, [])
+        index = bisect.bisect_left(free_pieces, (size, -1, -1), key=lambda entry: entry[0])
+        return free_pieces.pop(index)[1] if index < len(free_pieces) else None
 
     def _reserve(self, pool: tuple[int, bool], size: int) -> _Piece:
         if pool[1]:
@@ -120,16 +120,16 @@ class CachingAllocator:
         bisect.insort(self._free.setdefault(piece.pool, []), (piece.key, piece), key=lambda entry: entry[0])
 
     def _forget(self, piece: _Piece) -> None:
-        kept = self._free[piece.pool]
-        kept.pop(bisect.bisect_left(kept, piece.key, key=lambda entry: entry[0]))
+        free_pieces = self._free[piece.pool]
+        free_pieces.pop(bisect.bisect_left(free_pieces, piece.key, key=lambda entry: entry[0]))
 
-
-def _join(left: _Piece, right: _Piece) -> _Piece:
-    left.size += right.size
-    left.after = right.after
-    if right.after is not None:
-        right.after.before = left
-    return left
+    @staticmethod
+    def _join(left: _Piece, right: _Piece) -> _Piece:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        return left
 
 
 @dataclass(frozen=True)
@@ -208,5 +208,5 @@ class _Times:
     def of_stream(self, stream: int, block: MemoryEvent) -> float:
         """Seconds."""
         entries = self._on.get(stream, [])
-        at = bisect.bisect_left(entries, block.at)
-        return self._timeline.ends[entries[at - 1]] if at else 0.0
+        index = bisect.bisect_left(entries, block.at)
+        return self._timeline.ends[entries[index - 1]] if index else 0.0

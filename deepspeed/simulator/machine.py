@@ -141,17 +141,19 @@ class Machine:
         """
         try:
             where = _CARDS / f"{path}.json"
-            told = json.loads((where if where.exists() else Path(path)).read_text())
-            made = cls(**told)
+            fields = json.loads((where if where.exists() else Path(path)).read_text())
+            machine = cls(**fields)
         except (OSError, ValueError, TypeError) as error:
             raise ArgumentError(
                 f"machine file {path}: {error}; `ds_plan --machine here --save_machine FILE` writes one, and these are "
                 f"known by name: {', '.join(cards())}"
             ) from error
-        positive = (made.ranks, made.memory, made.bandwidth, made.collective)
-        if not all(isinstance(value, (int, float)) and value > 0 for value in positive) or not made.matrix.get("fp32"):
+        positive = (machine.ranks, machine.memory, machine.bandwidth, machine.collective)
+        if not all(isinstance(value, (int, float)) and value > 0 for value in positive) or not machine.matrix.get(
+            "fp32"
+        ):
             raise ArgumentError(f"machine file {path}: ranks, memory, bandwidth, collective and matrix.fp32 are needed")
-        return made
+        return machine
 
 
 def cards() -> list[str]:

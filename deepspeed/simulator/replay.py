@@ -1,10 +1,14 @@
-"""When a recorded step's pieces run on a machine: streams in order, links shared, the host ahead or behind."""
+"""When a recorded step's pieces run on a machine: streams in order, links shared, the host ahead or behind.
+
+`draw` makes a picture of the timeline: a row per stream, lane and link.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.trace import (
@@ -22,6 +26,11 @@ from deepspeed.simulator.trace import (
 )
 
 _ORDER_COST = 0.2  # of a launch: an event is recorded or waited for without a kernel
+
+
+_COLORS = {KERNEL: "#4477aa", MESSAGE: "#ee6677", COPY: "#ccbb44", DISK: "#aa3377", HOST: "#228833"}
+_WORDS = {KERNEL: "kernels", MESSAGE: "messages", COPY: "host and device", DISK: "disk", HOST: "host's arithmetic"}
+_GAP = 1e-4  # shorter gaps than this part of the step are drawn over: nobody could see them
 
 
 @dataclass(slots=True)
@@ -76,7 +85,9 @@ class SimulatedTimeline:
     def exposed(self, kind: str = MESSAGE, beside: tuple[str, ...] = (KERNEL,)) -> float:
         """Seconds in which something of a kind ran, and nothing of those that it can hide behind."""
         stretches = self.busy(kind)
-        return length(stretches) - _shared(stretches, joined(one for other in beside for one in self.busy(other)))
+        return length(stretches) - self._shared(
+            stretches, joined(interval for other in beside for interval in self.busy(other))
+        )
 
     @property
     def idle(self) -> float:
@@ -85,33 +96,33 @@ class SimulatedTimeline:
             joined((p.begin, p.end) for p in self.pieces if p.kind in (KERNEL, MESSAGE, COPY, DISK))
         )
 
+    @staticmethod
+    def _shared(intervals: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+        total, index = 0.0, 0
+        for begin, end in intervals:
+            while index < len(other) and other[index][1] <= begin:
+                index += 1
+            here = index
+            while here < len(other) and other[here][0] < end:
+                total += min(end, other[here][1]) - max(begin, other[here][0])
+                here += 1
+        return total
+
 
 def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Stretches without overlaps, in order."""
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         elif end > begin:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def length(stretches: list[tuple[float, float]]) -> float:
     """Seconds together."""
     return sum(end - begin for begin, end in stretches)
-
-
-def _shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    total, at = 0.0, 0
-    for begin, end in one:
-        while at < len(other) and other[at][1] <= begin:
-            at += 1
-        here = at
-        while here < len(other) and other[here][0] < end:
-            total += min(end, other[here][1]) - max(begin, other[here][0])
-            here += 1
-    return total
 
 
 class _Link:
@@ -122,13 +133,13 @@ class _Link:
 
     def take(self, ready: float, seconds: float) -> float:
         """When a transfer begins that is ready then and takes so long."""
-        at = bisect.bisect_left(self._taken, (ready, ready))
-        if at and self._taken[at - 1][1] > ready:
-            ready = self._taken[at - 1][1]
-        while at < len(self._taken) and self._taken[at][0] < ready + seconds:
-            ready = max(ready, self._taken[at][1])
-            at += 1
-        self._taken.insert(at, (ready, ready + seconds))
+        index = bisect.bisect_left(self._taken, (ready, ready))
+        if index and self._taken[index - 1][1] > ready:
+            ready = self._taken[index - 1][1]
+        while index < len(self._taken) and self._taken[index][0] < ready + seconds:
+            ready = max(ready, self._taken[index][1])
+            index += 1
+        self._taken.insert(index, (ready, ready + seconds))
         return ready
 
 
@@ -225,7 +236,7 @@ def repeated(recording: Recording, times: int) -> Recording:
         recording: of one micro-batch, marked `forward`, `backward`, `step`.
         times: micro-batches.
     """
-    first = next((at for at, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
+    first = next((index for index, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
     if first is None or times <= 1:
         return recording
     head, tail, entries = recording.entries[:first], recording.entries[first:], list[HostEvent]()
@@ -251,3 +262,50 @@ def _shifted(entry: HostEvent, by: int) -> HostEvent:
         entry.after + by,
         entry.where,
     )
+
+
+def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -> None:
+    """Write the picture; needs matplotlib (extra `plot`).
+
+    Args:
+        timelines: one above the other, on one axis of time.
+        path: of a file that matplotlib can write.
+        title: above all.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    most = max(timeline.seconds for timeline in timelines)
+    rows = [sorted({piece.track for piece in timeline.pieces}) for timeline in timelines]
+    figure = Figure(figsize=(12, 1.2 + 0.45 * sum(len(tracks) + 1 for tracks in rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, timeline, tracks in zip(places, timelines, rows, strict=True):
+        for row, track in enumerate(tracks):
+            for kind, stretches in _stretches(timeline.pieces, track, most * _GAP).items():
+                bars = [(begin * 1e3, (end - begin) * 1e3) for begin, end in stretches]
+                axes.broken_barh(bars, (row - 0.4, 0.8), color=_COLORS[kind])
+        axes.set_yticks(range(len(tracks)), tracks)
+        axes.set_title(
+            f"{timeline.name}: {timeline.seconds * 1e3:.1f} ms; messages exposed {timeline.exposed() * 1e3:.1f} ms; "
+            f"nothing but the host {timeline.idle * 1e3:.1f} ms",
+            fontsize=9,
+            loc="left",
+        )
+    places[-1].set_xlabel("ms")
+    kinds = {piece.kind for timeline in timelines for piece in timeline.pieces}
+    shown = [Patch(color=_COLORS[kind], label=_WORDS[kind]) for kind in _COLORS if kind in kinds]
+    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def _stretches(pieces: Sequence[TimedOp], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
+    """What a track did, by kind, without gaps that nobody could see."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for kind in _COLORS:
+        intervals = [(p.begin, p.end + gap) for p in pieces if p.track == track and p.kind == kind]
+        if intervals:
+            by_kind[kind] = [(begin, end - gap) for begin, end in joined(intervals)]
+    return by_kind

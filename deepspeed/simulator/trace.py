@@ -109,16 +109,16 @@ class Recording:
 
     def sent(self) -> dict[str, float]:
         """Bytes of messages, by collective."""
-        found: dict[str, float] = {}
+        bytes_by_name: dict[str, float] = {}
         for entry in self.entries:
             if entry.kind == MESSAGE:
-                found[entry.name] = found.get(entry.name, 0) + entry.nbytes
-        return found
+                bytes_by_name[entry.name] = bytes_by_name.get(entry.name, 0) + entry.nbytes
+        return bytes_by_name
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads; packed where its name ends in `.gz`."""
-        told = (json.dumps(asdict(self)) + "\n").encode()
-        Path(path).write_bytes(gzip.compress(told, mtime=0) if str(path).endswith(".gz") else told)
+        encoded = (json.dumps(asdict(self)) + "\n").encode()
+        Path(path).write_bytes(gzip.compress(encoded, mtime=0) if str(path).endswith(".gz") else encoded)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
@@ -129,9 +129,9 @@ class Recording:
         """
         try:
             held = Path(path).read_bytes()
-            told: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
-            entries = [HostEvent(**{**each, "group": tuple(each["group"])}) for each in told.pop("entries")]
-            blocks = [MemoryEvent(**each) for each in told.pop("blocks")]
-            return cls(**told, entries=entries, blocks=blocks)
+            fields: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
+            entries = [HostEvent(**{**each, "group": tuple(each["group"])}) for each in fields.pop("entries")]
+            blocks = [MemoryEvent(**each) for each in fields.pop("blocks")]
+            return cls(**fields, entries=entries, blocks=blocks)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"recording {path}: {error}; `Recording.save` writes one") from error

@@ -63,20 +63,20 @@ class StepRecorder(DispatchMode):
         if func.namespace == "c10d":
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
-        given, made = [*tensors_in((args, kwargs))], [*tensors_in(out)]
-        if is_fake(map(type, made)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+        inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(out)]
+        if is_fake(map(type, outputs)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
             return out
-        for tensor in given:
+        for tensor in inputs:
             self._see(tensor)
-        for tensor in made:  # those that are views of what was given, or the same, are known by now
-            self._see(tensor, made=True)
-        tensors = given + made
+        for tensor in outputs:  # those that are views of what was given, or the same, are known by now
+            self._see(tensor, is_output=True)
+        tensors = inputs + outputs
         if name == "record_stream":
             self._used(args[0], args[1].stream_id)
         elif name == "_local_scalar_dense":
             if self.here(args[0]):
                 self.wait(self.behind())
-        elif name not in _FREE and name not in _VIEWS and not _is_view(func):
+        elif name not in _FREE and name not in _VIEWS and not self._is_view(func):
             self._operator(func, name, args, kwargs, out, tensors)
         return out
 
@@ -94,12 +94,12 @@ class StepRecorder(DispatchMode):
             if nbytes > _SMALL and any(tensor.device.type == "cpu" for tensor in tensors):
                 self.add(HostEvent(HOST, name, nbytes=nbytes))
             return
-        nbytes += _read_as_well(func, name, args, kwargs)
+        nbytes += self._read_as_well(func, name, args, kwargs)
         if name in _PARTS:
             nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in _PARTS[name](args, out))
         formula = self._formulas.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
-        if flops and "flash_attention" in name and _is_causal(func, args, kwargs):
+        if flops and "flash_attention" in name and self._is_causal(func, args, kwargs):
             flops /= 2  # formulas count the masked half, which the kernel leaves out
         dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
         self.add(HostEvent(KERNEL, name, self.current(), flops, nbytes, dtype))
@@ -160,7 +160,7 @@ class StepRecorder(DispatchMode):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _see(self, tensor: torch.Tensor, made: bool = False) -> None:
+    def _see(self, tensor: torch.Tensor, is_output: bool = False) -> None:
         if not self.here(tensor) or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -175,11 +175,13 @@ class StepRecorder(DispatchMode):
             if before == storage.nbytes():
                 return
         self._alive[storage._cdata] = (reference, number, storage.nbytes())
-        self._block(number, storage.nbytes(), new=made and known is None)
+        self._block(number, storage.nbytes(), new=is_output and known is None)
 
     def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False, new: bool = False) -> None:
-        at = len(self.recording.entries)
-        self.recording.blocks.append(MemoryEvent(at, number, nbytes, stream if used else self.current(), used, new))
+        entry_count = len(self.recording.entries)
+        self.recording.blocks.append(
+            MemoryEvent(entry_count, number, nbytes, stream if used else self.current(), used, new)
+        )
 
     def _used(self, tensor: torch.Tensor, stream: int) -> None:
         known = self._alive.get(tensor.untyped_storage()._cdata)
@@ -199,9 +201,9 @@ class StepRecorder(DispatchMode):
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
-            made = plain(storage, *size)
+            resized = plain(storage, *size)
             this._resized(storage)
-            return made
+            return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
         undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
@@ -220,6 +222,24 @@ class StepRecorder(DispatchMode):
         self._undo.close()
         self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
 
+    @staticmethod
+    def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
+        """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
+        if name in _OVERWRITES or "out" in kwargs:
+            return 0.0
+        schema = zip(func._schema.arguments, args, strict=False)
+        return _traffic([t for a, value in schema if a.alias_info and a.alias_info.is_write for t in tensors_in(value)])
+
+    @staticmethod
+    def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        place = next((index for index, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
+        return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+    @staticmethod
+    @functools.cache
+    def _is_view(func: Any) -> bool:
+        return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
 
 def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference: Any) -> None:
     this = recorder()
@@ -227,27 +247,9 @@ def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference
         this._block(number, 0)
 
 
-def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
-    """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
-    if name in _OVERWRITES or "out" in kwargs:
-        return 0.0
-    schema = zip(func._schema.arguments, args, strict=False)
-    return _traffic([t for a, value in schema if a.alias_info and a.alias_info.is_write for t in tensors_in(value)])
-
-
-def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    place = next((at for at, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
-    return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-
-
 def _traffic(tensors: list[torch.Tensor]) -> float:
     """Bytes of tensors, each place once: broadcast dimensions are read once, and a storage is not longer than it is."""
-    found: dict[tuple[int, int, int], float] = {}
+    bytes_by_view: dict[tuple[int, int, int], float] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:
             continue
@@ -255,5 +257,5 @@ def _traffic(tensors: list[torch.Tensor]) -> float:
             prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
         )
         storage = tensor.untyped_storage()
-        found[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
-    return float(sum(found.values()))
+        bytes_by_view[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
+    return float(sum(bytes_by_view.values()))

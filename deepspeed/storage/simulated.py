@@ -7,7 +7,6 @@ import os
 import torch
 
 from deepspeed.config.sections.memory import Aio
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.ops.aio.files import ALIGNMENT
 from deepspeed.storage.tensor_file import Disk, Extent, Transfer
 
@@ -22,7 +21,7 @@ class _DoneTransfer(Transfer):
 class SimulatedDisk(Disk):
     """Counts what would rest on a disk."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, settings: Aio) -> None:
         self.folder, self._end = os.fspath(folder), 0
 
     def create(self, label: str, nbytes: int) -> Extent:
@@ -49,16 +48,3 @@ class SimulatedDisk(Disk):
     def cut(self) -> str:
         """Nobody cuts it."""
         return ""
-
-
-def disk_in(folder: str, settings: Aio) -> Disk:
-    """The disk for a folder: a real one, unless this process simulates.
-
-    Args:
-        folder: `nvme_path`.
-        settings: the `aio` section.
-
-    Raises:
-        StorageError: see `Disk`.
-    """
-    return SimulatedDisk(folder) if simulating() else Disk(folder, settings=settings)

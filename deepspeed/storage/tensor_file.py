@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.config.sections.memory import Aio
 from deepspeed.errors import StorageError, UsageError
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.spans import DISK, TRANSFER, now, recorder
 from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
@@ -221,6 +222,10 @@ class Disk:
         self._end = trials[0].offset
         os.ftruncate(self._file.plain, self._end)
         return speeds[1], speeds[2]
+
+
+disks: Replaceable[type[Disk]] = Replaceable(Disk)
+"""The kind of disk that a folder gets."""
 
 
 def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:

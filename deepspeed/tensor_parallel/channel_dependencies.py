@@ -20,7 +20,6 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.fake_mode import with_values
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.layers import is_transposed
@@ -205,18 +204,6 @@ class ModuleInputs:
             return tensors[path].view_as(tensors[path]) if grad else tensors[path]
 
         return self.mapped(change), tensors
-
-    def drawn(self) -> ModuleInputs:
-        """The call with random values, for one that was noted where tensors have none."""
-        generator = torch.Generator().manual_seed(13)
-
-        def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            with with_values():
-                return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-        return self.mapped(change)
 
     def has_states_beyond(self, other: ModuleInputs) -> bool:
         """Whether a list of tensors is among the arguments that another call has not."""

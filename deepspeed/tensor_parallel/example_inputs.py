@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from deepspeed.foundation.equivalence import evaluating
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import accepts, caches_at_all
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.transformers_model import caching_configs
@@ -84,7 +83,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
     Recurrent models hand them. If one module of a class gets one, all may. `calls` are in order, without a cache.
     """
     caching = caches_at_all(model, inputs)
-    if simulating() or not calls or not (caching != inputs or caching_configs(model)):
+    if not calls or not (caching != inputs or caching_configs(model)):
         return set()
     modules = dict(model.named_modules())
     kinds: set[type] = set()

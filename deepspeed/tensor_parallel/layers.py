@@ -18,7 +18,6 @@ from torch import nn
 from deepspeed.comm.collectives.autograd import enter, gather_from, reduce_from
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.malloc import LARGE, mapped
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
@@ -44,7 +43,7 @@ def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int
     size, whole = tensor.shape[dim], tensor.data
     shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
     with torch.no_grad():
-        if whole.device.type != "cpu" or simulating() or math.prod(shape) * whole.itemsize < LARGE:
+        if whole.device.type != "cpu" or math.prod(shape) * whole.itemsize < LARGE:
             tensor.data = take(whole, dim, segments)
         else:  # not in the heap, which would keep what an engine leaves when it moves slices elsewhere
             parts = [whole.narrow(dim, start, length) for start, length in segments]

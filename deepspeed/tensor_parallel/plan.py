@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -23,7 +23,7 @@ from torch import nn
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.equivalence import evaluating, example_inputs
-from deepspeed.foundation.fake_mode import simulating, with_values
+from deepspeed.foundation.fake_mode import Replaceable, with_values
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.transformers_model import head_counts
 from deepspeed.tensor_parallel.channel_dependencies import (
@@ -156,8 +156,10 @@ class Fitted:
         return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
-_known_of_shapes: dict[Any, Fitted | str] = {}
-"""Of simulations, which draw the same values: a search over plans asks once for each kind of region."""
+Calls = dict[str, list[ModuleInputs]]
+KnownRegions = dict[Any, "Fitted | str"]
+probes: Replaceable[Callable[[Calls], tuple[Calls, KnownRegions]]] = Replaceable(lambda calls: (calls, {}))
+"""From the calls of modules, those whose values are traced, and the regions that are known from earlier traces."""
 
 
 @dataclass
@@ -367,11 +369,9 @@ def make_plan(
     of_units = _units_of(regions)
     calls, output, unpadded = all_calls(model, of_units, inputs)
     recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
-    if simulating():
-        calls = {home: [call.drawn() for call in each] for home, each in calls.items()}
+    calls, known = probes.current(calls)
     shapes, modules = shapes_of(model), dict(model.named_modules())
     heads = sorted(set(head_counts(getattr(model, "config", None))))
-    known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
     inside_of, units = by_module(shapes), list[Unit]()
     for home, members in of_units.items():
         own, regions_of_unit = {name: shapes[name] for name in inside_of.get(home, ())}, list[Fitted]()

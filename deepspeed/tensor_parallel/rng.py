@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.torch_api import all_gather_objects, broadcast
+from deepspeed.comm.collectives.torch_api import all_gather_objects, broadcast, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import log_rank0
 from deepspeed.tensor_parallel.trace import OpTrace
 
@@ -87,13 +86,12 @@ class Forks:
 
     def check_apart(self) -> None:
         """Raise TensorParallelError where two ranks would drop cut activations alike. All ranks call together."""
-        if simulating():  # the other ranks are not there, and have no seeds
-            return
-        ranks, everyone = self._axis.ranks, all_gather_objects(self._axis, self.own_seed(1))
-        for place, seed in enumerate(everyone):
-            if seed in everyone[:place]:
+        ranks, first = self._axis.ranks, dict[int, int]()  # the first rank by seed
+        for place, seed in object_exchange.current.gather_present(self._axis, self.own_seed(1)).items():
+            other = first.setdefault(seed, place)
+            if other != place:
                 raise TensorParallelError(
-                    f"ranks {ranks[everyone.index(seed)]} and {ranks[place]} (tp) would drop their own channels "
+                    f"ranks {ranks[other]} and {ranks[place]} (tp) would drop their own channels "
                     f"alike: their random states are equal"
                 )
 

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
-from deepspeed.comm.collectives.same_error import Outcome, run_collectively
+from deepspeed.comm.collectives.same_error import Outcome, comparison, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.equivalence import evaluating, largest_value, relative_difference, tolerance
-from deepspeed.foundation.fake_mode import simulating, with_values
+from deepspeed.foundation.fake_mode import with_values
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, same_draws
@@ -231,7 +231,7 @@ def _called(module: nn.Module, call: ModuleInputs) -> UnitResult:
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """What a forward leaves in a module, such as counts, is put back: not every rank has called it as often."""
     before = [(held, dict(held)) for part in module.modules() for held in (vars(part), part._buffers)]
-    buffers = {} if simulating() else {b: b.clone() for b in module.buffers()}
+    buffers = {b: b.clone() for b in module.buffers()}
     try:
         yield
     finally:
@@ -263,13 +263,15 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
     All ranks of the axis call, inside `run_collectively`.
     """
-    if simulating():  # nothing has values that could differ: a real run compares them
-        return ""
-    texts = []
-    for number, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
-        way = f"in way {number} of {len(dense)} of calling it, " if len(dense) > 1 else ""
-        texts += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
-    return "; ".join(texts[:3])
+
+    def compare() -> str:
+        texts = []
+        for number, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
+            way = f"in way {number} of {len(dense)} of calling it, " if len(dense) > 1 else ""
+            texts += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
+        return "; ".join(texts[:3])
+
+    return comparison.current(compare)
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
@@ -391,11 +393,7 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
         TensorParallelError: they differ.
     """
 
-    def differs() -> str:
-        with evaluating(model, use_cache=False):
-            outputs = [t for t in tensors_in(model(**plan.inputs)) if t.is_floating_point()]
-        if simulating():
-            return ""
+    def differences_of(outputs: list[torch.Tensor]) -> str:
         wanted = [t for t in tensors_in(plan.output) if t.is_floating_point()]
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         texts = [
@@ -403,6 +401,11 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
             for text in _apart(f"output {index}", a, b, 0.0, tolerance(dtype))
         ]  # fmt: skip
         return "; ".join(texts[:3])
+
+    def differs() -> str:
+        with evaluating(model, use_cache=False):
+            outputs = [t for t in tensors_in(model(**plan.inputs)) if t.is_floating_point()]
+        return comparison.current(lambda: differences_of(outputs))
 
     ended = run_collectively(axis, differs)
     everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts

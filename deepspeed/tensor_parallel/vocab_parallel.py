@@ -13,12 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm import ReduceOp
 from deepspeed.comm.collectives.autograd import reduce_from, summed
-from deepspeed.comm.collectives.same_error import meet_before, run_collectively
+from deepspeed.comm.collectives.same_error import comparison, meet_before, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects, all_reduce
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError, NotAvailableError, TensorParallelError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import counts_items
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import (
@@ -259,16 +258,16 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
 
         def differs() -> str:
             of_embedding = _embedding_differs(embedding, dense[0], axis, names[embedding])
-            return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[head])])
+            texts = "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[head])])
+            return comparison.current(lambda: texts)
 
         ended = run_collectively(axis, differs)
-        if not simulating() or not ended.ok:  # nothing has values that could differ: a real run compares them
-            everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
-            wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
-            if wrong:
-                raise TensorParallelError(
-                    f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
-                ) from ended.error
+        everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
+        wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+        if wrong:
+            raise TensorParallelError(
+                f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+            ) from ended.error
     model.loss_function = around.loss
     model.register_forward_pre_hook(around.before, with_kwargs=True)
     model.register_forward_hook(around.after, with_kwargs=True)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.collectives.collectives import sum_in_rank_order
-from deepspeed.comm.collectives.dispatch import forget_routes
 from deepspeed.comm.collectives.hierarchical import reduce_to_owners
+from deepspeed.comm.collectives.torch_api import forget_routes
 from deepspeed.comm.process_groups import axis as axes
 from tests.emulated import runs
 from tests.emulated.cells import Cell

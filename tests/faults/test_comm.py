@@ -150,9 +150,9 @@ dist.all_reduce(x, log_name="reduce layer.1.weight")
 def test_a_wait_that_the_backend_never_ends():
     ends = diverge(
         """
-from deepspeed.comm.watchdog import watchdog as watch
+from deepspeed.comm.watchdog.collective_event import CollectiveEvent
 from tests.harness.pool import PATIENCE
-watch.begin_collective("a wait of its own kind" if rank == 0 else "another one")
+CollectiveEvent("a wait of its own kind" if rank == 0 else "another one").begin()
 time.sleep(100)
 """
     )

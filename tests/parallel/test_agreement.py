@@ -89,12 +89,12 @@ def outcome(file: str, stage: int, programs: list[list[Call]], wanted: dict[str,
     """Run a program; every rank writes how and when it ended, since one that is told too late is ended."""
     from deepspeed.comm.watchdog import watchdog
 
-    rank, usual = dist.get_rank(), watchdog._here.timeout
-    watchdog._here.timeout = timedelta(seconds=TIMEOUT)
+    rank, usual = dist.get_rank(), watchdog.here.timeout
+    watchdog.here.timeout = timedelta(seconds=TIMEOUT)
     try:
         ended = run_program(stage, programs[rank], wanted)
     finally:
-        watchdog._here.timeout = usual
+        watchdog.here.timeout = usual
     Path(f"{file}-{rank}").write_text(json.dumps({"ended": ended, "at": time.monotonic()}))
     if "Error" in ended and not ended.startswith(DISAGREE):
         raise RuntimeError("the ranks are apart; the next program needs new processes")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.comm.collectives.dispatch import forget_routes
+from deepspeed.comm.collectives.torch_api import forget_routes
 from deepspeed.comm.process_groups.axis import (
     Axis,
     axis_of,

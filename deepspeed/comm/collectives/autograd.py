@@ -71,10 +71,7 @@ def gathered(
 
     Args:
         tensor: this rank's slice, any dtype.
-        axis: ranks that have one.
-        dim: along which they are joined.
         sizes: of each rank's slice along it; None: all alike.
-        label: for reports.
     """
     if axis.size == 1:
         return tensor.detach().clone()
@@ -101,10 +98,8 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
 
     Args:
         tensor: whole along `cut`, which the ranks divide; this rank's slice along `join`, all alike; any dtype.
-        axis: ranks that have one.
         cut: dim of which each rank keeps its slice.
         join: dim along which the ranks' slices come together.
-        label: for reports.
     """
     if axis.size == 1:
         return tensor.detach().clone()
@@ -122,7 +117,6 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
 
 
 def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
-    """This rank's slice."""
     sizes = [tensor.shape[dim] // axis.size] * axis.size if sizes is None else list(sizes)
     return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
 

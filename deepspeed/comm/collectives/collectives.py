@@ -31,10 +31,8 @@ import torch.distributed as dist
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.shared_memory.transport import SharedMemory, Until, sum_natively
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.comms_logger import comms_logger
-from deepspeed.comm.watchdog.desync import trail
-from deepspeed.comm.watchdog.last_collective import underway
-from deepspeed.foundation.spans import CALL, FLIGHT, REDUCE, WAIT, now, recorder
+from deepspeed.comm.watchdog.collective_event import CollectiveEvent, MessageEvent
+from deepspeed.foundation.spans import REDUCE, WAIT, now, recorder
 
 # Sums run over pieces that stay in the second-level cache.
 _BLOCK = 1 << 16
@@ -49,7 +47,6 @@ def sum_in_rank_order(
         parts: one contribution per rank, any floating dtype.
         out: the accumulator, any floating dtype.
         scale: factor on the sum.
-        add: add to what `out` holds instead of replacing it.
         any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
             same in every run; a kernel per part reads and writes several times as much.
     """
@@ -145,11 +142,7 @@ class Handle:
     """Messages in flight, and what is to be done once they are there.
 
     Args:
-        axis: where they travel; names the ranks in error reports.
-        label: what is moved, for error reports.
-        works: the backend's handles.
         then: called once, when all messages have arrived; may return the handle of a next phase.
-        payload: the tensor that travels.
         received: bytes that come from other ranks.
         began: when it did, on the recorder's clock; now, unless it is over already.
     """
@@ -166,11 +159,7 @@ class Handle:
     ) -> None:
         self.axis, self.label, self.works, self.then = axis, label, works, then
         self.done = False
-        self._size = payload.numel() * payload.itemsize if payload is not None and axis.size > 1 else 0
-        self._received = received
-        self._on_device = payload if works and not axis.tagged else None
-        self._began = began or now()
-        self._clock = comms_logger.begin(payload) if self._on_device is not None and comms_logger.enabled else None
+        self._event = MessageEvent(label, axis.ranks, payload, received, bool(works) and not axis.tagged, began)
         self._waiter: threading.Thread | None = None
         self._failure: RuntimeError | None = None
 
@@ -212,39 +201,31 @@ class Handle:
         if self.done:
             return None
         if self._waiter is None:
-            wait_all(self.axis, self.label, self.works)
+            delay(self.label)
+            if self.works:
+                with self._event:
+                    for work in self.works:
+                        work.wait()
         else:
-            watchdog.begin_collective(self.label)
+            self._event.begin()
             self._waiter.join()
-            watchdog.end_collective()
+            self._event.end()
             if self._failure is not None:
-                raise watchdog.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
-        if self._on_device is not None:
-            underway.add(self.label, self._on_device)
-        self.done, self.works, self._on_device = True, [], None
+                raise watchdog.failed(self.label, self._failure, self.axis.ranks) from self._failure
+        self._event.arrive()
+        self.done, self.works = True, []
         then, self.then = self.then, None
         if then is None or not recorder.on:
             following = None if then is None else then()
         else:
             with recorder.span(REDUCE, self.label):
                 following = then()
-        if self._size:
-            self._record()
+        self._event.complete()
         return following
-
-    def _record(self) -> None:
-        """Tell the comms logger and the recorder of a message that is over: what arrived has been taken in."""
-        operation = self.label.partition(" ")[0]
-        if comms_logger.enabled and comms_logger.wants(operation, False):
-            begun = self._began if self._clock is None else self._clock
-            comms_logger.end(begun, operation, self._size, self.axis.size, self.label, self._received)
-            comms_logger.arrived(self.axis.ranks, self._received)
-        if recorder.on:
-            recorder.add(self._began, FLIGHT, self.label, "", self._received)
 
     def unrecorded(self) -> Handle:
         """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""
-        self._size = 0
+        self._event.unrecorded()
         return self
 
     def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
@@ -268,28 +249,17 @@ class Handle:
 def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
     """Wait for backend handles; a failure becomes the labelled report."""
     delay(label)
-    if not works:
-        return
-    watchdog.begin_collective(label)
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise watchdog.failed(label, error, list(axis.ranks)) from error
-    finally:
-        watchdog.end_collective()
+    if works:
+        with CollectiveEvent(label, axis.ranks, WAIT):
+            for work in works:
+                work.wait()
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
     """Start messages under a label; a failure to start becomes the labelled report."""
     delay(label)
-    watchdog.begin_collective(label, CALL)
-    try:
+    with CollectiveEvent(label, axis.ranks):
         return start()
-    except RuntimeError as error:
-        raise watchdog.failed(label, error, list(axis.ranks)) from error
-    finally:
-        watchdog.end_collective()
 
 
 def exchange(
@@ -298,12 +268,8 @@ def exchange(
     """Send every peer its slice of `flat`, receive theirs of mine.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D, all slices, any dtype.
         cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
-        tag: the message tag.
-        label: for reports.
-        scratch: makes the buffers to receive into, like the tensor it is given.
 
     Returns:
         (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
@@ -348,13 +314,9 @@ def reduce_to_owners(
     """Bring every rank's contribution to each slice to its owner.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D contribution of this rank, not to be touched until the handle is done.
         cuts: slice boundaries.
-        tag: the message tag.
-        label: for reports.
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
-        scratch: makes the buffers to receive into.
         in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
     """
     if axis.shared is not None:
@@ -397,13 +359,10 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
 
     Args:
-        axis: ranks that take part.
         full: 1-D; holds the own slice, receives the others.
         cuts: slice boundaries.
-        tag: the message tag.
-        label: for reports.
     """
-    trail.enter(axis, "internal", lambda: axis.ranks, label, full.numel())
+    CollectiveEvent(label).order("internal", axis, full.numel())
     return _spread(axis, full, cuts, tag, label)
 
 
@@ -429,12 +388,9 @@ def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label
         ]
 
     began = now()
-    return Handle(axis, label, post(axis, label, start), None, full, _others(slices, own), began)
-
-
-def _others(slices: Sequence[torch.Tensor], own: torch.Tensor) -> int:
-    """Bytes of everybody's slices but the own one."""
-    return sum(part.nbytes for part in slices) - own.nbytes
+    return Handle(
+        axis, label, post(axis, label, start), None, full, sum(part.nbytes for part in slices) - own.nbytes, began
+    )
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
@@ -454,7 +410,7 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
         return Handle(axis, label, [shared.acknowledged(tag, takers)])
 
     works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
-    return Handle(axis, label, works, arrived, full, _others(slices, own))
+    return Handle(axis, label, works, arrived, full, sum(part.nbytes for part in slices) - own.nbytes)
 
 
 def swap(
@@ -504,11 +460,7 @@ def all_reduce_sum(
     """The sum in place, where `can_all_reduce` says so: the backend's own, or reduce to owners, then share.
 
     Args:
-        axis: ranks that take part.
         flat: 1-D.
-        cuts: who sums what.
-        tags: of the two phases.
-        label: for reports.
         then: called once, when `flat` holds the sum.
     """
     if axis.shared is not None:
@@ -525,22 +477,18 @@ def all_reduce_sum(
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     """Axis rank `src` sends `flat` to all, blocking."""
     shared, group = axis.shared, axis.group
-    trail.enter(axis, "internal", lambda: axis.ranks, label, flat.numel())
+    CollectiveEvent(label).order("internal", axis, flat.numel())
     if shared is not None:
         post(axis, label, lambda: shared.broadcast(flat, src, zlib.crc32(label.encode())) or [])
     elif group is not None:
         works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=group, async_op=True)])
-        wait_all(axis, label, works)
-        underway.add(label, flat)
+        Handle(axis, label, works, None, flat).unrecorded().wait()
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
     """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
 
     Args:
-        axis: ranks that take part.
-        tensors: changed in place on all but rank 0.
-        label: for reports.
         chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
     """
     if axis.size == 1:

@@ -100,14 +100,11 @@ def reduce_to_copies(
     """Sum slices at their owners, and then over the ranks that own a copy of the slice, where messages have no tags.
 
     Args:
-        axis: ranks that share a copy.
         copies: ranks that own this slice; the sum over them is in fp32, with equal bits on all of them.
         flat: 1-D contribution of this rank, not to be touched until the handle is done.
         cuts: slice boundaries.
-        label: for reports.
         scale: factor on the first sum.
         finish: called with the sum, fp32, as the only contribution; in rank order with the first sum of each copy.
-        in_rank_order: both sums, for which the second is formed by this rank and not by the backend.
     """
     total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
 

@@ -34,7 +34,7 @@ from deepspeed.comm.shared_memory.transport import require
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, StorageError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import logger
 
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
@@ -57,11 +57,7 @@ class _Served:
 
 
 class FetchService:
-    """Serves the slices of this rank and pulls those of others.
-
-    Args:
-        axis: a tagged axis of more than one rank.
-    """
+    """Serves the slices of this rank and pulls those of others."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -80,7 +76,7 @@ class FetchService:
 
     def _meet(self) -> None:
         """Listen, exchange addresses and a token, connect to every rank on first need."""
-        host = os.environ.get("DEEPSPEED_FETCH_HOST") or _own_address()
+        host = os.environ.get("DEEPSPEED_FETCH_HOST") or self._own_address()
         self._listener = socket.create_server((host, 0), backlog=self.axis.size)
         self._selector.register(self._listener, selectors.EVENT_READ)
         address = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
@@ -123,10 +119,8 @@ class FetchService:
         """Ask every owner for its slice of `full`.
 
         Args:
-            channel: the group's channel.
             full: 1-D; the slices of the others are received into it.
             cuts: slice boundaries.
-            label: for reports.
         """
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
@@ -142,7 +136,9 @@ class FetchService:
                     self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
             return works
 
-        return Handle(self.axis, label, post(self.axis, label, start), None, full, _of_others(self.axis, full, cuts))
+        return Handle(
+            self.axis, label, post(self.axis, label, start), None, full, bytes_of_others(self.axis, full, cuts)
+        )
 
     def _ask(self, rank: int, request: bytes, label: str) -> None:
         try:
@@ -181,11 +177,11 @@ class FetchService:
 
     def _read(self, sock: socket.socket, strangers: set[socket.socket]) -> None:
         if sock in strangers:
-            if not hmac.compare_digest(_exactly(sock, _TOKEN_BYTES), self._token):
+            if not hmac.compare_digest(self._exactly(sock, _TOKEN_BYTES), self._token):
                 raise CommError("a stranger knocked at the fetch service")
             strangers.discard(sock)
             return
-        rank, channel, version, seq = _REQUEST.unpack(_exactly(sock, _REQUEST.size))
+        rank, channel, version, seq = _REQUEST.unpack(self._exactly(sock, _REQUEST.size))
         delay(f"serve channel {channel}")
         with self._lock:
             served = self._served.get(channel)
@@ -222,49 +218,27 @@ class FetchService:
         self._selector.close()
         self._served.clear()
 
+    @staticmethod
+    def _own_address() -> str:
+        """The address the other ranks reach this host by: the one that leads to the master."""
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((master, 9))
+                return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = sock.recv(count, socket.MSG_WAITALL)
-    if len(data) != count:
-        raise ConnectionResetError("closed by the other rank")
-    return data
-
-
-def _own_address() -> str:
-    """The address the other ranks reach this host by: the one that leads to the master."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))
-            return probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
-
-
-class _SimulatedService(FetchService):
-    """The service of an axis whose other ranks are not there: each would pull when this one does."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
-
-    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Lend the own slice as a peer would have it, and have the others'."""
-        slice_ = self._served[channel].slice
-        if not isinstance(slice_, torch.Tensor):
-            with slice_():
-                pass
-        return Handle(self.axis, label, [], None, full, _of_others(self.axis, full, cuts))
-
-    def close(self) -> None:
-        """Nothing was opened."""
+    @staticmethod
+    def _exactly(sock: socket.socket, count: int) -> bytes:
+        data = sock.recv(count, socket.MSG_WAITALL)
+        if len(data) != count:
+            raise ConnectionResetError("closed by the other rank")
+        return data
 
 
 class SharedSlices:
-    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
-
-    Args:
-        axis: an axis with a shared.
-    """
+    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._window = axis, require(axis.shared)
@@ -292,12 +266,11 @@ class SharedSlices:
                 if not shared.level(r, channel):
                     raise watchdog.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 
-        received = _of_others(self.axis, full, cuts)
+        received = bytes_of_others(self.axis, full, cuts)
         return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full, received)
 
 
-def _of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
-    """Bytes of the others' slices."""
+def bytes_of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
     return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
 
 
@@ -305,10 +278,7 @@ def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
     """Wait until every rank has come to this point: what they pulled before it, they have. All ranks call together.
 
     Args:
-        axis: the ranks that pull from each other.
-        channel: of a group.
         seq: tells meetings on the channel apart, the same on all ranks.
-        label: for reports.
     """
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
@@ -341,13 +311,14 @@ def _release(axis: Axis, service: FetchService | None) -> None:
             service.withdraw(channel)
 
 
+fetch_services: Replaceable[type[FetchService]] = Replaceable(FetchService)
 _services: dict[int, FetchService] = {}
 
 
 def service_of(axis: Axis) -> FetchService:
     """The service of an axis, started on first use; the engines on the axis share it."""
     if id(axis) not in _services:
-        _services[id(axis)] = _SimulatedService(axis) if simulating() else FetchService(axis)
+        _services[id(axis)] = fetch_services.current(axis)
     return _services[id(axis)]
 
 

@@ -18,9 +18,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import EXCHANGE, READ, SMALL, delay, has_host_backend, post, wait_all
+from deepspeed.comm.collectives.collectives import (
+    EXCHANGE,
+    READ,
+    SMALL,
+    Handle,
+    delay,
+    has_host_backend,
+    post,
+    wait_all,
+)
 from deepspeed.comm.process_groups.axis import Axis, tag_of
-from deepspeed.comm.watchdog.last_collective import underway
 from deepspeed.errors import CommError, NotAvailableError
 
 _ALIGN = 64
@@ -38,12 +46,7 @@ class _TensorRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says of itself.
-
-    Args:
-        tree: the nest, pickled, with numbers for tensors.
-        leaves: the tensors.
-    """
+    """What a message says of itself."""
 
     tree: bytes
     leaves: tuple[_TensorRef, ...]
@@ -111,12 +114,7 @@ def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class P2PChannel:
-    """Carries tensors from one device to another, in one direction.
-
-    Args:
-        group: of the two ranks; nothing else travels on it.
-        device: of this rank.
-    """
+    """Carries tensors from one device to another, in one direction."""
 
     group: Any
     device: torch.device
@@ -126,9 +124,7 @@ class Sender:
     """Sends to one rank.
 
     Args:
-        axis: of both.
         peer: position of the receiver.
-        channel: the receiver has the same.
         wire: between devices; None: tensors are in host memory.
     """
 
@@ -142,13 +138,7 @@ class Sender:
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
-        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once.
-
-        Args:
-            header: of the nest.
-            tensors: in it.
-            label: for reports.
-        """
+        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once."""
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
@@ -204,12 +194,11 @@ class Sender:
         return torch.device("cpu") if self.wire is None else self.wire.device
 
     def _collect(self) -> None:
-        """Take back the buffers that have been read."""
         if self.axis.shared is not None:
             self.axis.shared.drain()
         left: deque[tuple[list[Any], torch.Tensor]] = deque()
         for works, buffer in self._underway:
-            if all(_is_over(work) for work in works):
+            if all(self._is_over(work) for work in works):
                 self._keep(buffer)
             else:
                 left.append((works, buffer))
@@ -230,6 +219,10 @@ class Sender:
         if buffer.device.type == self._device.type:
             self._idle.append(buffer)
 
+    @staticmethod
+    def _is_over(work: Any) -> bool:
+        return work.ready() if hasattr(work, "ready") else work.is_completed()
+
 
 class Receiver:
     """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
@@ -243,9 +236,6 @@ class Receiver:
 
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
         """The next message; see `put_together`. Its tensors may lie in the sender's memory, and are this rank's alone.
-
-        Args:
-            label: for reports.
 
         Raises:
             CommError: it did not come in time; says what all ranks were doing.
@@ -291,8 +281,9 @@ class Receiver:
             self._take(payload, EXCHANGE, label)
         elif nbytes and wire is not None:
             source = self.axis.ranks[self.peer]
-            wait_all(self.axis, label, post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)]))
-            underway.add(label, payload)  # the host goes on: it would block where it reads the first value
+            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)])
+            # The host goes on: it would block where it reads the first value.
+            Handle(self.axis, label, works, None, payload).unrecorded().wait()
         return payload
 
     def _take(self, into: torch.Tensor, kind: int, label: str) -> None:
@@ -315,10 +306,6 @@ class Receiver:
 def place(buffer: torch.Tensor, leaf: _TensorRef) -> torch.Tensor:
     """A tensor of a message: where it lies in the bytes of all."""
     return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
-
-
-def _is_over(work: Any) -> bool:
-    return work.ready() if hasattr(work, "ready") else work.is_completed()
 
 
 def _check(axis: Axis, wire: P2PChannel | None) -> None:

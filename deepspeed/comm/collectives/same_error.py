@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives.collectives import SMALL, has_host_backend
 from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, DataError, DeepSpeedError, OrderError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import describe_error
 
 T = TypeVar("T")
@@ -46,7 +47,6 @@ class Outcome(Generic[T]):
     Args:
         result: of the action; None where it raised, or was left because another rank did.
         texts: by position on the axis, what a rank raised, or where it was while others were elsewhere; empty: nothing.
-        error: of this rank, if it raised.
     """
 
     result: T | None
@@ -61,9 +61,6 @@ class Outcome(Generic[T]):
     def result_or_raise(self, wrong: Callable[[list[str]], Exception]) -> T:
         """This rank's result.
 
-        Args:
-            wrong: the error that all ranks raise where one has none; gets `texts`.
-
         Raises:
             Exception: `wrong`, on every rank, from what this one raised.
         """
@@ -72,7 +69,9 @@ class Outcome(Generic[T]):
         raise wrong(self.texts) from self.error
 
 
-class _Run:
+class CollectiveRun:
+    """One call of `run_collectively` on this rank."""
+
     def __init__(self, axis: Axis) -> None:
         self.axis, self.texts = axis, [""] * axis.size
         self.ranks = frozenset(axis.ranks)
@@ -86,7 +85,7 @@ class _Run:
         if any(self.texts):
             raise _Apart
         axis = self.axis
-        if axis.group is None or simulating():
+        if axis.group is None:
             self.texts[axis.rank] = error
             return
         device = "cpu" if axis.tagged else get_accelerator().current_device_name()
@@ -101,7 +100,8 @@ class _Run:
         raise _Apart
 
 
-_underway: list[_Run] = []
+runs: Replaceable[type[CollectiveRun]] = Replaceable(CollectiveRun)
+_underway: list[CollectiveRun] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
@@ -114,14 +114,13 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
 
     Args:
-        axis: its ranks call together.
         action: its collectives over `axis`, or over rows that `axis` consists of, are those of `differentiable` and
             gathers of sharded parameters; in one order on all ranks.
 
     Raises:
         CommError: a rank is gone.
     """
-    run, result, error = _Run(axis), None, None
+    run, result, error = runs.current(axis), None, None
     _underway.append(run)
     try:
         try:
@@ -136,6 +135,10 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     finally:
         _underway.pop()
     return Outcome(result, run.texts, error)
+
+
+comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda differences: differences())
+"""Calls a function that compares values with expected ones and says in words what differs."""
 
 
 def sent_among(axis: Axis) -> int:
@@ -155,8 +158,6 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
     """What an action returns, where it raises on no rank; all ranks of the axis call together.
 
     Args:
-        axis: its ranks do not meet inside, or all raise before they do.
-        action: of this rank.
         elsewhere: the error of this rank where another one raised; gets its global rank, and its words.
 
     Raises:
@@ -188,10 +189,6 @@ def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -
     """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
 
     Nothing can be sent between the ranks afterwards.
-
-    Args:
-        label: what was being done, in the others' reports.
-        alike: errors that all ranks raise, of which none has to be told.
     """
     try:
         yield
@@ -208,11 +205,7 @@ _DIGEST = 8
 
 
 class OrderCheck:
-    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags.
-
-    Args:
-        axis: of a device, with a backend for the host too (`possible`).
-    """
+    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = Axis(axis.name, axis.ranks, axis.rank, axis.group, tagged=True)
@@ -234,44 +227,34 @@ class OrderCheck:
             OrderError: they are not; it says what each rank is about to do.
         """
         self.compared += 1
-        if simulating():  # the other ranks would say the same
-            return
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
-        table = torch.zeros(axis.size * _BYTES, dtype=torch.uint8)
-        table[axis.rank * _BYTES :][: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        cuts = [rank * _BYTES for rank in range(axis.size + 1)]
-        spread(axis, table, cuts, tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}").wait()
-        rows = [bytes(row) for row in table.view(axis.size, _BYTES).tolist()]
+        tag, label = tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}"
+        rows = scalars.current.rows(axis, own.ljust(_BYTES, bytes(1)), tag, label, torch.device("cpu"))
         if len(set(rows)) > 1:
-            raise OrderError(_difference(axis, rows))
+            raise OrderError(self._difference(axis, rows))
 
-
-def _difference(axis: Axis, rows: list[bytes]) -> str:
-    by_words: dict[bytes, list[str]] = {}
-    for rank, row in zip(axis.ranks, rows, strict=True):
-        by_words.setdefault(row, []).append(str(rank))
-    diffs = "; ".join(
-        f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
-        for row, ranks in by_words.items()
-    )
-    return (
-        f"ranks are about to do different things where all must do the same, because the device's messages carry no "
-        f"names: {diffs}. Let every rank use the same modules in the same order (a module that a rank does not need "
-        f"can run on zeros); on stages 0 to 2 ranks may differ"
-    )
+    @staticmethod
+    def _difference(axis: Axis, rows: list[bytes]) -> str:
+        by_words: dict[bytes, list[str]] = {}
+        for rank, row in zip(axis.ranks, rows, strict=True):
+            by_words.setdefault(row, []).append(str(rank))
+        diffs = "; ".join(
+            f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
+            for row, ranks in by_words.items()
+        )
+        return (
+            "ranks are about to do different things where all must do the same, because the device's messages carry "
+            f"no names: {diffs}. Let every rank use the same modules in the same order (a module that a rank does not "
+            "need can run on zeros); on stages 0 to 2 ranks may differ"
+        )
 
 
 COMPARED = 10  # micro-batches
 
 
 class BatchCheck:
-    """Compares what the ranks of an axis are given.
-
-    Args:
-        axis: ranks of one data-parallel coordinate.
-        share: what they do, for the error.
-    """
+    """Compares what the ranks of an axis are given."""
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
@@ -280,14 +263,13 @@ class BatchCheck:
         """One micro-batch. All ranks of the axis call together.
 
         Args:
-            inputs: arguments of forward.
             in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
 
         Raises:
             DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
-        everyone = all_gather_objects(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
+        everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
         first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
         for rank, digests in zip(self._axis.ranks, everyone, strict=True):
             for entry, digest_of_entry in digests.items():
@@ -301,13 +283,22 @@ class BatchCheck:
                     f"pass training_data to initialize"
                 )
 
+    @staticmethod
+    def _digests(inputs: Any) -> dict[str, int]:
+        """A digest for each entry of a batch that is not None."""
+        entries = (
+            inputs.items()
+            if isinstance(inputs, dict)
+            else enumerate(inputs)
+            if isinstance(inputs, (list, tuple))
+            else ()
+        )
+        digests = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
+        return digests or ({} if inputs is None else {"": digest(inputs)})
+
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
     """What a rank of an axis lists otherwise than its first one; all call together.
-
-    Args:
-        axis: ranks that should list the same.
-        lines: of this rank; they travel only where their digests differ.
 
     Returns:
         Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line
@@ -318,15 +309,6 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
     everyone = all_gather_objects(axis, lines)
     index = next(index for index, row in enumerate(everyone) if row != everyone[0])
     return index, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[index]) if pair[0] != pair[1])
-
-
-def _digests(inputs: Any) -> dict[str, int]:
-    """A digest for each entry of a batch that is not None."""
-    entries = (
-        inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
-    )
-    digests = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
-    return digests or ({} if inputs is None else {"": digest(inputs)})
 
 
 def digest(value: Any) -> int:

@@ -24,15 +24,7 @@ class Scalars:
         return float(tensor)
 
     def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
-        """Everybody's row of numbers, in rank order; all ranks of the axis call together.
-
-        Args:
-            axis: ranks that take part.
-            row: this rank's numbers (float64 on the wire), as many on every rank.
-            tag: the message tag.
-            label: for reports.
-            device: where messages start on axes without a backend for the CPU.
-        """
+        """Everybody's row of numbers, in rank order; all ranks of the axis call together."""
         rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
         return [array("d", row_bytes).tolist() for row_bytes in rows]
 
@@ -40,11 +32,7 @@ class Scalars:
         """As `table`, of rows that are packed: what is equal everywhere need not be unpacked.
 
         Args:
-            axis: ranks that take part.
             row: this rank's, a multiple of eight bytes, as many on every rank.
-            tag: the message tag.
-            label: for reports.
-            device: where messages start on axes without a backend for the CPU.
         """
         if axis.group is None or not row:
             return [row] * axis.size
@@ -64,7 +52,6 @@ class FakeScalars(Scalars):
     device = torch.device("meta")
 
     def value(self, tensor: torch.Tensor) -> float:
-        """One."""
         return 1.0
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:

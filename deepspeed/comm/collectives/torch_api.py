@@ -1,4 +1,8 @@
-"""The functions of torch.distributed, labelled for the watchdog and timed for the comms logger."""
+"""The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
+
+Each goes to shared memory, to our own algorithms or to the backend. On CPU, sums of fp32, bf16 and fp16 are the fp32
+sum in rank order, whichever way they take; other operations, and `async_op`, are the backend's.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives import dispatch
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import PUBLIC, Axis, group_axis, tag_of
 from deepspeed.comm.process_groups.process_group import require_group
+from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.comms_logger import comms_logger, received_in
+from deepspeed.comm.watchdog.collective_event import ClientCollective
+from deepspeed.comm.watchdog.comms_logger import comms_logger
 from deepspeed.comm.watchdog.desync import trail
-from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.spans import CALL
+from deepspeed.foundation.fake_mode import Replaceable
+from deepspeed.native import KINDS
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
@@ -29,20 +35,19 @@ _ORDERED = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
 }  # fmt: skip
 _UNEVEN = {"all_to_all", "all_to_all_single"}
-# How the backends word a failure of the network or of another rank; other errors are the caller's own.
-_NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
 
 class Pending:
     """A collective in flight; `wait` ends it with its label, everything else is torch's handle."""
 
-    def __init__(self, work: Any, label: str, done: Callable[[], None]) -> None:
-        self._work, self._label, self._done = work, label, done
+    def __init__(self, work: Any, event: ClientCollective) -> None:
+        self._work, self._event = work, event
 
     def wait(self, *args: Any) -> Any:
         """Block until the collective is complete (on a device: until the current stream may use the result)."""
-        result = _guarded(f"wait for {self._label}", self._work.wait, *args)
-        self._done()
+        with ClientCollective(f"wait for {self._event.label}"):
+            result = self._work.wait(*args)
+        self._event.complete()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -70,62 +75,30 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         require_group()
         message = args[place] if len(args) > place else kwargs.get(name)
         label = f"{log_name or operation} {_shape(message)}".rstrip()
-        finish = _nothing
-        if comms_logger.wants(operation, prof):
+        event = ClientCollective(label)
+        if comms_logger.enabled or trail.interval:
             group = args[group_place] if len(args) > group_place else kwargs.get("group")
-            finish = _begin(operation, label, message, group, bool(debug))
-        if trail.interval and operation in _ORDERED:
-            group = args[group_place] if len(args) > group_place else kwargs.get("group")
-            _enter(group, log_name or operation if operation in _UNEVEN else label)
-        result = _guarded(label, func, *args, **kwargs)
+            if comms_logger.wants(operation, prof):
+                caller = sys._getframe(1) if debug or comms_logger.debug else None
+                where = "" if caller is None else f" from {caller.f_code.co_filename}:{caller.f_lineno}"
+                event.time(operation, message, group, label + where)
+            if operation in _ORDERED:
+                _note_order(event, group, log_name or operation if operation in _UNEVEN else label)
+        with event:
+            result = func(*args, **kwargs)
         if isinstance(result, dist.Work):
-            return Pending(result, label, finish)
-        finish()
+            return Pending(result, event)
+        event.complete()
         return result
 
     return call
 
 
-def _enter(group: Any, label: str) -> None:
-    """Enter a call into this rank's trail; a rank outside the group takes no part."""
+def _note_order(event: ClientCollective, group: Any, label: str) -> None:
+    """Note a call in this rank's desync trail; a rank outside the group takes no part."""
     group = dist.group.WORLD if group is None else group
     if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
-        trail.enter(group, "public", lambda: dist.get_process_group_ranks(group), label)
-
-
-def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
-    watchdog.begin_collective(label, CALL)
-    try:
-        return action(*args, **kwargs)
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _NETWORK):
-            raise watchdog.failed(label, error) from error
-        raise
-    finally:
-        watchdog.end_collective()
-
-
-def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) -> Callable[[], None]:
-    """Start the clock for the comms logger; returns what stops it."""
-    where = ""
-    if debug or comms_logger.debug:
-        caller = sys._getframe(2)
-        where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
-    begun, size = comms_logger.begin(message), _bytes(message)
-    count, group = dist.get_world_size(group), dist.group.WORLD if group is None else group
-    ranks = sorted(dist.get_process_group_ranks(group)) if count > 1 else []
-
-    def finish() -> None:
-        comms_logger.end(begun, operation, size, count, label + where)
-        if ranks:
-            comms_logger.arrived(ranks, received_in(operation, size, count))
-
-    return finish
-
-
-def _nothing() -> None:
-    """What ends a call that is not timed."""
+        event.order("public", group, 0, label)
 
 
 def _shape(message: Any) -> str:
@@ -142,21 +115,148 @@ def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype)[6:]}{list(shape)}"
 
 
-def _bytes(message: Any) -> int:
-    if isinstance(message, torch.Tensor):
-        return message.numel() * message.element_size()
-    return sum(map(_bytes, message)) if isinstance(message, list) else 0
+_SUM = dist.ReduceOp.SUM
+# torch's functions by the newest of their names: the older one warns in a newer torch.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its axis
 
 
-all_reduce = timed_op(dispatch.all_reduce)
-broadcast = timed_op(dispatch.broadcast)
+def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
+    """The axis of a group on CPU; None where the backend does everything."""
+    for tensor in tensors:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    if group is None:
+        group = dist.group.WORLD
+    known = _axes.get(id(group))
+    if known is None or known[0] is not group:
+        if not isinstance(group, dist.ProcessGroup) or "gloo" not in dist.get_backend(group):
+            return None
+        known = _axes[id(group)] = (group, group_axis("public", group))
+    return None if known[1].size == 1 else known[1]
+
+
+def _tag(axis: Axis, kind: int) -> int:
+    """The tag of the axis's next public message; ranks call the collectives of one axis in one order."""
+    return tag_of(PUBLIC, kind, axis.next_public())
+
+
+def _even(numel: int, ranks: int) -> list[int]:
+    return [numel * r // ranks for r in range(ranks + 1)]
+
+
+@timed_op
+def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
+    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
+    axis = None if plain else _route(group, tensor)
+    if axis is None or (axis.shared is None and axis.size == 2 and tensor.dtype == torch.float32):
+        return dist.all_reduce(tensor, op, group, async_op)
+    if axis.shared is not None:
+        axis.shared.all_reduce(tensor)
+        return None
+    label = watchdog.current_collective()
+    flat, cuts = tensor.detach().view(-1), _even(tensor.numel(), axis.size)
+    own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
+    finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
+    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), label, finish).unrecorded().wait()
+    spread(axis, flat, cuts, _tag(axis, SPREAD), label).unrecorded().wait()
+    return None
+
+
+@timed_op
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
+    axis = None if plain else _route(group, output, input)
+    if axis is None or output.numel() * axis.size != input.numel():
+        return _reduce_scatter(output, input, op, group, async_op)
+    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    if axis.shared is not None:
+        axis.shared.reduce_scatter(flat, cuts, output)
+        return None
+    out = output.detach().view(-1)
+    finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
+    tag = _tag(axis, EXCHANGE)
+    reduce_to_owners(axis, flat, cuts, tag, watchdog.current_collective(), finish).unrecorded().wait()
+    return None
+
+
+@timed_op
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """As torch's."""
+    axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
+    if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
+        return _all_gather(output_tensor, input_tensor, group, async_op)
+    cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
+    if axis.shared is not None:
+        axis.shared.all_gather(full, cuts, input_tensor)
+        return None
+    full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
+    spread(axis, full, cuts, _tag(axis, SPREAD), watchdog.current_collective()).unrecorded().wait()
+    return None
+
+
+@timed_op
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """As torch's; even splits over CPU ranks go as messages, or are read where they lie."""
+    even = not (async_op or output_split_sizes or input_split_sizes) and output.dtype == input.dtype
+    axis = _route(group, output, input) if even else None
+    if axis is None or output.numel() != input.numel() or input.numel() % axis.size:
+        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    slots = output.detach().view(axis.size, -1)
+
+    def finish(parts: list[torch.Tensor]) -> None:
+        for slot, part in zip(slots, parts, strict=True):
+            slot.copy_(part)
+
+    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), watchdog.current_collective(), finish).unrecorded().wait()
+    return None
+
+
+@timed_op
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """As torch's."""
+    axis = None if async_op else _route(group, tensor)
+    shared = None if axis is None else axis.shared
+    if axis is None or shared is None or (src is None) == (group_src is None):
+        return dist.broadcast(tensor, src, group, async_op, group_src)
+    ranks = axis.ranks
+    if group_src is None and src not in ranks:
+        return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
+    shared.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
+    return None
+
+
+@released_in(Phase.ROUTES)
+def forget_routes() -> None:
+    """The process groups are gone."""
+    _axes.clear()
+
+
 reduce = timed_op(dist.reduce)
 all_gather = timed_op(dist.all_gather)
-all_gather_into_tensor = timed_op(dispatch.all_gather_into_tensor)
 reduce_scatter = timed_op(dist.reduce_scatter)
-reduce_scatter_tensor = timed_op(dispatch.reduce_scatter_tensor)
 all_to_all = timed_op(dist.all_to_all)
-all_to_all_single = timed_op(dispatch.all_to_all_single)
 gather = timed_op(dist.gather)
 scatter = timed_op(dist.scatter)
 barrier = timed_op(dist.barrier)
@@ -171,12 +271,27 @@ gather_object = timed_op(dist.gather_object)
 scatter_object_list = timed_op(dist.scatter_object_list)
 
 
+class ObjectExchange:
+    """How ranks exchange pickled objects."""
+
+    def gather(self, axis: Axis, local: Any) -> list[Any]:
+        """The object of each rank, by position."""
+        everyone: list[Any] = [local] * axis.size
+        if axis.size > 1:
+            all_gather_object(everyone, local, group=axis.group)
+        return everyone
+
+    def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
+        """The same by position, of the ranks that exist."""
+        return dict(enumerate(self.gather(axis, local)))
+
+
+object_exchange = Replaceable(ObjectExchange())
+
+
 def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
-    """What each rank of an axis says, by position; they call together. Objects are pickled."""
-    everyone: list[Any] = [local] * axis.size
-    if axis.size > 1 and not simulating():  # else the other ranks would say the same
-        all_gather_object(everyone, local, group=axis.group)
-    return everyone
+    """The object of each rank of an axis, by position; all call together. Objects are pickled."""
+    return object_exchange.current.gather(axis, local)
 
 
 allgather_fn = all_gather_into_tensor
@@ -198,7 +313,9 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
     """Start all sends and receives at once; returns a handle for each (NCCL: one for all)."""
     require_group()
     label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
-    return [Pending(work, label, _nothing) for work in _guarded(label, dist.batch_isend_irecv, p2p_op_list)]
+    event = ClientCollective(label)
+    with event:
+        return [Pending(work, event) for work in dist.batch_isend_irecv(p2p_op_list)]
 
 
 class _All:
@@ -258,7 +375,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         With `return_dict`, what `CommsLogger.log_all` gives; `comms_logger.summary()` has them by group size and in
         bytes per second.
     """
-    return _guarded("log_summary", comms_logger.log_all, True, show_straggler, return_dict)
+    with ClientCollective("log_summary"):
+        return comms_logger.log_all(True, show_straggler, return_dict)
 
 
 def get_logged_comm_ops() -> list[str]:

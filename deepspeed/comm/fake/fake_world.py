@@ -1,28 +1,334 @@
-"""A world of fake ranks: this process is one of them, the others do not exist."""
+"""A world of fake ranks: this process is one of them, the others do not exist.
+
+What acts on the other ranks (`Replaceable` of `foundation/fake_mode.py`) is replaced by what stands here. Every absent
+rank says what this one says, and messages take no time and allocate what real ones allocate: where the many would share
+memory, `SimulatedMemory` lends and stages the same buffers, and what peers would have posted has the same shape.
+
+What a stage of a pipeline would be sent is known once the stage before has been run: header, and integers in it,
+since models branch on masks. What comes back are gradients of what was sent. The memory of a message is the sender's,
+until the receiver has done with it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives import scalars
+from deepspeed import native
+from deepspeed.comm.collectives import one_sided, same_error, scalars, torch_api
+from deepspeed.comm.collectives.collectives import Handle
+from deepspeed.comm.collectives.p2p import Header, Sender, place, take_apart
+from deepspeed.comm.process_groups import axis as axes
+from deepspeed.comm.process_groups.axis import Axis, AxisRegistry
 from deepspeed.comm.process_groups.process_group import destroy_process_group
-from deepspeed.errors import UsageError
-from deepspeed.foundation.fake_mode import simulation
+from deepspeed.comm.shared_memory.doorbell import Until
+from deepspeed.comm.shared_memory.transport import SharedMemory
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.errors import CommError, UsageError
+from deepspeed.foundation.fake_mode import late, of_device, per_host, simulation
+from deepspeed.native.simulated import simulated_library
+
+_KIND = 7 << 10  # of a tag: what `axis.tag_of` puts there
+_EXCHANGE = 0
 
 
-class _Supplied(scalars.FakeScalars):
+class _There(Until):
+    """Something that has come true, unless ranks are late: then once it is waited for."""
+
+    def __init__(self) -> None:
+        self._late = late()
+
+    def ready(self) -> bool:
+        return not self._late
+
+    def within(self, seconds: float) -> bool:
+        return seconds > 0 or self.ready()
+
+    def wait(self) -> None:
+        return None
+
+
+class SimulatedMemory(SharedMemory):
+    """The shared memory of ranks that are not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.peers = [r for r in range(size) if r != rank]
+        self.serving: dict[int, torch.Tensor] = {}
+        self._lent: set[int] = set()  # storages that peers could read, by identity
+        self._posted: dict[int, torch.Tensor] = {}
+        self._staged: dict[int, torch.Tensor] = {}
+        self._one = torch.zeros(1)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(numel, dtype=dtype)
+        storage = tensor.untyped_storage()
+        self._lent.add(storage._cdata)
+        weakref.finalize(storage, self._lent.discard, storage._cdata).atexit = False
+        return tensor
+
+    def _readable(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._lent
+
+    def drain(self) -> bool:
+        return True
+
+    def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
+        """Keep what is posted; as a copy where peers could not read it in place."""
+        self._posted[tag] = flat
+        if peers and not self._readable(flat):
+            self._staged[tag] = self.empty(flat.numel(), flat.dtype)
+
+    def posted(self, tag: int, peers: Sequence[int]) -> Until:
+        return _There()
+
+    def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a peer would have posted: as much as this rank, or one element where slices differ in size."""
+        if tag & _KIND == _EXCHANGE << 10 and tag in self._posted:
+            return self._posted[tag]
+        return self._one.to(dtype)
+
+    def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
+        """It was read."""
+
+    def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
+        self._posted.pop(tag, None)
+        self._staged.pop(tag, None)
+        return _There()
+
+    def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
+        """As the real memory would say, but for its number of channels."""
+        return tensor.numel() == 0 or self._readable(tensor)
+
+    def serve(self, channel: int, tensor: torch.Tensor) -> None:
+        self.serving[channel] = tensor
+
+    def advance(self, channel: int) -> None:
+        """Versions agree."""
+
+    def reached(self, channel: int, peers: Sequence[int]) -> Until:
+        return _There()
+
+    def level(self, peer: int, channel: int) -> bool:
+        return True
+
+    def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._one.to(dtype)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In place."""
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
+        """Into `out`."""
+
+    def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
+        """In place."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
+        """In place."""
+
+    def close(self) -> None:
+        self.serving.clear()
+
+
+_arrived: set[int] = set()  # addresses of memory that a peer would hold
+
+
+class UnheardError(CommError):
+    """A stage would be sent what nobody knows yet."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has not been run without values yet: what it sends is not known")
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class FakeMessage:
+    """What is known of one.
+
+    Args:
+        integers: what its tensors hold, those that are not floating-point ones; None for the others.
+    """
+
+    header: Header
+    integers: list[Any]
+
+    @classmethod
+    def of(cls, header: Header, tensors: list[torch.Tensor]) -> FakeMessage:
+        arrays = [None if t.is_floating_point() or t.is_complex() else t.detach().numpy().copy() for t in tensors]
+        return cls(header, arrays)
+
+    def gradients(self) -> FakeMessage:
+        """The answer: a gradient for each of its tensors that can have one."""
+        leaves = [leaf for leaf in self.header.leaves if leaf.differentiable]
+        header, tensors = take_apart([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
+        return FakeMessage(header, [None] * len(tensors))
+
+    def arrive(self, shared: bool) -> list[torch.Tensor]:
+        """Its tensors at the receiver."""
+        if not shared:
+            payload = torch.empty(self.header.nbytes, dtype=torch.uint8)
+        else:
+            array = np.empty(self.header.nbytes, dtype=np.uint8)
+            _arrived.add(array.ctypes.data)
+            weakref.finalize(array, _arrived.discard, array.ctypes.data).atexit = False
+            payload = torch.from_numpy(array)
+        tensors = [place(payload, leaf) for leaf in self.header.leaves]
+        for tensor, held in zip(tensors, self.integers, strict=True):
+            if held is not None:
+                tensor.numpy()[...] = held
+        return tensors
+
+
+def is_of_an_absent_peer(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage stands for memory of a rank that is not there."""
+    return storage.data_ptr() in _arrived
+
+
+class _ReadReceipt(Until):
+    """Whether a message has been read."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def ready(self) -> bool:
+        return self.over
+
+    def within(self, seconds: float) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+
+
+class SimulatedSender(Sender):
+    """Sends to a rank that shares memory with this one and is not there: it has read what it is said to have read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reads: dict[Any, _ReadReceipt] = {}
+        self._name: Any = None
+
+    def name(self, message: Any) -> None:
+        self._name = message
+
+    def unread(self) -> list[Any]:
+        return list(self._reads)
+
+    def read(self, message: Any) -> None:
+        self._reads.pop(message).over = True
+
+    def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
+        super()._start(buffer, header_bytes, start)
+        self._reads[self._name] = _ReadReceipt()
+        return [self._reads[self._name]]
+
+
+class FakeFetchService(one_sided.FetchService):
+    """The service of an axis whose other ranks are not there: each would pull when this one does."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Lend the own slice as a peer would have it, and have the others'."""
+        slice_ = self._served[channel].slice
+        if not isinstance(slice_, torch.Tensor):
+            with slice_():
+                pass
+        return Handle(self.axis, label, [], None, full, one_sided.bytes_of_others(self.axis, full, cuts))
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class FakeRun(same_error.CollectiveRun):
+    """The other ranks come to the same places, and raise nothing."""
+
+    def meet(self, label: str, error: str = "") -> None:
+        self.texts[self.axis.rank] = error
+
+
+class FakeObjectExchange(torch_api.ObjectExchange):
+    """The other ranks have the same objects."""
+
+    def gather(self, axis: Axis, local: Any) -> list[Any]:
+        return [local] * axis.size
+
+    def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
+        return {axis.rank: local}
+
+
+class FakeAxisRegistry(AxisRegistry):
+    """Axes between fake ranks: those of a device have a backend, which moves nothing here; others share memory."""
+
+    def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
+        if where != "cpu" or of_device():
+            super().make_groups(rows, where)
+
+    def new_axis(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
+        if len(ranks) == 1 or where != "cpu" or of_device():
+            return super().new_axis(ranks, name, where, group)
+        me = ranks.index(self.rank)
+        shared = SimulatedMemory(me, len(ranks)) if native.library() is not None else None
+        return Axis(name, ranks, me, None, True, shared)
+
+    def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
+        if everyone.tagged:
+            return
+        backend = axes.device_backend(everyone.group)
+        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
+        for axis in lacking:
+            rows = axes.by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
+            own = [row for row in rows if axis.ranks[axis.rank] in row]
+            groups = {
+                (on, ranks): axes.make_group(list(ranks), watchdog.timeout(), backend)
+                for on, ranks in axes.communicators_of(axis.ranks, own)
+            }
+            axis._reductions = axes.reducing_axis(axis, rows, groups)
+
+
+class FakeNumbers(scalars.FakeScalars):
     """Numbers that decide, where tensors are the CPU's and hold nothing."""
 
     device = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def simulated_world(
+def absent_peers(
+    numbers: scalars.Scalars,
+    *,
+    late: bool = False,
+    device: bool = False,
+    per_host: int = 0,
+    stage_outputs: dict[int, Any] | None = None,
+) -> Generator[None]:
+    """Inside, the other ranks of this process's group are taken not to exist; arguments as `simulated_world`."""
+    before, scalars.current = scalars.current, numbers
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, scalars, "current", before)
+        stack.enter_context(simulation(late=late, device=device, per_host=per_host, outputs=stage_outputs))
+        stack.enter_context(native.presented.replaced(simulated_library))
+        stack.enter_context(axes.registries.replaced(FakeAxisRegistry))
+        stack.enter_context(torch_api.object_exchange.replaced(FakeObjectExchange()))
+        stack.enter_context(same_error.runs.replaced(FakeRun))
+        stack.enter_context(same_error.comparison.replaced(lambda _differences: ""))
+        stack.enter_context(one_sided.fetch_services.replaced(FakeFetchService))
+        yield
+
+
+@contextlib.contextmanager
+def fake_ranks(
     rank: int,
     size: int,
     *,
@@ -31,15 +337,10 @@ def simulated_world(
     per_host: int = 0,
     stage_outputs: dict[int, Any] | None = None,
 ) -> Generator[None]:
-    """Inside, this process simulates one rank.
+    """Inside, this process is one rank of a world that has no other.
 
     Args:
-        rank: which.
-        size: ranks of the world.
         late: the others answer only when they are waited for; else at once.
-        device: the CPU's tensors stand for those of a device.
-        per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
-        stage_outputs: what stages of a pipeline that were run before hand on; is added to.
 
     Raises:
         UsageError: this process has a process group.
@@ -51,12 +352,9 @@ def simulated_world(
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone
 
-    before = scalars.current
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    scalars.current = _Supplied()
     try:
-        with simulation(late=late, device=device, per_host=per_host, outputs=stage_outputs):
+        with absent_peers(FakeNumbers(), late=late, device=device, per_host=per_host, stage_outputs=stage_outputs):
             yield
     finally:
-        scalars.current = before
         destroy_process_group()

@@ -9,12 +9,11 @@ descriptors and threads that no engine may leave behind.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -23,14 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
 from deepspeed.comm.shared_memory.transport import SharedMemory, forget_shared_memory, shared_memory_of
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.desync import trail
+from deepspeed.comm.watchdog.collective_event import CollectiveEvent
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.fake_mode import of_device, per_host, simulating
-from deepspeed.native import library
+from deepspeed.foundation.fake_mode import Replaceable
+from deepspeed.foundation.spans import WAIT
 
 PUBLIC = 1  # the channel of the public collectives of each axis
 # Ranks of a host from which on sums are formed within hosts first: with two, as many bytes cross hosts in fp32 (half
@@ -45,12 +43,7 @@ def tag_of(channel: int, kind: int, seq: int) -> int:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of an axis that spans hosts: neighbours on each, and as many.
-
-    Args:
-        count: of hosts.
-        within: the ranks of this rank's host, over a communicator of their own.
-    """
+    """The ranks of an axis that spans hosts: neighbours on each, and as many."""
 
     count: int
     within: Axis
@@ -61,13 +54,10 @@ class Axis:
     """The ranks of one mesh dimension, or of several that are the same ranks.
 
     Args:
-        name: `dp`, `shard`, `replicate`, …; the names it was asked for by, joined with "+". For reports.
         ranks: global ranks, ascending.
         rank: position of this process in `ranks`.
         group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
-        shared: the memory its ranks share, where they are on one machine's CPU.
-        hosts: its ranks by host, where sums over a device's ranks are to be formed within hosts first.
     """
 
     name: str
@@ -136,7 +126,6 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
     Args:
         ranks: global ranks in any order, this one among them; all ranks, one rank, or a set that `make_axes` or
             `group_axis` has met before.
-        name: what reports call it.
         device: where its tensors live; None is the CPU.
 
     Raises:
@@ -151,7 +140,6 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
 
     Args:
         rows: global ranks; every rank of the world is in exactly one row. The same on every rank.
-        name: what reports call the axes.
         device: where tensors live; None is the CPU.
 
     Raises:
@@ -161,17 +149,12 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     cut = [tuple(sorted(row)) for row in rows]
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
-    where = "cpu" if device is None else device.type
-    if where != "meta" and not _of_nobody(where):
-        registry.make_groups(cut)
+    registry.make_groups(cut, "cpu" if device is None else device.type)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
 
 def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Axis, Axis]:
     """Split the world into a shard axis of `shard_size` neighbours and a replicate axis across them (MiCS, HSDP).
-
-    Args:
-        shard_size: ranks that hold one copy of the state together; must divide the world size.
 
     Returns:
         (shard axis, replicate axis) of this process.
@@ -202,17 +185,11 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
         return dist.new_group(ranks, timeout, backend, **options)
 
 
-@contextlib.contextmanager
-def _watched(label: str) -> Iterator[None]:
-    """A call of all ranks of the world, under the watch."""
-    watchdog.begin_collective(label)
-    trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
-    try:
-        yield
-    except RuntimeError as error:
-        raise watchdog.failed(label, error) from error
-    finally:
-        watchdog.end_collective()
+def _watched(label: str) -> CollectiveEvent:
+    """The record of a call that all ranks of the world make together."""
+    event = CollectiveEvent(label, category=WAIT)
+    event.order("groups", dist.group.WORLD)
+    return event
 
 
 def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
@@ -224,63 +201,26 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
 
     Args:
         axes: in any order; all of `everyone` call together.
-        everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
     """
-    backend, world = _device_backend(everyone.group), _registry().size
     lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
-    if simulating() and not everyone.tagged:  # the other ranks would say the same, and nobody has to be asked
-        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
-        for axis in lacking:
-            rows = _by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
-            own = [row for row in rows if axis.ranks[axis.rank] in row]
-            reductions = {
-                (on, ranks): make_group(list(ranks), watchdog.timeout(), backend)
-                for on, ranks in _sets(axis.ranks, own)
-            }
-            axis._reductions = _reducing(axis, rows, reductions)
-        return
-    if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
-        return
-    lacking = [axis for axis in lacking if _device_backend(axis.group) == backend]
-    asked: list[Any] = [None] * world
-    with _watched("all_gather_object of the axes that reduce"):
-        dist.all_gather_object(asked, (_own_place(), [axis.ranks for axis in lacking]))
-    hosts = _hosts([place for place, _ in asked])
-    wanted = {
-        members for _, rank_sets in asked for ranks in rank_sets for members in _sets(ranks, _by_host(ranks, hosts))
-    }
-    groups = {members: make_group(list(members[1]), watchdog.timeout(), backend) for members in sorted(wanted)}
-    for axis in lacking:
-        axis._reductions = _reducing(axis, _by_host(axis.ranks, hosts), groups)
+    _registry().separate_reductions(lacking, everyone)
 
 
-def _own_place() -> tuple[str, int]:
-    """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
-    return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
-
-
-def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
-    """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
-
-    A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
-    """
-    numbered = {name for name, local in places if local}
-    return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
-
-
-def _by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
     """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
     rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
     alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
     return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
 
 
-def _sets(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
     """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
     return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
 
 
-def _reducing(axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]) -> Axis:
+def reducing_axis(
+    axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]
+) -> Axis:
     """An axis for reductions, over communicators that were made for it."""
     hosts, me = None, axis.ranks[axis.rank]
     for row in rows:
@@ -296,7 +236,6 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
     would each wait for the other to receive first. Where messages carry tags nothing is made.
 
     Args:
-        axis: of this rank; every rank of the world has one of this kind.
         edges: (sender, receiver) as positions on the axis; the same on all ranks.
 
     Returns:
@@ -309,7 +248,7 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
         rows: list[Any] = [None] * _registry().size
         with _watched("all_gather_object of the axes that send messages"):
             dist.all_gather_object(rows, axis.ranks)
-        backend, known = _device_backend(axis.group), []
+        backend, known = device_backend(axis.group), []
         for ranks in sorted(set(rows)):
             groups = [make_group([ranks[position] for position in edge], watchdog.timeout(), backend) for edge in edges]
             known = groups if ranks == axis.ranks else known
@@ -317,7 +256,7 @@ def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.Pr
     return list(known)
 
 
-def _device_backend(group: dist.ProcessGroup | None) -> str | None:
+def device_backend(group: dist.ProcessGroup | None) -> str | None:
     """What moves the tensors of a group's device; None where nothing does."""
     devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
     return group._get_backend(devices[0]).name() if group is not None and devices else None
@@ -333,7 +272,7 @@ def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
     return key
 
 
-class _Registry:
+class AxisRegistry:
     """The axes and groups of one world."""
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
@@ -342,9 +281,13 @@ class _Registry:
         self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
 
-    def make_groups(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands."""
-        for row in rows:
+    def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
+        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands.
+
+        Args:
+            where: type of the device of the tensors; those of "meta" have no bytes that could travel.
+        """
+        for row in rows if where != "meta" else ():
             if 1 < len(row) < self.size and row not in self.made:
                 self.made[row] = make_group(list(row), watchdog.timeout())
 
@@ -354,19 +297,16 @@ class _Registry:
         """The axis of `ranks`; its first call makes it, over the group at hand."""
         where = "cpu" if device is None else device.type
         known = self.axes.get((ranks, where))
-        if known is None or not _alive(known.group):
-            known = self.axes[ranks, where] = self._new(ranks, name, where, group)
+        if known is None or not self._alive(known.group):
+            known = self.axes[ranks, where] = self.new_axis(ranks, name, where, group)
         return known.also(name)
 
-    def _new(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
+    def new_axis(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
         me = ranks.index(self.rank)
         if len(ranks) == 1:
             return Axis(name, ranks, 0, None, True)
         if where == "meta":  # a simulation: nothing has bytes that could travel
             return Axis(name, ranks, me, None, False)
-        if _of_nobody(where):
-            shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
-            return Axis(name, ranks, me, None, True, shared)
         group = self._group(ranks, name, where, group)
         tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
         return Axis(name, ranks, me, group, tagged, shared_memory_of(group) if tagged else None)
@@ -377,36 +317,62 @@ class _Registry:
         """The world's group, one that was made here, one that another device's axis has, or the client's."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
-        alive = [candidate for candidate in own if candidate is not None and _alive(candidate)]
+        alive = [candidate for candidate in own if candidate is not None and self._alive(candidate)]
         if not alive:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
-        return next((candidate for candidate in alive if _moves(candidate, where)), alive[0])
+        return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
+
+    def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
+        """See the function of the same name; `lacking` have no communicator for reductions."""
+        backend = device_backend(everyone.group)
+        if everyone.tagged or everyone.size < self.size or backend in (None, "fake", "mpi"):
+            return
+        lacking = [axis for axis in lacking if device_backend(axis.group) == backend]
+        needs: list[Any] = [None] * self.size
+        with _watched("all_gather_object of the axes that reduce"):
+            dist.all_gather_object(needs, (self._own_place(), [axis.ranks for axis in lacking]))
+        hosts = self._hosts([place for place, _ in needs])
+        rank_sets = {ranks for _, sets in needs for ranks in sets}
+        wanted = {each for ranks in rank_sets for each in communicators_of(ranks, by_host(ranks, hosts))}
+        groups = {ranks: make_group(list(ranks[1]), watchdog.timeout(), backend) for ranks in sorted(wanted)}
+        for axis in lacking:
+            axis._reductions = reducing_axis(axis, by_host(axis.ranks, hosts), groups)
+
+    @staticmethod
+    def _moves(group: dist.ProcessGroup, where: str) -> bool:
+        """Whether the group's backend moves tensors of that device: a client's may where the world's does not."""
+        return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
+
+    @staticmethod
+    def _alive(group: dist.ProcessGroup | None) -> bool:
+        """Whether a group has not been destroyed by its maker."""
+        return group is None or group in dist.distributed_c10d._world.pg_map
+
+    @staticmethod
+    def _own_place() -> tuple[str, int]:
+        """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
+        return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
+
+    @staticmethod
+    def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
+        """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
+
+        A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
+        """
+        numbered = {name for name, local in places if local}
+        return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
 
 
-def _of_nobody(where: str) -> bool:
-    """Whether the ranks that are not there would share memory: a device's have a backend, which moves nothing here."""
-    return simulating() and where == "cpu" and not of_device()
+registries: Replaceable[type[AxisRegistry]] = Replaceable(AxisRegistry)
+_registries: dict[dist.ProcessGroup | None, AxisRegistry] = {}  # by world; one at a time
 
 
-def _alive(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group has not been destroyed by its maker."""
-    return group is None or group in dist.distributed_c10d._world.pg_map
-
-
-def _moves(group: dist.ProcessGroup, where: str) -> bool:
-    """Whether the group's backend moves tensors of that kind of device: a client's may where the world's does not."""
-    return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
-
-
-_registries: dict[dist.ProcessGroup | None, _Registry] = {}  # by world; one at a time
-
-
-def _registry() -> _Registry:
+def _registry() -> AxisRegistry:
     """The registry of this world; that of an earlier world goes."""
     world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     if world not in _registries:
         forget_axes()
-        _registries[world] = _Registry(world)
+        _registries[world] = registries.current(world)
     return _registries[world]
 
 

@@ -34,13 +34,7 @@ class World:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says of this process.
-
-    Args:
-        source: who says so.
-        values: by the names RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as text.
-        names: the variables those were read from, for messages.
-    """
+    """What one source says of this process."""
 
     source: str
     values: dict[str, str]
@@ -59,13 +53,6 @@ class Claim:
 def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
     """This process's place, from the arguments, RANK and WORLD_SIZE, or whatever else started it; all are compared.
 
-    Args:
-        rank: the caller's, or negative.
-        size: the caller's, or not positive.
-        port: where rank 0 listens when no variable says so.
-        look_further: ask schedulers, MPI and platforms too.
-        root: folder of /opt.
-
     Raises:
         ArgumentError: a value is not a number or is missing, two sources contradict each other, or several ranks have
             no address to meet at.
@@ -76,8 +63,10 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
         claim = Claim("RANK and WORLD_SIZE", {})
     others = claims(env, root) if look_further else []
     if claim is not None:
-        claim = _with_environment(claim, env)
-        others = [] if _nested(env) else others
+        named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
+        claim = Claim(claim.source, {**named, **claim.values})
+        # A launcher between this process and what the scheduler started gives other ranks, rightly.
+        others = [] if env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID") else others
     elif others:
         claim, others = others[0], others[1:]
     if claim is None:
@@ -87,7 +76,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
     _compare(claim, others)
     for other in others:  # what one does not say, another may
         claim = Claim(claim.source, {**other.values, **claim.values}, {**other.names, **claim.names})
-    place = _check({**claim.values, **_set(env)}, claim.source, port)
+    place = _check({**claim.values, **{key: value for key, value in env.items() if value}}, claim.source, port)
     if place.size != size > 0 or (place.rank != rank >= 0):
         raise ArgumentError(
             f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
@@ -118,21 +107,6 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
         if claim is not None:
             valid.append(claim)
     return valid
-
-
-def _with_environment(claim: Claim, env: Environment) -> Claim:
-    """RANK and WORLD_SIZE of the environment beside what the arguments say."""
-    named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
-    return Claim(claim.source, {**named, **claim.values})
-
-
-def _set(env: Environment) -> dict[str, str]:
-    return {key: value for key, value in env.items() if value}
-
-
-def _nested(env: Environment) -> bool:
-    """Whether a launcher stands between this process and what the scheduler started: its ranks are others, rightly."""
-    return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID"))
 
 
 def _compare(claim: Claim, others: list[Claim]) -> None:
@@ -231,7 +205,6 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """algo-2 before algo-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -301,7 +274,6 @@ def from_pmi(env: Environment) -> Claim | None:
 
 
 def _alone_here(claim: Claim) -> Claim:
-    """All ranks on this machine meet here."""
     if claim.values.get("LOCAL_WORLD_SIZE") == claim.values.get("WORLD_SIZE"):
         claim.values["MASTER_ADDR"] = "127.0.0.1"
     return claim

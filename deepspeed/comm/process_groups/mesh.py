@@ -92,7 +92,7 @@ class Mesh:
         key = (tuple(dim for dim in DIMS if dim in dims), stages)
         known = self._axes.get(key)
         if known is None:
-            known = self._axes[key] = make_axes(self.rows(*dims, stages=stages), _label(key[0]), self.device)
+            known = self._axes[key] = make_axes(self.rows(*dims, stages=stages), self._label(key[0]), self.device)
         return known
 
     def rows(self, *dims: str, stages: frozenset[int] | None = None) -> list[tuple[int, ...]]:
@@ -140,17 +140,36 @@ class Mesh:
         first, cells = self.ranks[0], []
         for dim, size in self.sizes.items():
             row = next(row for row in self.rows(dim) if first in row)
-            cells.append(f"{dim} {size}" + (f" ({_shortened(row)})" if size > 1 else ""))
+            cells.append(f"{dim} {size}" + (f" ({self._shortened(row)})" if size > 1 else ""))
         return " | ".join(cells)
 
     # -- the names by which scripts ask a model-parallel unit ------------------------------------------------------
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        match = _unit_name(name)
+        match = self._unit_name(name)
         if match is None:
             raise AttributeError(f"a mesh has no {name!r}")
         dims, what = match
         return lambda: _ask(self.axis(*dims), what)
+
+    @staticmethod
+    def _unit_name(name: str) -> tuple[tuple[str, ...], str] | None:
+        for question in _QUESTIONS:
+            unit = name.removeprefix("get_").removesuffix("_" + question)
+            if name == f"get_{unit}_{question}" and unit in UNITS:
+                return UNITS[unit], question
+        return None
+
+    @staticmethod
+    def _shortened(ranks: Sequence[int]) -> str:
+        """Ranks, with the middle of long rows left out."""
+        names = [str(rank) for rank in ranks]
+        return ",".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
+
+    @staticmethod
+    def _label(dims: tuple[str, ...]) -> str:
+        named = {DIMS: "world", DATA: "dp", REPLICATED: "dp_sp", SHARD: "shard", MODEL: "model"}
+        return named.get(dims) or {"dp_replicate": "replicate"}.get(dims[0], "_".join(dims))
 
 
 # What both families of model-parallel units call their groups.
@@ -166,14 +185,6 @@ UNITS = {
     "sequence_data_parallel": REPLICATED,
 }
 _QUESTIONS = ("group", "rank", "world_size")
-
-
-def _unit_name(name: str) -> tuple[tuple[str, ...], str] | None:
-    for question in _QUESTIONS:
-        unit = name.removeprefix("get_").removesuffix("_" + question)
-        if name == f"get_{unit}_{question}" and unit in UNITS:
-            return UNITS[unit], question
-    return None
 
 
 def ask_current(unit: str, question: str) -> Callable[[], Any]:
@@ -213,17 +224,6 @@ CURRENT_GROUPS = SimpleNamespace(
         for question in _QUESTIONS
     },
 )
-
-
-def _label(dims: tuple[str, ...]) -> str:
-    named = {DIMS: "world", DATA: "dp", REPLICATED: "dp_sp", SHARD: "shard", MODEL: "model"}
-    return named.get(dims) or {"dp_replicate": "replicate"}.get(dims[0], "_".join(dims))
-
-
-def _shortened(ranks: Sequence[int]) -> str:
-    """Ranks, with the middle of long rows left out."""
-    names = [str(rank) for rank in ranks]
-    return ",".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
 
 
 # -- one mesh for the process ---------------------------------------------------------------------------------------

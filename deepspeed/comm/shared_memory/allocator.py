@@ -106,7 +106,6 @@ class SharedAllocator:
 
         Args:
             numel: elements.
-            dtype: any.
         """
         wanted = numel * dtype.itemsize
         if wanted == 0 or os.getpid() != self._owner:

@@ -69,7 +69,14 @@ class SharedMemory:
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: _while_waiting(this()))  # kept: native code calls it
         self._context = ctypes.c_void_p(
             native.ds_shm_open(
-                rank, self.size, slot, spin, doorbell.NAP_US, _addresses(segments), _addresses(bells), self._callback
+                rank,
+                self.size,
+                slot,
+                spin,
+                doorbell.NAP_US,
+                self._addresses(segments),
+                self._addresses(bells),
+                self._callback,
             )
         )
         weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
@@ -142,9 +149,7 @@ class SharedMemory:
         """Let `peers` read `flat` where it lies (or a copy), until all have acknowledged.
 
         Args:
-            tag: known to the peers; no other post under way has it.
             flat: contiguous; not to be changed meanwhile.
-            peers: ranks of the group that will take it.
         """
         where = self._locate(flat)
         if where is None:
@@ -277,7 +282,6 @@ class SharedMemory:
             full: contiguous.
             cuts: size + 1 boundaries, in elements.
             own: contiguous, this rank's slice; may lie in its place in `full`.
-            mark: tells collectives of one size apart, so that ranks that run different ones find out.
         """
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
@@ -297,13 +301,13 @@ class SharedMemory:
         if self in groups.memories:
             groups.memories.remove(self)
 
+    @staticmethod
+    def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
+
 
 def _while_waiting(memory: SharedMemory | None) -> int:
     return _STOPPED if memory is None else memory.while_waiting()
-
-
-def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
@@ -319,7 +323,6 @@ def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float,
 
 
 def _declare(native: ctypes.CDLL) -> None:
-    """The argument types of the functions used here."""
     pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
     functions: dict[str, tuple[list[Any], Any]] = {
         "ds_shm_bytes": ([u64, u64], u64),
@@ -349,11 +352,7 @@ _shared_memories: dict[
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together.
-
-    Args:
-        group: at least two ranks.
-    """
+    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together."""
     known = _shared_memories.get(id(group))
     if known is None or known[0] is not group:
         known = _shared_memories[id(group)] = (group, _open(group))

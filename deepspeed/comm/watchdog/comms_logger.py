@@ -208,9 +208,9 @@ class CommsLogger:
             (world_size, rank, timestamp). Speeds are Gbit/s; averages leave out a tenth at each end.
         """
         self.settle()
-        waits = self._straggling(_fastest(self.times)) if show_straggler else None
+        waits = self._straggling(self._fastest(self.times)) if show_straggler else None
         summary = {
-            op: {size: _figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
+            op: {size: self._figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
         }
         for operation, sizes in self.times.items():
             for figures in summary[operation].values():
@@ -218,7 +218,7 @@ class CommsLogger:
             for (size, _), times in sizes.items():  # of all calls, as the count is; averages are of the newest
                 summary[operation][size]["total_latency_ms"] += times.total
         if print_log:
-            rows = _rows(summary)
+            rows = self._rows(summary)
             if self.curve:
                 curve = read_curve(self.curve)
                 sizes = [(op, size) for op, figures in sorted(summary.items()) for size in sorted(figures)]
@@ -226,7 +226,7 @@ class CommsLogger:
                     row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
             log_rank0("collectives of this rank\n" + as_table(rows))
             if waits is not None:
-                log_rank0("time lost to waiting\n" + as_table(_rows(waits)))
+                log_rank0("time lost to waiting\n" + as_table(self._rows(waits)))
         if not return_dict:
             return None
         when = datetime.now().astimezone().isoformat()
@@ -287,6 +287,43 @@ class CommsLogger:
         self._underway.clear()
         self._kinds.clear()
 
+    @staticmethod
+    def _figures(size: int, count: int, times: list[float], speeds: list[float], bus: list[float]) -> dict[str, Any]:
+        return {
+            "count": count,
+            "total_latency_ms": sum(times),
+            "avg_latency_ms": trimmed_mean(times),
+            "tput_avg_gbps": trimmed_mean(speeds),
+            "busbw_avg_gbps": trimmed_mean(bus),
+            "msg_size_bytes": size,
+            "msg_size_str": convert_size(size),
+        }
+
+    @staticmethod
+    def _rows(figures: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        return [
+            {"Comm. Op": op, "Message Size": row["msg_size_str"], **{t: row[n] for n, t in _TITLES.items() if n in row}}
+            for op, sizes in sorted(figures.items())
+            for _, row in sorted(sizes.items())
+        ]
+
+    @staticmethod
+    def _fastest(
+        times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
+    ) -> dict[tuple[str, int, int], list[float]]:
+        """The shortest time any rank had for each call; all ranks call."""
+        local_times = {
+            (operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()
+        }
+        everyone: list[Any] = [local_times]
+        if _world_size() > 1:
+            everyone *= _world_size()
+            dist.all_gather_object(everyone, local_times)
+        return {
+            key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
+            for key in local_times
+        }
+
 
 def received_in(operation: str, size: int, ranks: int) -> int:
     """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
@@ -299,45 +336,12 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _fastest(times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]]) -> dict[tuple[str, int, int], list[float]]:
-    """The shortest time any rank had for each call; all ranks call."""
-    local_times = {(operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()}
-    everyone: list[Any] = [local_times]
-    if _world_size() > 1:
-        everyone *= _world_size()
-        dist.all_gather_object(everyone, local_times)
-    return {
-        key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
-        for key in local_times
-    }
-
-
-def _figures(size: int, count: int, times: list[float], speeds: list[float], bus: list[float]) -> dict[str, Any]:
-    return {
-        "count": count,
-        "total_latency_ms": sum(times),
-        "avg_latency_ms": trimmed_mean(times),
-        "tput_avg_gbps": trimmed_mean(speeds),
-        "busbw_avg_gbps": trimmed_mean(bus),
-        "msg_size_bytes": size,
-        "msg_size_str": convert_size(size),
-    }
-
-
 _TITLES = {
     "count": "Count", "total_latency_ms": "Total Latency(ms)", "avg_latency_ms": "Avg Latency(ms)",
     "tput_avg_gbps": "tput_avg (Gbps)", "busbw_avg_gbps": "busbw_avg (Gbps)", "total_comm_lat_ms": "Total comm lat(ms)",
     "total_straggler_ms": "Total straggler(ms)", "avg_comm_lat_ms": "Avg comm lat(ms)",
     "avg_straggler_ms": "Avg straggler(ms)",
 }  # fmt: skip
-
-
-def _rows(figures: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    return [
-        {"Comm. Op": op, "Message Size": row["msg_size_str"], **{t: row[n] for n, t in _TITLES.items() if n in row}}
-        for op, sizes in sorted(figures.items())
-        for _, row in sorted(sizes.items())
-    ]
 
 
 class Curve:

@@ -70,7 +70,6 @@ class DesyncDetector:
         """Enter a collective, before it begins.
 
         Args:
-            owner: axis or process group.
             kind: who calls; each kind has an order of its own.
             ranks: gives the global ranks of `owner`.
             label: what travels, the same on every rank.
@@ -80,7 +79,7 @@ class DesyncDetector:
             return
         known = self._known.get((id(owner), kind))
         stream = self._open(owner, kind, ranks()) if known is None else known[1]
-        code, line = _caller()
+        code, line = self._caller()
         label = f"{label} [{size}]" if size else label
         with self._lock:
             stream.count += 1
@@ -151,19 +150,18 @@ class DesyncDetector:
                 recent[name] = {"ranks": stream.ranks, "count": stream.count, "entries": entries}
         return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": recent}).encode(), 1)
 
+    @staticmethod
+    def _caller() -> tuple[CodeType | None, int]:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if is_users(frame.f_code.co_filename):
+                return frame.f_code, frame.f_lineno
+            frame = frame.f_back
+        return None, 0
+
 
 trail = DesyncDetector()
 """This process's."""
-
-
-def _caller() -> tuple[CodeType | None, int]:
-    """The innermost frame that is the user's."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None, 0
 
 
 def _place(code: CodeType | None, line: int) -> str:
@@ -171,11 +169,7 @@ def _place(code: CodeType | None, line: int) -> str:
 
 
 def parting(marks: Mapping[int, bytes]) -> str:
-    """Where trails part, in lines; empty where they do not, as far as is known.
-
-    Args:
-        marks: what `DesyncDetector.recent` gave, by rank.
-    """
+    """Where trails part, in lines; empty where they do not, as far as is known."""
     read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
     hosts = {rank: record["host"] for rank, record in read.items()}
     partings: list[tuple[bool, str]] = []

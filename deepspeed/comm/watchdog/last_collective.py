@@ -36,13 +36,18 @@ class LastCollectivePage:
         self._token = secrets.token_bytes(16)
         self._descriptor = -1
         self._page: mmap.mmap | bytearray = bytearray(_SIZE)
+        self._written, self._length = "", 0  # the label on the page, and its bytes there
         self.write("start", OUTSIDE)
 
     def write(self, label: str, state: int) -> None:
         """Enter a collective (`INSIDE`) or another state, from now on."""
+        if label is self._written:  # as of a message that was started, and is waited for
+            _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
+            return
         text = label.encode()[: _SIZE - _HEAD.size]
-        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
-        self._page[_HEAD.size : _HEAD.size + len(text)] = text
+        self._written, self._length = label, len(text)
+        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
+        self._page[_HEAD.size : _HEAD.size + self._length] = text
 
     def turn(self, state: int) -> None:
         """Change the state alone: the label stays, as that of the last collective."""
@@ -156,12 +161,7 @@ class PendingDeviceWork:
         self._spent: deque[Any] = deque(maxlen=_MOST)  # events to be used again: making one costs more than recording
 
     def add(self, label: str, tensor: torch.Tensor) -> None:
-        """The current stream has just been made to wait for a message.
-
-        Args:
-            label: of the message.
-            tensor: what travels; nothing is remembered of messages between hosts, which are awaited by the host.
-        """
+        """The current stream has just been made to wait for a message."""
         if tensor.device.type in ("cpu", "meta"):
             return
         try:

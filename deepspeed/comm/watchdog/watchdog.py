@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog.desync import parting, trail
-from deepspeed.comm.watchdog.graceful_stop import stopping
 from deepspeed.comm.watchdog.last_collective import (
     INSIDE,
     LEFT,
@@ -33,7 +32,91 @@ from deepspeed.comm.watchdog.last_collective import (
     whereabouts,
 )
 from deepspeed.errors import CommError, CommTimeoutError
-from deepspeed.foundation.spans import WAIT, recorder
+from deepspeed.foundation.spans import recorder
+
+# [Note: agreeing on a step]
+# The main thread counts steps and asks nothing of anybody. Once somebody wants to stop, the watch's thread of each rank
+# promises that its main thread will not pass the end of the step it is in without the decision, and says which step
+# that is; the decision is the latest of those. No rank can be beyond it: each stands still at its own promise until all
+# have been made, which needs no main thread but only the threads of the watch.
+
+
+_WAIT_S = 0.002
+
+
+class Stopping:
+    """What the main thread and the watch's thread of this process share about stopping.
+
+    Attributes:
+        possible: a watch has been started, or somebody has asked: the main thread has to count its steps.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps = 0
+        self._promise: int | None = None
+        self._decision: int | None = None
+        self._told = False
+        self.possible = False
+        self.request = 0  # number of the signal, once one came
+
+    @property
+    def pending(self) -> bool:
+        """Whether the watch should look often."""
+        return self.request != 0 and self._decision is None
+
+    def ask(self, number: int) -> None:
+        """This rank wants all to stop; called from a signal handler."""
+        self.request = self.request or number
+        self.possible = True
+
+    def alone(self) -> None:
+        """Nobody else has to agree."""
+        if self.request and self._decision is None:
+            self._decision = self._promise = self._steps
+
+    def step(self, check: Callable[[], None], wake: Callable[[], None]) -> int:
+        """The main thread has ended a step.
+
+        Args:
+            check: raises when a rank has failed, so that nothing will be decided.
+            wake: has the watch look at once.
+
+        Returns:
+            0, or the number of the signal when all ranks stop here.
+        """
+        with self._lock:
+            self._steps += 1
+            if self._promise is None or self._steps < self._promise:
+                return 0
+        while self._decision is None:
+            check()
+            wake()
+            time.sleep(_WAIT_S)
+        return self.request if self._steps >= self._decision else 0
+
+    def look(self, store: Store, rank: int, world: int) -> None:
+        """The watch's thread: tell the others, promise, and decide once all have promised."""
+        if self._decision is not None:
+            return
+        if self.request and not self._told:
+            self._told = True
+            store.compare_set("stop", "", str(self.request))
+        if not store.check(["stop"]):
+            return
+        if self._promise is None:
+            self.request = int(store.get("stop").decode())
+            with self._lock:
+                self._promise = self._steps + 1
+            store.set(f"stop/{rank}", str(self._promise))
+        promises = [f"stop/{other}" for other in range(world)]
+        if store.check(promises):
+            self._decision = max(int(store.get(name).decode()) for name in promises)
+
+
+stopping = Stopping()
+"""This process's."""
+
 
 _ADVICE = (
     "The ranks took different paths, or one is slow or gone: compare the labels. "
@@ -98,7 +181,7 @@ class WatchdogState:
 
     def __init__(self) -> None:
         self.page = LastCollectivePage()
-        self.verdict: str | None = None  # another rank's alarm, raised by the next `begin_collective`
+        self.verdict: str | None = None  # another rank's alarm, raised by the next `CollectiveEvent.begin`
         self.raised = False  # this process is already ending with a CommError
         self.timeout = DEFAULT_TIMEOUT
         self.watcher: _Watcher | None = None
@@ -106,49 +189,25 @@ class WatchdogState:
         self.watches = 0
 
 
-_here = WatchdogState()
-
-
-def begin_collective(label: str, category: str = WAIT) -> None:
-    """Enter a collective; call `end_collective` on leaving it.
-
-    Args:
-        label: what travels (operation, parameter names, phase), as it should read in a report.
-        category: what the recorder calls it: it begins (CALL), or is waited for.
-
-    Raises:
-        CommError: another rank has reported a failure, so this collective could never complete.
-    """
-    if _here.resting:
-        _wake()
-    raise_if_alarmed(label)
-    if recorder.on:
-        recorder.enter(category, label)
-    _here.page.number += 1
-    _here.page.write(label, INSIDE)
-
-
-def _wake() -> None:
-    """Start the watcher's thread anew."""
-    if _here.watcher is not None:
-        _here.watcher.go_on()
+here = WatchdogState()
+"""Of this process."""
 
 
 def raise_if_alarmed(label: str = "") -> None:
     """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
-    if _here.verdict is not None:
-        _here.raised = True
-        raise CommError(f"'{label}' was not started: {_here.verdict}" if label else _here.verdict)
+    if here.verdict is not None:
+        here.raised = True
+        raise CommError(f"'{label}' was not started: {here.verdict}" if label else here.verdict)
 
 
 def current_collective() -> str:
     """The label of the collective this process is in: that of its phases too."""
-    return _here.page.label
+    return here.page.label
 
 
-def end_collective() -> None:
-    """Leave a collective."""
-    _here.page.turn(OUTSIDE)
+def leave_collective() -> None:
+    """The host goes on: the page says so, and the span of the collective ends."""
+    here.page.turn(OUTSIDE)
     if recorder.on:
         recorder.leave()
 
@@ -157,8 +216,6 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     """Raise the alarm, hear the other ranks and compose the error for the caller to raise.
 
     Args:
-        label: the collective that failed.
-        error: what the backend raised.
         ranks: ranks the report lists; None means all.
 
     Returns:
@@ -168,53 +225,47 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     cause = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", lines[0])  # the backend's source line and its guess
     timed_out = isinstance(error, TimeoutError) or "timed out" in cause.lower()
     what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
-    _here.raised = True
-    report = _here.watcher.ask(what, ranks) if _here.watcher else line_of(0, _here.page.snapshot(), True)
-    end_collective()
+    here.raised = True
+    report = here.watcher.ask(what, ranks) if here.watcher else line_of(0, here.page.snapshot(), True)
+    leave_collective()
     return (CommTimeoutError if timed_out else CommError)(full_report(what, report))
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout.
-
-    Args:
-        store: the store of the process group; the watch clones it.
-        rank: this process, of `world`.
-        timeout: how long one collective may take.
-    """
-    if _here.watcher is not None:
+    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout."""
+    if here.watcher is not None:
         return
-    _here.timeout = timeout
-    _here.verdict, _here.raised = None, False
-    _here.page.turn(OUTSIDE)
+    here.timeout = timeout
+    here.verdict, here.raised = None, False
+    here.page.turn(OUTSIDE)
     trail.forget()
     if world > 1:
-        _here.watches += 1
-        own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
-        _here.watcher = _Watcher(own, rank, world)
+        here.watches += 1
+        own = dist.PrefixStore(f"deepspeed.watch.{here.watches}", store.clone())
+        here.watcher = _Watcher(own, rank, world)
         stopping.possible = True
-        _here.watcher.go_on()
+        here.watcher.go_on()
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
 
 def wait_for_peers() -> None:
     """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
-    if _here.watcher is not None:
-        _here.watcher.wait_for_peers()
+    if here.watcher is not None:
+        here.watcher.wait_for_peers()
 
 
 def ends_by_itself() -> float:
     """Longest time in seconds until this process ends with the report of a failure; 0 when none has been seen."""
-    return ANSWER_S + 2.0 if _here.raised else 0.0
+    return ANSWER_S + 2.0 if here.raised else 0.0
 
 
 @released_in(Phase.WATCH)
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
-    watcher, _here.watcher = _here.watcher, None
+    watcher, here.watcher = here.watcher, None
     if watcher is not None and watcher.stop():
-        _here.page.keep_to_itself()
+        here.page.keep_to_itself()
 
 
 def _at_exit() -> None:
@@ -246,7 +297,7 @@ def end_of_step() -> int:
     Raises:
         CommError: another rank has failed.
     """
-    watcher = _here.watcher
+    watcher = here.watcher
     if watcher is None:
         stopping.alone()
     return stopping.step(raise_if_alarmed, watcher.look_now if watcher is not None else stopping.alone)
@@ -254,12 +305,12 @@ def end_of_step() -> int:
 
 def allow(timeout: timedelta) -> None:
     """Let one collective take `timeout`, where that is longer than what was allowed before."""
-    _here.timeout = max(_here.timeout, timeout)
+    here.timeout = max(here.timeout, timeout)
 
 
 def timeout() -> timedelta:
     """How long one collective may take."""
-    return _here.timeout
+    return here.timeout
 
 
 class WatchThread(threading.Thread):
@@ -318,15 +369,15 @@ class _Watcher:
 
     def look_now(self) -> None:
         """Have the thread look around at once."""
-        if _here.resting:
+        if here.resting:
             self.go_on()
         self._wake.set()
 
     def go_on(self) -> None:
         """Start the thread, at first and after a rest."""
         with self._threads:
-            if self._thread is None or _here.resting:
-                _here.resting = False
+            if self._thread is None or here.resting:
+                here.resting = False
                 self._thread = WatchThread(self)
                 self._thread.start()
 
@@ -334,7 +385,7 @@ class _Watcher:
         """End the thread until this process is in a collective again."""
         with self._threads:
             if self._thread is not None and self._thread.is_alive():
-                _here.resting = True
+                here.resting = True
                 self._wake.set()
                 self._thread.join()
 
@@ -342,8 +393,8 @@ class _Watcher:
         """Say goodbye and end the thread; whether it has ended."""
         self._leaving = True
         with self._threads:
-            thread, rested = self._thread, _here.resting
-            _here.resting = False
+            thread, rested = self._thread, here.resting
+            here.resting = False
             if rested:
                 self._round()
             self._wake.set()
@@ -357,7 +408,7 @@ class _Watcher:
 
     def look_around(self) -> None:
         """Look around until the watch is over, or this rank's side of it rests."""
-        while not _here.resting and not self._round():
+        while not here.resting and not self._round():
             self._looked.set()
             self._wake.wait(POLL_S)
             self._wake.clear()
@@ -373,12 +424,11 @@ class _Watcher:
             return None
 
     def _round(self) -> bool:
-        """One look; True when the watch is over."""
         if self._question is not None:
             self._sound(self._question)
             return True
         if self._leaving:
-            _here.page.turn(LEFT)
+            here.page.turn(LEFT)
             self._with_store(self._say_goodbye)
             return True
         what = self._trouble()
@@ -395,7 +445,7 @@ class _Watcher:
             self._store = None
             return False
         self._collect()
-        _here.verdict = full_report(alarm, self._report)
+        here.verdict = full_report(alarm, self._report)
         self._end_process(f"rank {self._rank} was told: {alarm}")
         return True
 
@@ -405,7 +455,7 @@ class _Watcher:
         if not what:
             return False
         self._sound(what)
-        _here.verdict = full_report(what, self._report)
+        here.verdict = full_report(what, self._report)
         self._end_process(what)
         return True
 
@@ -422,11 +472,11 @@ class _Watcher:
 
     def _trouble(self) -> str | None:
         """What has lasted for longer than the timeout: a collective, or a message that only the device waits for."""
-        number, now, limit = _here.page.number, time.monotonic(), _here.timeout.total_seconds()
-        if number != self._collective[0] or not _here.page.inside:
+        number, now, limit = here.page.number, time.monotonic(), here.timeout.total_seconds()
+        if number != self._collective[0] or not here.page.inside:
             self._collective = (number, now)
         if now - self._collective[1] > limit:
-            return f"rank {self._rank} still waits in {describe(_here.page.snapshot())[0]}; the limit is {limit:g} s"
+            return f"rank {self._rank} still waits in {describe(here.page.snapshot())[0]}; the limit is {limit:g} s"
         late = underway.oldest()
         if late is not None and late[1] > _OF_LIMIT * limit:
             return (
@@ -437,13 +487,13 @@ class _Watcher:
 
     def _introduce(self, store: Store) -> None:
         """Offer this rank's page to the others on the machine."""
-        address = _here.page.share()
+        address = here.page.share()
         if address and store.has_extended_api():
             store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
 
     def _listen(self, store: Store) -> str | None:
         """Publish this rank's place, map the pages of new neighbours, and return the alarm when there is one."""
-        place = _here.page.snapshot()
+        place = here.page.snapshot()
         if place != self._published:
             store.set(f"seen/{self._rank}", place)
             self._published = place
@@ -461,17 +511,15 @@ class _Watcher:
         self._collect()
 
     def _collect(self) -> None:
-        """Answer, hear the others, and keep the report."""
         self._with_store(self._hear)
         self._report = self._compose()
         self._reported.set()
 
     def _compose(self) -> str:
-        """A line for each listed rank."""
         lines = []
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
-            heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
+            heard = here.page.snapshot() if rank == self._rank else self._heard.get(rank)
             line = line_of(rank, heard if answered else self._neighbours.get(rank, heard), answered)
             where = where_now() if rank == self._rank else self._where.get(rank)
             lines.append(f"{line} ({where})" if where else line)
@@ -485,7 +533,7 @@ class _Watcher:
         store.set(f"where/{self._rank}", where_now())
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
-        store.set(f"answer/{self._rank}", _here.page.snapshot())
+        store.set(f"answer/{self._rank}", here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]
         while not store.check(answers) and time.monotonic() < end:
@@ -510,7 +558,7 @@ class _Watcher:
         """Leave a last word; on rank 0, wait until the others have copied what they need."""
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
-        store.set(f"answer/{self._rank}", _here.page.snapshot())
+        store.set(f"answer/{self._rank}", here.page.snapshot())
         store.set(f"free/{self._rank}", "")
         if self._rank == 0 and store.compare_set("alarm", "", _ENDING) == _ENDING.encode():
             everyone = [f"free/{rank}" for rank in range(self._world)]
@@ -522,7 +570,7 @@ class _Watcher:
         """End this process non-zero, unless its own exception does so within the grace time."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
-            if _here.raised or self._question is not None or self._leaving:
+            if here.raised or self._question is not None or self._leaving:
                 return
             time.sleep(0.05)
         with suppress(OSError, ValueError):  # nobody may be left to read

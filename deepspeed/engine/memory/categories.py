@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed import checkpoint, comm, ops
+from deepspeed.comm.fake.fake_world import SimulatedMemory
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.shared_memory import allocator
-from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
 from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.ops import aio
 from deepspeed.storage import buffer_pool

@@ -29,7 +29,7 @@ from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.storage.host_tier import HostTier
 from deepspeed.storage.nvme_tier import NvmeTier
-from deepspeed.storage.simulated import disk_in
+from deepspeed.storage.tensor_file import disks
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.reshard import shard_parameter
@@ -200,7 +200,7 @@ class Init:
                 'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
                 "zero_optimization.offload_param.nvme_path"
             )
-        disk = disk_in(section.nvme_path, config.top.aio)
+        disk = disks.current(section.nvme_path, settings=config.top.aio)
         return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
 
     @classmethod

@@ -14,7 +14,7 @@ from deepspeed.comm.collectives import collectives
 from deepspeed.comm.collectives.collectives import READ
 from deepspeed.comm.process_groups.axis import separate_reductions
 from deepspeed.errors import UsageError
-from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import warn_once
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, disagreement
 from deepspeed.zero.gradients.buckets import (
@@ -283,13 +283,8 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
-            elif bucket.group.ranks.across_stages and simulating() and not self.clean and not any(bucket.launches):
-                if not any(member.param.requires_grad for member in bucket.group.members):
-                    continue
-                # Only stages that are simulated have the gradients of this window: this one holds a copy, without any.
-                bucket.prepare()
-                bucket.touched = bytearray(b"\1" * len(bucket.touched))
-                self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
+            elif bucket.group.ranks.across_stages and not self.clean:
+                unlaunched_copies.current(self, bucket)
         self._launched = self.revision
 
     def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
@@ -309,11 +304,11 @@ class Reducer:
         for exact in (0, 1):
             while bucket.launches[exact] < max(row.launches[exact] for row in table):
                 bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
-                self._send_zeros(bucket, exact, factor)
+                self.send_zeros(bucket, exact, factor)
         columns = zip(*(row.touched for row in table), strict=True)
         self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
 
-    def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
+    def send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.comm_dtype or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
@@ -445,3 +440,10 @@ class _GradHook:
         member = self._member()
         if member is not None and member.reducer is not None:
             member.reducer.arrived(member)
+
+
+def _leave_to_agreement(reducer: Reducer, bucket: Bucket) -> None:
+    """Other stages may have gradients for this copy: `Reducer._catch_up` sends zeros once they have said so."""
+
+
+unlaunched_copies: Replaceable[Callable[[Reducer, Bucket], None]] = Replaceable(_leave_to_agreement)

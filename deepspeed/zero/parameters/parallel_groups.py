@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.torch_api import all_gather_object
+from deepspeed.comm.collectives.torch_api import object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import (
     DATA,
@@ -33,7 +33,6 @@ from deepspeed.comm.process_groups.mesh import (
 )
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, MeshError
-from deepspeed.foundation.fake_mode import simulating
 from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.parameters.parameter import is_managed
 
@@ -237,22 +236,20 @@ def find_tied(
     """The stages that hold each tied weight, by its name. All ranks call together."""
     if mesh.is_data_parallel:
         return {}
-    if simulating():  # the other stages are not there
-        return {names[p]: placement_of(p).stages for p in names if signatures[p][1]}
     local_names = [
         (name, tuple(param.shape), str(param.dtype), signatures[param][1] != "")
         for param, name in names.items()
         if signatures[param][0][0] in _COPIED or signatures[param][1]
     ]
-    everyone: list[Any] = [None] * mesh.world
-    all_gather_object(everyone, (mesh.coordinates["pp"], local_names))
+    everyone = object_exchange.current.gather_present(mesh.axis(*DIMS), (mesh.coordinates["pp"], local_names))
+    declared = {name: placement_of(param).stages for param, name in names.items()}  # of stages that are not there too
     tied: dict[str, tuple[int, Any, set[int]]] = {}
     first: dict[int, int] = {}  # by stage
-    for rank, (stage, rows) in enumerate(everyone):
+    for rank, (stage, rows) in everyone.items():
         other = first.setdefault(stage, rank)
         _compare((rank, rows), (other, everyone[other][1]))
         for row in (row for row in rows if row[3]):
-            other, wanted, stages = tied.setdefault(row[0], (rank, row, set()))
+            other, wanted, stages = tied.setdefault(row[0], (rank, row, set(declared.get(row[0], ()))))
             _compare((rank, [row]), (other, [wanted]))
             stages.add(stage)
     return {name: frozenset(stages) for name, (_, _, stages) in tied.items()}

@@ -8,8 +8,7 @@ import pytest
 
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.machine import Machine, cards
-from deepspeed.simulator.picture import draw
-from deepspeed.simulator.replay import repeated, replay
+from deepspeed.simulator.replay import draw, repeated, replay
 from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, ORDER, WAIT, HostEvent, Recording
 
 CARD = Machine(

@@ -1,0 +1,180 @@
+"""The record of one collective: it tells all observers of collectives, once at the begin and once at the end.
+
+| told by              | when                                    | observers, in this order                           |
+|----------------------|-----------------------------------------|----------------------------------------------------|
+| making of the record | the message has started                 | comms logger, span recorder (clocks)               |
+| `begin`              | the host calls the backend, or waits    | desync trail, alarms of others, span recorder, page |
+| `end`, end of `with` | the host goes on                        | (report of an error,) page, span recorder          |
+| `arrive`             | a stream has been made to wait for it   | pending device work                                |
+| `complete`           | what arrived has been used              | comms logger, span recorder (from start to end)    |
+
+The page is that of the last collective, which the watchdog's thread and neighbours read. An observer that is off costs
+one branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.comms_logger import comms_logger, received_in
+from deepspeed.comm.watchdog.desync import trail
+from deepspeed.comm.watchdog.last_collective import INSIDE, OUTSIDE, underway
+from deepspeed.comm.watchdog.watchdog import here
+from deepspeed.foundation.spans import CALL, FLIGHT, WAIT, now, recorder
+
+# How the backends word a failure of the network or of another rank; other errors are the caller's own.
+_NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
+
+
+class CollectiveEvent:
+    """A collective, or a part of one: the host is inside of it between `begin` and `end`, or in a `with` statement.
+
+    Args:
+        ranks: global ranks that the report of a failure lists; None: all.
+    """
+
+    __slots__ = ("label", "ranks", "category")
+
+    def __init__(self, label: str, ranks: Sequence[int] | None = None, category: str = CALL) -> None:
+        self.label, self.ranks, self.category = label, ranks, category
+
+    def order(self, kind: str, owner: Any, size: int = 0, label: str = "") -> None:
+        """All ranks of an owner begin this collective in one order: note it in the desync trail.
+
+        Args:
+            kind: who calls (`public`, `internal`, `groups`); each kind has an order of its own.
+            size: elements, the same on every rank; 0 where the label says it.
+        """
+        if trail.interval:
+            world = isinstance(owner, dist.ProcessGroup)
+            ranks = (lambda: dist.get_process_group_ranks(owner)) if world else (lambda: owner.ranks)
+            trail.enter(owner, kind, ranks, label or self.label, size)
+
+    def begin(self) -> None:
+        """The host enters the collective.
+
+        Raises:
+            CommError: another rank has reported a failure, so this collective could never complete.
+        """
+        if here.resting and here.watcher is not None:
+            here.watcher.go_on()
+        if here.verdict is not None:
+            watchdog.raise_if_alarmed(self.label)
+        if recorder.on:
+            recorder.enter(self.category, self.label)
+        here.page.number += 1
+        here.page.write(self.label, INSIDE)
+
+    __enter__ = begin
+    end = staticmethod(watchdog.leave_collective)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
+        if error is None:
+            here.page.turn(OUTSIDE)
+            if recorder.on:
+                recorder.leave()
+            return
+        try:
+            if self.is_remote(error):
+                raise watchdog.failed(self.label, error, self.ranks) from error
+        finally:
+            watchdog.leave_collective()
+
+    def is_remote(self, error: BaseException) -> bool:
+        """Whether an error inside is the network's or another rank's, and becomes the report of all ranks."""
+        return isinstance(error, RuntimeError)
+
+
+class ClientCollective(CollectiveEvent):
+    """A collective of `deepspeed.comm` that a client calls; the client's own errors pass unchanged."""
+
+    __slots__ = ("_timed",)
+
+    def __init__(self, label: str) -> None:
+        self.label, self.ranks, self.category = label, None, CALL
+        self._timed: tuple[Any, str, int, int, str, Any] | None = None
+
+    def time(self, operation: str, message: Any, group: Any, note: str) -> None:
+        """Have the comms logger time it.
+
+        Args:
+            group: as the client gave it; None: all ranks.
+        """
+        begun, count = comms_logger.begin(message), dist.get_world_size(group)
+        self._timed = (begun, operation, _nbytes(message), count, note, dist.group.WORLD if group is None else group)
+
+    def complete(self) -> None:
+        """The message has arrived."""
+        if self._timed is not None:
+            begun, operation, size, count, note, group = self._timed
+            comms_logger.end(begun, operation, size, count, note)
+            if count > 1:
+                comms_logger.arrived(sorted(dist.get_process_group_ranks(group)), received_in(operation, size, count))
+
+    def is_remote(self, error: BaseException) -> bool:
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and (
+            isinstance(error, dist.DistError) or any(word in text for word in _NETWORK)
+        )
+
+
+class MessageEvent(CollectiveEvent):
+    """A message of this package's own, which has started.
+
+    Args:
+        ranks: global ranks between which it travels.
+        payload: the tensor that travels; None: nothing to record.
+        received: bytes that come from other ranks.
+        began: when it did, on the recorder's clock; 0: now.
+    """
+
+    __slots__ = ("_payload", "_nbytes", "_received", "_began", "_clock")
+
+    def __init__(
+        self,
+        label: str,
+        ranks: Sequence[int],
+        payload: torch.Tensor | None,
+        received: int = 0,
+        on_device: bool = False,
+        began: int = 0,
+    ) -> None:
+        self.label, self.ranks, self.category = label, ranks, WAIT
+        self._nbytes = payload.numel() * payload.itemsize if payload is not None and len(ranks) > 1 else 0
+        self._received, self._payload = received, payload if on_device else None
+        self._began = began or now()
+        self._clock = comms_logger.begin(payload) if self._payload is not None and comms_logger.enabled else None
+
+    def arrive(self) -> None:
+        """A stream waits for the message from here on, where a device moves it."""
+        if self._payload is not None:
+            underway.add(self.label, self._payload)
+            self._payload = None
+
+    def complete(self) -> None:
+        """What the message brought has been taken in."""
+        if not self._nbytes:
+            return
+        operation = self.label.partition(" ")[0]
+        if comms_logger.enabled and comms_logger.wants(operation, False):
+            begun = self._began if self._clock is None else self._clock
+            ranks = self.ranks or ()
+            comms_logger.end(begun, operation, self._nbytes, len(ranks), self.label, self._received)
+            comms_logger.arrived(ranks, self._received)
+        if recorder.on:
+            recorder.add(self._began, FLIGHT, self.label, "", self._received)
+
+    def unrecorded(self) -> None:
+        """Leave it out of the comms logger and the spans: a part of a call that is recorded as a whole."""
+        self._nbytes = 0
+
+
+def _nbytes(message: Any) -> int:
+    if isinstance(message, torch.Tensor):
+        return message.numel() * message.element_size()
+    return sum(map(_nbytes, message)) if isinstance(message, list) else 0

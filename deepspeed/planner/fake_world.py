@@ -1,0 +1,93 @@
+"""The fake world of a prediction: this process is one rank, the others do not exist, and tensors have no values.
+
+`comm/fake/fake_world.py` replaces the other ranks; here is what other rooms would do with them, or with values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from deepspeed.comm.fake.fake_world import fake_ranks
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.engine import pipeline_setup
+from deepspeed.foundation.fake_mode import with_values
+from deepspeed.pipe import executor, partition_cost
+from deepspeed.pipe.fake_stages import AbsentStages
+from deepspeed.sequence import transformers_adapter
+from deepspeed.storage import tensor_file
+from deepspeed.storage.simulated import SimulatedDisk
+from deepspeed.tensor_parallel import plan
+from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
+from deepspeed.zero.gradients import reducer
+from deepspeed.zero.gradients.buckets import Bucket
+
+
+@contextlib.contextmanager
+def simulated_world(
+    rank: int,
+    size: int,
+    *,
+    late: bool = False,
+    device: bool = False,
+    per_host: int = 0,
+    stage_outputs: dict[int, Any] | None = None,
+) -> Generator[None]:
+    """Inside, this process simulates one rank; arguments and errors as of `fake_ranks`."""
+    world = fake_ranks(rank, size, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs)
+    with world, without_values():
+        yield
+
+
+@contextlib.contextmanager
+def without_values() -> Generator[None]:
+    """Inside, engines do without values and without other stages."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tensor_file.disks.replaced(SimulatedDisk))
+        stack.enter_context(executor.other_stages.replaced(AbsentStages))
+        stack.enter_context(partition_cost.clocks.replaced(partition_cost.operations_clock))
+        stack.enter_context(pipeline_setup.meters.replaced(lambda _config, _mesh: None))
+        stack.enter_context(transformers_adapter.position_gathers.replaced(_continued_positions))
+        stack.enter_context(plan.probes.replaced(_drawn_calls))
+        stack.enter_context(reducer.unlaunched_copies.replaced(_send_zeros_of_absent_stages))
+        yield
+
+
+def _continued_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Positions of a whole sequence, as ranks that are not there would have them around this rank's."""
+    transformers_adapter.gather_positions(own, axis)  # for its message
+    tokens = own.shape[1]
+    before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
+    after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
+    return torch.cat([before, own, after], 1)
+
+
+def _send_zeros_of_absent_stages(sender: reducer.Reducer, bucket: Bucket) -> None:
+    """Where only stages that are not there have the gradients of a window: this one holds a copy, and has none."""
+    if any(member.param.requires_grad for member in bucket.group.members) and not any(bucket.launches):
+        bucket.prepare()
+        bucket.touched = bytearray(b"\1" * len(bucket.touched))
+        sender.send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
+
+
+_known_regions: plan.KnownRegions = {}  # all simulations draw the same values: a search asks once per kind of region
+
+
+def _drawn_calls(calls: plan.Calls) -> tuple[plan.Calls, plan.KnownRegions]:
+    """The calls with random values, for those that were noted where tensors have none."""
+    return {home: list(map(_drawn, each)) for home, each in calls.items()}, _known_regions
+
+
+def _drawn(call: ModuleInputs) -> ModuleInputs:
+    generator = torch.Generator().manual_seed(13)
+
+    def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        with with_values():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    return call.mapped(change)
