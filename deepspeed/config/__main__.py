@@ -10,6 +10,7 @@ from pathlib import Path
 from deepspeed.config.auto import Facts
 from deepspeed.config.config import DeepSpeedConfig
 from deepspeed.config.docs import as_text, reference
+from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError
 
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DeepSpeedError as error:
         print(error, file=sys.stderr)
         return 1
-    hidden = [row for row in rows if row.origin == "default" and row.remark == "not available yet"]
+    absent = {key.path for key in all_keys() if key.note.status == "not available yet"}
+    hidden = [row for row in rows if row.origin == "default" and row.path in absent]
     print(as_text(rows if options.all else [row for row in rows if row not in hidden]))
     if not options.all:
         print(f"{len(hidden)} keys that are not available yet stand at their defaults; --all shows them")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.config.sections.optimizer import NOT_YET
+from deepspeed.config.unavailable_keys import REFUSED_OPTIMIZERS
 from deepspeed.errors import ArgumentError, DeepSpeedError, NotAvailableError, OptimizerError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -131,9 +131,12 @@ def _recipe(type_name: str, params: Params) -> Recipe:
             f"optimizer.params.max_grad_norm is {params['max_grad_norm']}, but no optimizer clips here: remove it and "
             "set gradient_clipping at the top level of the configuration"
         )
-    if type_name.lower() in NOT_YET:
-        raise NotAvailableError(f"optimizer.type {type_name!r} is not available yet; use one of {', '.join(NAMED)}")
     name = type_name.lower()
+    if name in REFUSED_OPTIMIZERS:
+        reason = REFUSED_OPTIMIZERS[name]
+        raise NotAvailableError(
+            f"optimizer.type {type_name!r} is refused for good: {reason}; use one of {', '.join(NAMED)}"
+        )
     if name in ("adam", "adamw"):
         return _adam(params, name)
     if name in NAMED:
