@@ -23,6 +23,7 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
+from deepspeed.tensor_parallel.attention import become_heads
 from deepspeed.tensor_parallel.channel_dependencies import ChannelDependencies, changing
 from deepspeed.tensor_parallel.layers import SliceLocation
 from deepspeed.tensor_parallel.module_attributes import cut_region, set_numbers
@@ -345,7 +346,10 @@ def _cut_and_run(
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for fitted in unit.regions:
         shares = fitted.shares
-        if shares.region.packed:
+        if shares.region.heads:
+            home = shares.region.home
+            become_heads(module.get_submodule(home), shares, axis.rank, SliceLocation(axis, join(unit.name, home)))
+        elif shares.region.packed:
             become_packed(module, shares, axis.rank, SliceLocation(axis, unit.name))
         else:
             cut_region(module, shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))
