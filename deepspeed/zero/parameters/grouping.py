@@ -29,8 +29,8 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
-# A bucket has at most 1 / MIN_BUCKETS of the model's elements, or MIN_BUCKET_NUMEL if that is more: so reducing overlaps
-# backward on small models too.
+# A bucket has at most 1 / MIN_BUCKETS of the model's elements, or MIN_BUCKET_NUMEL if that is more, so that reducing
+# overlaps backward on small models too.
 MIN_BUCKETS, MIN_BUCKET_NUMEL = 8, 1 << 18
 
 
@@ -113,7 +113,7 @@ def plan_groups(
         updated: those that the optimizer updates.
         policy: of the stage; at stage 3 small parameters get another one, by which they stay whole.
         dtypes: the dtype that a parameter is computed in, where that is not its own.
-        signatures: how a parameter lies on the mesh's model dims (`parallel_groups.py`), where not as in data parallelism.
+        signatures: how a parameter lies on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
     """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
