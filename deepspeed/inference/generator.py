@@ -412,7 +412,7 @@ class Generator:
         return len(tokens) + new
 
     def _packed_step(self) -> list[Output]:
-        streams = sum(sequence.pending == 1 for sequence in self._scheduler.running)
+        streams = sum(sequence.decodes for sequence in self._scheduler.running)
         drafting = self._speculation and streams <= DRAFTING_STREAMS
         slices = self._scheduler.plan(self._guess if drafting else None)
         even = getattr(self._executor, "even", False)
