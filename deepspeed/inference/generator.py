@@ -413,7 +413,7 @@ class Generator:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
 
     def _packed_step(self) -> list[Output]:
-        streams = sum(sequence.pending == 1 for sequence in self._scheduler.running)
+        streams = sum(sequence.decodes for sequence in self._scheduler.running)
         drafting = self._speculation and streams <= DRAFTING_STREAMS
         slices = self._scheduler.plan(self._guess if drafting else None)
         even = getattr(self._executor, "even", False)

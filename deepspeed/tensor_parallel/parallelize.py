@@ -35,7 +35,7 @@ from deepspeed.tensor_parallel.trace import join
 from deepspeed.tensor_parallel.vocab_parallel import cut_vocabulary
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.layout.placement import placement_of
-from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import is_managed
 
 
@@ -278,7 +278,7 @@ def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
     """Cut some units, and compare each with its dense form."""
-    release(param for module in units for param in module.parameters())
+    unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
             ended = run_collectively(axis, functools.partial(_become_slices, module, unit, axis))
