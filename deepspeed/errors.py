@@ -1,4 +1,4 @@
-"""Every exception and warning a user may catch; each also is the builtin that clients of the interface catch today."""
+"""Every public exception and warning; each is also the builtin exception that users of the interface catch today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of all accelerators; the file of a device adds its facts and its own methods."""
+"""The interface of all accelerators; each device has a file with its properties and its own methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruments of the device: memory figures, an emptied cache, functions as ranges of a device trace, timers."""
+"""Device instruments: memory figures, emptying the cache, profiler ranges, timers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Chooses the accelerator of this process: set by hand, named by DS_ACCELERATOR, else the device that torch sees.
+"""Chooses the accelerator of this process: the one set by a call, the one named by DS_ACCELERATOR, else torch's device.
 
-A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
-a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point
-group `deepspeed.accelerators`.
+A third-party accelerator has the methods of `Accelerator` (`deepspeed.testing` tests them). It is selected by a name
+that `register_accelerator` registered, or that an installed distribution lists in the entry-point group
+`deepspeed.accelerators`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calls scripts make by hand: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
+"""Functions that scripts call directly: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
 
 from __future__ import annotations
 

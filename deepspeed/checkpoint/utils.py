@@ -1,4 +1,4 @@
-"""Small helpers that clients import from this address."""
+"""Small helpers that clients import from this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resolved configuration: parsed once, frozen, every value with its origin."""
+"""The resolved configuration: parsed once, frozen, every value with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints the configuration reference and the resolved values with their origin."""
+"""Prints the configuration reference and the resolved values with their source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data loader of `training_data`: each data-parallel rank reads its share of every epoch."""
+"""The data loader of `training_data`: each data-parallel rank reads its part of every epoch."""
 
 from __future__ import annotations
 

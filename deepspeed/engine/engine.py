@@ -1,10 +1,10 @@
-"""The engine users hold: the order of calls of a training step. Read this file first.
+"""The engine: the order of calls of a training step. Read this file first.
 
-What a name does is documented where it is done; `help(engine.save_checkpoint)` shows it.
+Each method is documented where it is implemented; `help(engine.save_checkpoint)` shows it.
 
-A window is the micro-batches between two updates. forward → backward (gradients enter buckets,
-`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees,
-clips, updates, publishes.
+A window is the micro-batches between two updates. forward → backward (gradients are copied into buckets,
+`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees
+over ranks, clips, updates, and all-gathers the parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`engine.offload_states`: moves training state off the device for a while."""
+"""`engine.offload_states`: temporarily moves training state off the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine of a pipeline: whole windows instead of forward, backward and step.
 
-Between `train_batch` and its return a stage does what its row of the schedule says (`deepspeed/pipe/executor.py`), and
-then what any engine does at the end of a window.
+In `train_batch` a stage runs its row of the schedule (`deepspeed/pipe/executor.py`), and then the same update as any
+engine at the end of a window.
 """
 
 from __future__ import annotations

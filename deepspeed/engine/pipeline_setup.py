@@ -1,4 +1,4 @@
-"""Reduces a whole model to this rank's pipeline stage, and its `generate` over all stages."""
+"""Reduces a full model to this rank's pipeline stage; `generate` over all stages."""
 
 from __future__ import annotations
 

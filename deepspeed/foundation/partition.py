@@ -1,4 +1,4 @@
-"""Cutting a row of items into parts of about equal weight, as layers over pipeline stages."""
+"""Partitions a list of items into parts of about equal weight, such as layers over pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small things that programs import: seeds, nests on another device, versions, marks of experts, constants."""
+"""Small helpers that programs import: seeds, nests moved to a device, versions, expert marks, constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`init_inference`: any module, cast and placed for inference; calls and attributes go on to the module."""
+"""`init_inference`: any module, cast and placed for inference; calls and attributes are forwarded to the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests, one model: submit, step, outputs."""
+"""Many requests on one model: submit, step, outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows go into the next pass: continuous batching over pages. No tensors are made, no model is known."""
+"""Plans the rows of the next pass: continuous batching over pages. Independent of tensors and models."""
 
 from __future__ import annotations
 

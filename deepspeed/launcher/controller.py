@@ -1,4 +1,4 @@
-"""The controller: starts the ranks on all hosts or on none, and ends all when one fails."""
+"""The controller: starts the ranks on all hosts or on none, and stops all when one fails."""
 
 from __future__ import annotations
 

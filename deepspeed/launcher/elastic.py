@@ -1,4 +1,4 @@
-"""Runs that survive losing a rank or a host: what is left re-forms, and grows when hosts come back."""
+"""Elastic runs: after the loss of a rank or a host the remaining ones restart; more ranks when hosts come back."""
 
 from __future__ import annotations
 

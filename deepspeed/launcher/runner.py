@@ -1,4 +1,4 @@
-"""The `deepspeed` command: chooses hosts and devices, then has an agent on each of them start the ranks."""
+"""The `deepspeed` command: chooses hosts and devices, and starts the ranks through an agent on each host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker group: starts all ranks of a world, and ends all at the first failure."""
+"""A worker group: starts all ranks of a world, and stops all at the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one shared library of native code, or None where it was not built or is turned off."""
+"""The shared library of native code, or None if it was not built or is turned off."""
 
 from __future__ import annotations
 

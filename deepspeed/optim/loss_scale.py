@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients in range: a fixed one, or one that follows the overflows it meets."""
+"""The loss scale of fp16: fixed, or dynamic with overflows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Schedules under their old names, as lists of instructions.
+"""Schedules under upstream's names, as lists of instructions.
 
-They say what the rows of `deepspeed/pipe/schedule.py` say, which is what an engine runs. A step is one forward or
-backward pass with the messages around it; the last one ends with the update.
+They are equivalent to the rows of `deepspeed/pipe/schedule.py`, which an engine runs. A step is one forward or backward
+pass with its messages; the last one ends with the update.
 """
 
 from __future__ import annotations

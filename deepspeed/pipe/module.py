@@ -1,4 +1,4 @@
-"""A model described as a row of layers, of which each rank builds those of its stage."""
+"""A model described as a list of layers; each rank builds those of its stage."""
 
 from __future__ import annotations
 

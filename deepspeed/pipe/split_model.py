@@ -1,8 +1,8 @@
 """Finds where an unedited model can be split into stages, and reduces it to one of them.
 
-One forward of the whole model on a small input says in which order things run. Then the parts are run one after the
-other, each with stand-ins for all that it does not hold, and have to give the outputs of the whole model, bit by bit.
-A stage keeps the modules that its parts run; parameters that several stages keep are placed as parts of a sum.
+One forward of the full model on a small input gives the order in which modules run. Then the parts are run one after
+the other, each with placeholders for all modules that it does not hold, and must give the outputs of the full model,
+bit by bit. A stage keeps the modules that its parts run; parameters that several stages keep are placed as `PARTIAL`.
 """
 
 from __future__ import annotations

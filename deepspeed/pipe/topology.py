@@ -1,4 +1,4 @@
-"""Process topology and grid of pipelined scripts, under their old names."""
+"""Process topology and grid of pipelines, under upstream's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepspeed --autotuning tune|run`: plans for a user's script, the best tried, upstream's result files written."""
+"""`deepspeed --autotuning tune|run`: plans for a user's script, trials of the best, upstream's result files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Batches of sequences that are cut: each rank's slice, labels shifted before the cut, and what a slice can be told by.
+"""Batches of split sequences: each rank's slice, labels shifted before the split, and how slices are recognized.
 
-A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; whatever else has as many
-entries along dim 1 is cut with it. Each rank gets the positions of its tokens in the sequence.
+A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; all entries with the same size
+along dim 1 are split too. Each rank gets the positions of its tokens in the sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention over a sharded sequence: all-to-all between sequence shards and head shards.
 
-Attention keeps its context by heads, and the layer after it keeps the same context by tokens; where key-value heads
-are copied, it keeps the copies. An exchange changes no bit, so of both forms one is enough: autograd keeps the form by
-tokens, which is kept anyway or is smaller, and backward exchanges it once more.
+Attention saves its context by heads, and the next layer saves the same context by tokens; if key-value heads are
+copied, attention saves the copies. The all-to-all changes no bit, so one form is enough: autograd saves the form by
+tokens, which is saved anyway or is smaller, and backward runs the all-to-all again.
 """
 
 from __future__ import annotations

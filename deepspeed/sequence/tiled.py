@@ -1,7 +1,7 @@
-"""Functions of tokens computed tile by tile along the sequence: no more than one tile's intermediates ever exist.
+"""Tokenwise functions computed in tiles along the sequence: only one tile's activations exist at a time.
 
-Forward keeps no graph; backward computes each tile again, with its graph, and adds up what the tiles say of the
-parameters. A parameter gets one gradient, so engines see a layer like any other.
+Forward saves no graph; backward recomputes each tile with its graph, and sums the gradients of the parameters over the
+tiles. A parameter gets one gradient, so engines see an ordinary layer.
 """
 
 from __future__ import annotations

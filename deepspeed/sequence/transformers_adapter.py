@@ -1,9 +1,9 @@
 """Sequence parallelism for Transformers models, through their attention, mask and loss interfaces.
 
-A model is *cut* once (`cut_sequence`): its attention and masks go by the names registered here, and a hook around its
-forward looks at the positions it is given. Where those of the ranks continue, the forward is of slices: masks are made
-for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens, and each rank
-drops with random numbers of its own. Anything else, such as `generate`, is computed whole.
+A model is prepared once (`cut_sequence`): its attention and masks use the functions registered here, and a hook around
+its forward checks the positions of the batch. If the ranks' positions continue each other, the forward runs on slices:
+masks are made for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens,
+and each rank has its own random numbers for dropout. All other calls, such as `generate`, run on the whole sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ds_serve MODEL`: the engine in a process of its own, HTTP in this one."""
+"""`ds_serve MODEL`: the engine runs in a child process, HTTP in this one."""
 
 from __future__ import annotations
 

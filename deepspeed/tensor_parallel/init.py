@@ -1,4 +1,4 @@
-"""A model cut before there is an engine, and single layers, under the names that scripts import."""
+"""Splits a model before there is an engine, and single layers, under the names that scripts import."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The tensor-parallel plan: which matrices are split, how, and why others are not.
 
-The plan does not follow it: most classes have none, and those that have one leave experts, fused layouts and heads that
-do not divide to layers of Transformers. Where the two differ, the plan's table says so.
+A plan declared by the model is only compared: most classes have none, and those that have one leave experts, fused
+layouts and heads that do not divide to layers of Transformers. The plan's table shows differences.
 
-Layouts are found, never told: `row` and `column` are claims that the plan is compared with.
+Layouts are always found: `row` and `column` in the JSON are assertions that the plan is compared with.
 """
 
 from __future__ import annotations

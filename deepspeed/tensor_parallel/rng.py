@@ -1,8 +1,8 @@
 """Random numbers under tensor parallelism: equal for replicated activations, different for split ones.
 
-A module that drops cut activations draws from a state made of the surrounding one: a number drawn there, alike on all
-ranks, and the rank. So whatever restores the surrounding state, as activation checkpointing and resume do, brings back
-the same draws.
+For dropout of split activations, a module uses a random state made of the rank and a number drawn from the surrounding
+state, which is the same on all ranks. So restoring the surrounding state, as activation checkpointing and resume do,
+reproduces the same draws.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compares a split unit with its dense form, forward and backward, before the dense weights are dropped.
 
-Gradients are compared by sketches: products with random vectors, made as soon as a gradient is computed. All gradients
-of a unit would take as much memory as the unit, and writing them more time than all that is read for them. That of a
-weight that a linear product reads as it is, dense or a slice, is not even made: its two factors, of a few tokens, give
-the sketch.
+Gradients are compared by sketches: products with random vectors, computed as soon as a gradient is. All gradients of a
+unit would need as much memory as the unit, and writing them more time than reading all inputs. The gradient of a weight
+that a linear product reads directly, dense or a slice, is not even computed: its two factors, of a few tokens, give the
+sketch.
 """
 
 from __future__ import annotations

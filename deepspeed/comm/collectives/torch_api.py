@@ -1,7 +1,7 @@
 """The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
 
-Each goes to shared memory, to our own algorithms or to the backend. On CPU, sums of fp32, bf16 and fp16 are the fp32
-sum in rank order, whichever way they take; other operations, and `async_op`, are the backend's.
+Each uses shared memory, our own algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32 sums in rank
+order with each of them; other operations, and `async_op`, use the backend.
 """
 
 from __future__ import annotations

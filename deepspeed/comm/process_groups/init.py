@@ -1,4 +1,4 @@
-"""Initializes or adopts the default process group: ranks meet, agree on who is there, and start the watchdog."""
+"""Initializes or adopts the default process group: rendezvous, handshake, and start of the watchdog."""
 
 from __future__ import annotations
 

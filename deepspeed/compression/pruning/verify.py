@@ -1,8 +1,8 @@
-"""Verifies a removal on a small twin: the smaller model computes the same as the masked one.
+"""Verifies a removal on a small copy: the smaller model computes the same as the masked one.
 
-Experts have no masked phase: a router still picks an expert whose weights are zero, so masked is not removed, and
-experts leave without one. Their twin verifies that the parameters of an expert belong together: a model whose experts
-are put in another order, parameter by parameter, computes the same.
+Experts have no masked phase: a router also selects an expert whose weights are zero, so masking differs from removal.
+The check verifies that the parameters of an expert belong together: a model whose experts are permuted, parameter by
+parameter, computes the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`checkpoint`, `nebula`: how training state is written and read."""
+"""`checkpoint`, `nebula`: how training state is saved and loaded."""
 
 from __future__ import annotations
 

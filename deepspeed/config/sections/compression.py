@@ -1,4 +1,4 @@
-"""`compression_training`, `quantize_training`: smaller weights by training."""
+"""`compression_training`, `quantize_training`: compression during training."""
 
 from __future__ import annotations
 

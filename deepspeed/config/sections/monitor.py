@@ -1,4 +1,4 @@
-"""`comms_logger`, `timers`, the monitors and `flops_profiler`: what a run tells of itself."""
+"""`comms_logger`, `timers`, the monitors and `flops_profiler`: metrics and logs of a run."""
 
 from __future__ import annotations
 

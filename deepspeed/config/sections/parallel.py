@@ -1,4 +1,4 @@
-"""How a run is laid out over ranks, chosen or searched: the mesh and its axes, `autotuning`, `elasticity`."""
+"""Parallelism of a run, set or searched: the mesh and its axes, `autotuning`, `elasticity`."""
 
 from __future__ import annotations
 

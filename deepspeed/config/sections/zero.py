@@ -1,4 +1,4 @@
-"""`zero_optimization`: which training state is split over the ranks, and how it travels."""
+"""`zero_optimization`: which training state is sharded over the ranks, and how it is communicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native executor: recognizes a decoder of well-known structure, and runs it in few native calls."""
+"""Native executor: recognizes a decoder of common structure, and runs it in a few native calls."""
 
 from __future__ import annotations
 

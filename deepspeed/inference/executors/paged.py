@@ -1,9 +1,9 @@
 """Paged executor: all sequences in one pass through the model's modules, with paged attention.
 
-Transformers' models call their attention through an interface and keep keys and values in a cache that is handed in.
-Here both are ours: the cache stores the new rows in pages and hands them back, the attention finds in them the layer
-they belong to, and reads the pages. A module that does anything else with what the cache handed back is noticed, since
-the attention knows the tensors that it handed out.
+Transformers' models call attention through an interface and keep keys and values in a cache object that is passed in.
+This module provides both: the cache stores the new rows in pages and returns them; the attention recognizes these
+tensors, finds their layer and reads the pages. If a module changes the returned tensors, the attention detects it,
+because it does not recognize them.
 """
 
 from __future__ import annotations

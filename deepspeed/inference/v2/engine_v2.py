@@ -1,4 +1,4 @@
-"""A ragged engine: sequences by the caller's numbers, tokens in, logits of their last ones out."""
+"""A ragged engine: the caller numbers sequences and passes tokens; the engine returns logits of their last tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`zero.Init`: shards each module's parameters as they are created.
 
-Each nn.Module subclass's `__init__` that runs inside ends by sharding the parameters it made: every parameter becomes a
-group of its own, with rank 0's values. `initialize` later re-lays these into groups, one at a time.
+Inside the context, the `__init__` of each nn.Module subclass ends by sharding the parameters that it created: every
+parameter becomes a separate group, with rank 0's values. `initialize` later moves them into the final groups, one at a
+time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads and writes training state by parameter: `safe_get_*` and `safe_set_*`.
 
-All full-tensor functions are collective over the ranks that share the parameter, those that have other slices of it
-included; gradients exist between backward and step. A parameter that no engine manages gives None.
+All full-tensor functions are collectives over the ranks that share the parameter, including those that hold other
+slices of it; gradients exist between backward and step. For a parameter that no engine manages they return None.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public attributes of `engine.optimizer` besides `step`, `backward` and state dicts."""
+"""The public attributes of `engine.optimizer` other than `step`, `backward` and state dicts."""
 
 from __future__ import annotations
 

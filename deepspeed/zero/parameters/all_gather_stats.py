@@ -1,6 +1,6 @@
-"""Statistics of all-gathers: calls, elements and time, in the format of the old profiler.
+"""Statistics of all-gathers: calls, elements and time, in the format of upstream's profiler.
 
-The timeline (`deepspeed/profiling/timeline`) says more; this is for scripts that count.
+The timeline (`deepspeed/profiling/timeline`) gives more; this is for scripts that count calls.
 """
 
 from __future__ import annotations
