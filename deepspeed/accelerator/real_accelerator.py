@@ -35,10 +35,10 @@ def get_accelerator() -> Any:
 
 
 def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
-    """Let DS_ACCELERATOR choose an accelerator of somebody else's.
+    """Register a third-party accelerator for DS_ACCELERATOR.
 
     Args:
-        name: as DS_ACCELERATOR spells it, in lower case.
+        name: its name in DS_ACCELERATOR, in lower case.
         factory: makes an object with the methods of `Accelerator`; called when it is chosen, without arguments.
 
     Raises:

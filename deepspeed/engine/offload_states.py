@@ -15,7 +15,7 @@ from deepspeed.zero.parameters.shard_group import meet_before_change
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where state can rest, as the JSON spells it."""
+    """Tiers of training state, with their names in the JSON."""
 
     none = "none"
     cpu = "cpu"

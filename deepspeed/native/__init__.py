@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def state() -> str:
-    """The state of the library in a few words: which kernels run, or why none do."""
+    """The state of the library in a few words: which kernels run, or why none does."""
     return _load()[1]
 
 

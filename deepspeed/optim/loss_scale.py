@@ -52,7 +52,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided after overflows and multiplied after a window of clean steps."""
+    """A loss scale that is divided after overflows and multiplied after a window of steps without overflow."""
 
     dynamic = True
 

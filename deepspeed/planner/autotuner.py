@@ -229,7 +229,7 @@ class Autotuner:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """What `deepspeed --autotuning` hands over to.
+    """The entry point of `deepspeed --autotuning`.
 
     Args:
         args: the mode, the hosts as JSON, the launcher's options as JSON, whether the script is a module (0, 1), the

@@ -132,17 +132,17 @@ def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader of whole batches as one of slices.
+    """Wraps a loader of whole batches into a loader of slices.
 
-    Ranks of a sequence give the same batches, which are compared for the first ten. Accelerate's loaders deal samples
-    to all ranks: there the ranks of a sequence take turns, and all of them work on the batch of each.
+    Ranks of a sequence must load the same batches; the first ten are compared. Accelerate's loaders distribute samples
+    to all ranks: there the ranks of a sequence process the batch of each of them in turn.
 
     Args:
-        dl: gives mappings with `input_ids` or `inputs_embeds`.
+        dl: yields mappings with `input_ids` or `inputs_embeds`.
         sp_rank: of this process in the group.
         sp_group: process group of the ranks of a sequence.
         sp_world_size: their number.
-        device: where slices go; None: they stay.
+        device: to which slices are moved; None: they are not moved.
 
     Attributes:
         shift_labels: `labels` become `shift_labels`, as causal models take them; set False, they stay, each with its

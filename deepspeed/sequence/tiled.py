@@ -157,7 +157,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """The form in which old scripts call `sequence_tiled_compute`."""
+    """The interface through which old scripts call `sequence_tiled_compute`."""
 
     @staticmethod
     def apply(
@@ -180,7 +180,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """A feed-forward block whose wide activations exist for one tile only."""
+    """An MLP block whose wide activations exist for one tile at a time."""
 
     @staticmethod
     def apply(
@@ -207,7 +207,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Logits and loss together: the logits of one tile only ever exist."""
+    """Logits and loss together: only the logits of one tile exist at a time."""
 
     @staticmethod
     def apply(

@@ -82,7 +82,7 @@ class Loco(Section):
 
 
 class ZeroStageEnum(IntEnum):
-    """Which training state is split over the ranks; each stage with what those before it split."""
+    """Which training state is sharded over the ranks; each stage includes the previous ones."""
 
     disabled = 0
     optimizer_states = 1

@@ -120,8 +120,8 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the global shape, a copy; None for a parameter no optimizer updates. A slice that only
-        Megatron's mark tells (`zero/layout/placement`) is given as it is: nothing says where it lies.
+        float32 tensor of the global shape, a copy; None for a parameter that no optimizer updates. A slice that only
+        Megatron's attributes mark (`zero/layout/placement`) is returned as it is: its position is unknown.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:

@@ -28,7 +28,7 @@ from deepspeed.zero.layout.stages import Policy
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are right now."""
+    """Where a parameter's values currently are."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
