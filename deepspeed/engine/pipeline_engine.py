@@ -320,7 +320,7 @@ class PipelineEngine(DeepSpeedEngine):
         counts = [Count(*row) for row in table]
         failed = [rank for rank, count in zip(self._axes.everyone.ranks, counts, strict=True) if count.failed]
         if failed:
-            raise PipelineError(f"the loss on rank {failed[0]} failed; its traceback says why")
+            raise PipelineError(f"the loss on rank {failed[0]} failed; see its traceback")
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:

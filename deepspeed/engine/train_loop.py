@@ -97,7 +97,7 @@ class _BatchReader:
             raise self.problem
         if low == FAILED:
             raise DataError(
-                f"the data loader of another rank failed at batch {self.steps}; the traceback of that rank says why"
+                f"the data loader of another rank failed at batch {self.steps}; see the traceback of that rank"
             )
         return low, high
 

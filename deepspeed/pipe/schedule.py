@@ -44,7 +44,7 @@ class Action:
         """An action from the word that `str` makes of it."""
         match = _WORD.fullmatch(word)
         if match is None:
-            raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
+            raise PipelineError(f"{word!r} is not an action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
         return cls(match[1], int(match[2]), int(match[3] or 0))
 
 

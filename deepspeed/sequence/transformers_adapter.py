@@ -207,7 +207,7 @@ class SequenceModel:
             return None
         mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
-            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
+            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: for a split sequence pass [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
         sequence = Sequence(self, positions, whole, call.get("labels"))
         # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.

@@ -57,7 +57,7 @@ def tp_model_init(
     if not is_initialized():
         comm_init.init_distributed()
     if is_cut(model):
-        raise ArgumentError("tp_model_init: the model is cut already")
+        raise ArgumentError("tp_model_init: the model is split already")
     device = torch.device(get_accelerator().current_device_name())
     mesh = mesh_for(resolve(ranks_started(), [("tp", tp_size, "tp_model_init")]), None, device)
     axis = mesh.axis("tp")
@@ -103,5 +103,5 @@ def _axis_for(module: nn.Module, group: Any) -> tuple[Axis, Any]:
     """The ranks that share a layer, and the layer, which has to be linear."""
     axis = world_axis() if group is None else group_axis("tp", group)
     if not is_linear(module):
-        raise ArgumentError(f"a {type(module).__name__} is no linear layer that can be cut")
+        raise ArgumentError(f"a {type(module).__name__} is not a linear layer that can be split")
     return axis, module

@@ -245,7 +245,7 @@ class TensorParallelPlan:
                     for name in fitted.shares.region.matrices():
                         self.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
                 elif len(digests) > 1:
-                    raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
+                    raise TensorParallelError(f"'{key}': the tp ranks would split it in different ways")
         self.units = [unit for unit in self.units if unit.regions]
 
     def part(self) -> float:

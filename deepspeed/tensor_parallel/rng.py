@@ -145,7 +145,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
     both = next((name for name, kind in kinds.items() if len(kind) > 1), None)
     if both is not None:
         raise TensorParallelError(
-            f"'{both}' drops activations that are cut and activations that are whole in one forward: set one of its "
+            f"'{both}' applies dropout to split and to unsplit activations in one forward: set one of its "
             f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
         )
     draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router

@@ -226,7 +226,7 @@ class Manifest:
         """The file that holds the first element of a box, and its state that is not cut."""
         group = self._find(row, box)
         if group is None:
-            raise CheckpointError(f"the checkpoint does not hold '{row.name}' cut as it is here")
+            raise CheckpointError(f"the checkpoint does not contain '{row.name}' cut as it is here")
         for file, _ in group[0].pieces(group[1], 0, 1):
             return file
         return group[0].files[0]

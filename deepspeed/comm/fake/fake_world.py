@@ -348,7 +348,7 @@ def fake_ranks(
     """
     if dist.is_initialized():
         raise UsageError(
-            "this process has a process group, and a simulation makes a world of its own: predict before "
+            "this process has a process group, and a simulation creates its own world: predict before "
             "deepspeed.init_distributed(), or in another process"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone

@@ -145,7 +145,7 @@ def _follow(own: Store, store: Store, rank: int, nonce: str, job: str) -> Callab
     def look() -> str | None:
         if own.get(f"hello/{rank}").decode() != nonce:
             raise CommError(
-                f"two processes say that they are rank {rank} of job {job!r}: two jobs on one port, or one started "
+                f"two processes claim to be rank {rank} of job {job!r}: two jobs on one port, or one started "
                 "twice. Give each job a MASTER_PORT of its own."
             )
         if store.check(["deepspeed.meet.owner"]) and (owner := store.get("deepspeed.meet.owner").decode()) != job:

@@ -298,7 +298,7 @@ def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
             shrinks.append(shrink)
     if not shrinks:
         raise CompressionError(
-            f"fewer heads cannot be said by {type(config).__name__}: "
+            f"fewer heads cannot be expressed by {type(config).__name__}: "
             f"{'; '.join(dict.fromkeys(reasons)) or 'it has no number of heads of two or more'}; FFN units and layers "
             f"can be removed and exported"
         )

@@ -167,7 +167,7 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
             raise CompressionError(f"the smaller twin of {model_class.__name__} fails: {error}") from error
         if relative_difference(dense, without, floor=FLOOR) < TOLERANCE:
             raise CompressionError(
-                f"masking {shrink.kind} of {model_class.__name__} changes nothing: there is no proof"
+                f"masking {shrink.kind} of {model_class.__name__} changes nothing, so the removal cannot be verified"
             )
         differences.append(f"{difference:.2g}")
         if difference <= TOLERANCE:
@@ -197,7 +197,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     difference = relative_difference(outputs(other, inputs), dense, floor=FLOOR)
     if difference > TOLERANCE:
         raise CompressionError(
-            f"experts of {model_class.__name__} cannot change places (difference {difference:.2g}): something else "
+            f"experts of {model_class.__name__} cannot be permuted (difference {difference:.2g}): something else "
             f"knows their order"
         )
     kept_experts = max(experts_per_token(config), same.families[0].size // 2)

@@ -147,7 +147,7 @@ class Reader:
                         continue
                     if is_managed(tensor):
                         raise PackingError(
-                            "an engine trains its parameters, and native passes read weights where they rest; tokens "
+                            "an engine trains its parameters, and native passes read weights in place; tokens "
                             "are right, but slower: make the Generator of a copy of the model, or of saved weights"
                         )
                     if type(tensor.data) is not torch.Tensor:

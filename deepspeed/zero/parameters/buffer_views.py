@@ -230,7 +230,7 @@ class BufferViews:
             return
         if any(member.param.requires_grad for member in group.members):
             raise ShardedParameterError(
-                f"somebody holds a view of a parameter of '{group.name}', taken while it was gathered, and its values "
+                f"there is a view of a parameter of '{group.name}', taken while it was gathered, and its values "
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
