@@ -103,11 +103,11 @@ class CompressionError(DeepSpeedError, ValueError):
 
 
 class TensorParallelError(DeepSpeedError, ValueError):
-    """A model that cannot be cut over ranks, or whose slices do not compute what it computed whole."""
+    """A model that cannot be split over ranks, or whose slices give other results than the dense model."""
 
 
 class SequenceParallelError(DeepSpeedError, ValueError):
-    """A model over a sequence that ranks share does not compute what it computes whole."""
+    """A sequence-parallel model gives other results than on the whole sequence."""
 
 
 class PipelineError(UsageError):

@@ -194,8 +194,8 @@ class InferenceEngine(ModuleWrapper):
             if packed is None:
                 raise
             raise TensorParallelError(
-                f"tensor_parallel: '{packed.removesuffix('.packed')}' came as packed integers, and those are not cut "
-                f"over ranks: give a folder of whole weights, or tp_size 1 ({error})"
+                f"tensor_parallel: '{packed.removesuffix('.packed')}' was loaded as packed integers, which cannot be "
+                f"split over ranks: give a folder of whole weights, or tp_size 1 ({error})"
             ) from error
         device = torch.device(get_accelerator().current_device_name())
         if tp.tp_group is not None:

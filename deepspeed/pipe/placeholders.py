@@ -67,9 +67,7 @@ class Elsewhere(_StandIn):
             with torch.no_grad():
                 outputs = self._stands_for(*args, **kwargs)
         except RuntimeError as error:
-            raise PipelineError(
-                f"'{self.name}' lives on another stage, and its shape is unknown: {error}"
-            ) from error
+            raise PipelineError(f"'{self.name}' lives on another stage, and its shape is unknown: {error}") from error
         return poisoned(outputs, devices[0] if devices else torch.device("cpu"), self.dtype_here)
 
 

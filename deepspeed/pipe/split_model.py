@@ -124,8 +124,8 @@ class ModelSplit:
         difference = self._difference(model, inputs, outputs)
         if difference:
             raise PipelineError(
-                f"{type(model).__name__} cut at the blocks of '{self.container}' does not compute what it computes "
-                f"whole: {difference}"
+                f"{type(model).__name__} split at the blocks of '{self.container}' gives other results than the full "
+                f"model: {difference}"
             )
 
     def _difference(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> str:

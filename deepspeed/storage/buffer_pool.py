@@ -85,8 +85,8 @@ class BufferPool:
             buffer = self._lent.pop(_key(tensor), None)
             if buffer is None:
                 raise UsageError(
-                    f"a buffer of {tensor.nbytes} bytes was put into a pool that has not lent it: it was put back "
-                    "before or taken from elsewhere"
+                    f"a buffer of {tensor.nbytes} bytes was returned to a pool that had not given it out: it was "
+                    "returned twice, or is from elsewhere"
                 )
             if after is None:
                 self._free.setdefault(buffer.nbytes, []).append(buffer)

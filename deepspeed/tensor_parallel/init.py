@@ -71,7 +71,7 @@ def tp_model_init(
 def set_autotp_mode(training: bool = False) -> None:
     """Has no effect: a split model trains and generates with the same layers."""
     if not training:
-        warn_once("set_autotp_mode has no effect: cut layers train and generate alike")
+        warn_once("set_autotp_mode has no effect: split layers train and generate in the same way")
 
 
 def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:

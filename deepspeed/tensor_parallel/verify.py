@@ -308,8 +308,8 @@ def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
 def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
     by_rank = " | ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, texts, strict=True) if text)
     return TensorParallelError(
-        f"'{name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: {by_rank}. Leave it whole: "
-        f"partition_type skip in tensor_parallel.partition_config.layer_specs"
+        f"'{name}' split over {axis.size} ranks (tp) gives other results than its dense form: {by_rank}. Leave it "
+        f"whole: partition_type skip in tensor_parallel.partition_config.layer_specs"
     )
 
 

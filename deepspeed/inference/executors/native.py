@@ -390,7 +390,7 @@ class FusedExecutor:
         try:
             self.structure = self._read()
         except PackingError as error:
-            warn_once(f"{type(self.model).__name__} goes on through its own modules, not in native passes: {error}")
+            warn_once(f"{type(self.model).__name__} runs through its own modules, not in native passes: {error}")
             self.structure.blocks, self.structure.seen, self.structure.tensors = [], [], ([], [])
 
 

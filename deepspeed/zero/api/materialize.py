@@ -58,8 +58,8 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
         raise UsageError(
-            f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
-            f"then. Make the model anew"
+            f"an earlier attempt to give this model values ended at {where}: it is unknown which values had been "
+            f"written. Build the model again"
         )
     materializer = _Materializer(Init.over(axis, device), device)
     init_writers.append(materializer.write)  # a rule may write to parameters of children, which are sharded already

@@ -48,8 +48,8 @@ class ReadOnly(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], ReadOnly) and is_write(name_of(func)):
             raise UsageError(
-                f"{name_of(func)} on a view of optimizer state that rests in another tier: it would change a copy that "
-                f"nobody keeps. Change the state tensor itself, or use deepspeed.utils.safe_set_full_optimizer_state"
+                f"{name_of(func)} on a view of optimizer state that rests in another tier: it would change a "
+                f"temporary copy. Change the state tensor itself, or use deepspeed.utils.safe_set_full_optimizer_state"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

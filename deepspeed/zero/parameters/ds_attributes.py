@@ -137,7 +137,7 @@ class ClientSurface:
         if member.reducer is not None or member.group.lifecycle is not None:
             raise UsageError(
                 f"convert_to_zero_parameters of '{member.name}', which an engine manages: the new parameters would be "
-                "in no optimizer and gathered by nobody; add them to the model before deepspeed.initialize"
+                "in no optimizer and never gathered; add them to the model before deepspeed.initialize"
             )
         group: Any = member.group
         for number, param in enumerate(param_list):

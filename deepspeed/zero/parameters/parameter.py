@@ -247,7 +247,7 @@ def reject_write(name: str, member: ParamRecord) -> None:
     """Raise for an operation that would change or expose values that nobody keeps."""
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
-        f"a copy that nobody keeps. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
+        f"a temporary copy. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
         f"deepspeed.utils.safe_set_full_fp32_param."
     )
 
