@@ -1,4 +1,4 @@
-"""Many requests, one model: submit, step, outputs."""
+"""Many requests on one model: submit, step, outputs."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class Generator:
         return not self._live and not self._ready
 
     def load(self) -> EngineStats:
-        """How busy it is."""
+        """The current load."""
         with self._lock:
             alone = min(len(self._fallback_requests), self._scheduler.max_sequences)
             running = len(self._scheduler.running) + alone

@@ -78,8 +78,8 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
         by_clock = any(getattr(entry, "max_time", None) is not None for entry in inside)  # a config, or a criterion
         if kwargs["max_time"] is not None if "max_time" in kwargs else by_clock:
             raise NotAvailableError(
-                "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
-                "a clock of its own, and the others wait for it; give max_new_tokens instead"
+                "generate() with max_time is not available for a model that is split over ranks (tp): ranks would stop "
+                "at different times, and the others would wait; give max_new_tokens instead"
             )
         draw_alike(axis)
 

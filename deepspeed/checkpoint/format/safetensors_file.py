@@ -1,8 +1,8 @@
-"""A safetensors file with a checksum per block: written as a stream, read in any ranges.
+"""A safetensors file with a checksum per block: written as a stream, read in any range.
 
-[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of what follows it. The manifest
-holds a CRC-32 over the header and this table, so a reader that wants a few bytes verifies a few blocks, and every byte
-of the file is covered. Tensors are ordered by the size of their elements, so no element crosses the edge of a block.
+[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of the data after it. The manifest
+has a CRC-32 over the header and this table, so a reader of a few bytes verifies only a few blocks, and every byte of
+the file is covered. Tensors are ordered by the size of their elements, so no element crosses the border of a block.
 """
 
 from __future__ import annotations

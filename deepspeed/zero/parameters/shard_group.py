@@ -1,7 +1,7 @@
 """Parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
 
-[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to nothing,
-gathering grows it back and refills it. Where somebody holds a view it is not shrunk, see
+[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to zero
+bytes, gathering grows and refills it. While a view is alive it is not shrunk, see
 `deepspeed/zero/parameters/buffer_views.py`.
 """
 
