@@ -2,7 +2,7 @@
 
 No other code asks whether there is one. What acts on the outside is a `Replaceable`, and who starts a simulation
 replaces it: native code computes nothing, messages have nobody to go to, a disk only counts
-(`comm/fake/fake_world.py`, `planner/fake_world.py`).
+(`comm/fake_world.py`, `planner/fake_world.py`).
 """
 
 from __future__ import annotations
