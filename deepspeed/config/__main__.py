@@ -10,6 +10,7 @@ from pathlib import Path
 from deepspeed.config.auto import Facts
 from deepspeed.config.config import DeepSpeedConfig
 from deepspeed.config.docs import as_text, reference
+from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError
 
 
@@ -50,15 +51,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bf16_fast=options.bf16_fast,
     )
     try:
-        rows = DeepSpeedConfig(options.file, world=options.world, facts=facts).explain()
+        config = DeepSpeedConfig(options.file, world=options.world, facts=facts)
+        rows = config.explain()
+        if config.optimizer is not None and config.optimizer.type:
+            _try_optimizer(config)
     except DeepSpeedError as error:
         print(error, file=sys.stderr)
         return 1
-    hidden = [row for row in rows if row.origin == "default" and row.remark == "not available yet"]
+    absent = {key.path for key in all_keys() if key.note.status == "not available yet"}
+    hidden = [row for row in rows if row.origin == "default" and row.path in absent]
     print(as_text(rows if options.all else [row for row in rows if row not in hidden]))
     if not options.all:
         print(f"{len(hidden)} keys that are not available yet stand at their defaults; --all shows them")
+    for problem in _missing_packages(config):
+        print(f"on this machine, initialize refuses: {problem}")
     return 0
+
+
+def _try_optimizer(config: DeepSpeedConfig) -> None:
+    """Make the optimizer that the JSON names as `initialize` does, over one small matrix."""
+    import torch
+
+    from deepspeed.optim.build import build_configured
+
+    build_configured(config, [torch.nn.Parameter(torch.zeros(2, 2))])
+
+
+def _missing_packages(config: DeepSpeedConfig) -> list[str]:
+    from deepspeed.monitor.monitor import missing_packages
+
+    return missing_packages(config.monitor_config) if config.monitor_config.enabled else []
 
 
 if __name__ == "__main__":

@@ -128,15 +128,6 @@ class Note:
     deprecated: tuple[str, ...] = ()
     idle: tuple[Any, ...] = ()
 
-    @property
-    def remark(self) -> str:
-        """What `ds_config explain` says of the key: what takes the place of a moot one, or that it is not available."""
-        return {
-            "implemented": "",
-            "moot by design": f"moot by design: {self.instead}",
-            "not available yet": "not available yet",
-        }[self.status]
-
 
 class Section(DeepSpeedConfigModel):
     """A block of the JSON: frozen, strict in its names and types.

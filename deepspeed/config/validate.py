@@ -22,8 +22,9 @@ from deepspeed.config.sections.compression import (
     Technique,
     WeightTechnique,
 )
-from deepspeed.config.sections.optimizer import ARGUMENTS, NOT_YET, REQUIRED, OptimizerParams, SchedulerParams
+from deepspeed.config.sections.optimizer import ARGUMENTS, REQUIRED, OptimizerParams, SchedulerParams
 from deepspeed.config.sections.top import TopLevel
+from deepspeed.config.unavailable_keys import REFUSED_OPTIMIZERS, outlook
 
 _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
 
@@ -267,10 +268,9 @@ def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
 def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     if top.optimizer is not None and not top.optimizer.type:
         yield Problem('optimizer.type is missing: name one, such as "AdamW", or leave the block out')
-    elif top.optimizer is not None and (top.optimizer.type or "").lower() in NOT_YET:
-        yield Problem(
-            f"optimizer.type = {show(top.optimizer.type)}: this optimizer is not available yet", "unavailable"
-        )
+    elif top.optimizer is not None and (top.optimizer.type or "").lower() in REFUSED_OPTIMIZERS:
+        reason = REFUSED_OPTIMIZERS[(top.optimizer.type or "").lower()]
+        yield Problem(f"optimizer.type = {show(top.optimizer.type)}: is refused for good: {reason}", "unavailable")
     if top.scheduler is None:
         return
     kind, params = top.scheduler.type, top.scheduler.params
@@ -299,7 +299,7 @@ def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[
         value: Any = getattr(section, name)
         if note_of(field).status == "not available yet" and _differs(field, value):
             setting = value if "[]" in here else reading.find(here)
-            yield Problem(f"{reading.name(here)} = {show(setting)}: {_refusal(field)}", "unavailable")
+            yield Problem(f"{reading.name(here)} = {show(setting)}: {_refusal(field, here)}", "unavailable")
             if section.switch == name:
                 return
         elif isinstance(value, Section):
@@ -316,11 +316,13 @@ def _unavailable_params(params: dict[str, Any]) -> Iterator[Problem]:
     for name, value in params.items():
         field = OptimizerParams.model_fields.get(name)
         if field is not None and note_of(field).status == "not available yet" and _differs(field, value):
-            yield Problem(f"optimizer.params.{name} = {show(value)}: {_refusal(field)}", "unavailable")
+            path = f"optimizer.params.{name}"
+            yield Problem(f"{path} = {show(value)}: {_refusal(field, path)}", "unavailable")
 
 
-def _refusal(field: FieldInfo) -> str:
-    return f"not available yet ({note_of(field).meaning}); leave it out or at {show(default_of(field))}"
+def _refusal(field: FieldInfo, path: str) -> str:
+    text = f"is {outlook(path)} (the key: {note_of(field).meaning})"
+    return f"{text}; leave it out or at {show(default_of(field))}"
 
 
 def _differs(field: FieldInfo, value: Any) -> bool:

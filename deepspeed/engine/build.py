@@ -26,7 +26,13 @@ from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, Shar
 from deepspeed.foundation.log import log_once, log_rank0, warn_once
 from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
-from deepspeed.optim.build import build_optimizer, check_supported, leave_embeddings_to_adam, needs_whole_tensors
+from deepspeed.optim.build import (
+    build_configured,
+    build_optimizer,
+    check_supported,
+    leave_embeddings_to_adam,
+    needs_whole_tensors,
+)
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.optim.separability import MethodTraits, UpdateTraits, update_traits
@@ -230,6 +236,12 @@ def choose_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer of an engine: the client's, the JSON's, AdamW when there are parameters to train, or none."""
     params: list[Any] = parameters or [p for p in model.parameters() if p.requires_grad]
+    if client is not None and config.optimizer is not None and config.optimizer.type:
+        kind = type(client).__name__ if isinstance(client, torch.optim.Optimizer) else "optimizer of the callable"
+        warn_once(
+            f"there are two optimizers: the {kind} passed to initialize is used, and the {config.optimizer.type} that "
+            f"optimizer.type of the JSON names is not; leave one of them out"
+        )
     if isinstance(client, torch.optim.Optimizer):
         check_supported(client)
         return client
@@ -246,13 +258,9 @@ def choose_optimizer(
     if config.optimizer is not None and config.optimizer.type:
         if not params:
             raise OptimizerError("the JSON names an optimizer, but the model has no parameter to train")
-        arguments = dict(config.optimizer.params or {})
-        if config.bf16.bf16_optimizer_states:
-            arguments["fp32_optimizer_states"] = False
         if config.optimizer.type.lower() == "muon":
             leave_embeddings_to_adam(model)
-        on_host = config.zero.offload_optimizer.device != "none"
-        return build_optimizer(config.optimizer.type, arguments, params, on_host=on_host)
+        return build_configured(config, params)
     if parameters and any(p.requires_grad for p in _flat(parameters)):
         log_once("no optimizer given: AdamW with torch's defaults (lr 1e-3, betas 0.9 0.999, weight decay 1e-2)")
         return build_optimizer("AdamW", {"torch_adam": True, "weight_decay": 1e-2}, parameters)
@@ -451,6 +459,8 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
             f"updates each parameter by itself; a global norm inside of its step would be that of one rank",
             key=type(optimizer),
         )
+    if traits.kept_in:
+        _refuse_kept_parameters(name, traits.kept_in, config)
     if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1):
         raise OptimizerError(
             f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
@@ -466,6 +476,22 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
             key=type(optimizer),
         )
     return traits
+
+
+def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) -> None:
+    """Refuse an optimizer that updates parameters in an attribute where the groups get others."""
+    replacing = {
+        "ZeRO stage 3": config.zero.stage == 3,
+        "fp16 or bf16": config.fp16.enabled or config.bf16.enabled,
+        "offload_optimizer": config.zero.offload_optimizer.device != "none",
+    }
+    reasons = [setting for setting, is_on in replacing.items() if is_on]
+    if reasons:
+        raise OptimizerError(
+            f"{name} updates the parameters in its attribute '{attribute}' and not those in its param_groups, where "
+            f"{' and '.join(reasons)} put slices or copies in their place: let step() read self.param_groups, or train "
+            f"in fp32 at stage 0, 1 or 2 without offload_optimizer"
+        )
 
 
 def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
@@ -490,6 +516,7 @@ def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
         in_parts=all(each.in_parts for each in tried),
         counts_alone=all(each.counts_alone for each in tried),
         methods=methods,
+        kept_in=next((each.kept_in for each in every if each.kept_in), ""),
         difference=max(each.difference for each in tried),
     )
 

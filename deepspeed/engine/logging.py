@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from typing import Any
 
 import torch
@@ -28,6 +29,26 @@ def say_info() -> None:
     )
 
 
+_NO_DIGEST = -1.0
+_SAMPLED = 1024  # elements of each tensor that are looked at
+
+
+def _digest(tensors: list[torch.Tensor]) -> float:
+    """A number that differs where batches differ; -1 for a batch without values, or of one value throughout."""
+    digest, varies = 0, False
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if tensor.layout != torch.strided:
+            continue
+        elements = tensor.detach().reshape(-1)
+        sample = elements[:: -(-elements.numel() // _SAMPLED)].cpu().contiguous()
+        varies = varies or bool((sample != sample[0]).any())
+        text = f"{tuple(tensor.shape)}{tensor.dtype}{sample.tolist()}"
+        digest = zlib.crc32(text.encode(), digest)
+    return float(digest) if varies else _NO_DIGEST
+
+
 class ProgressLog:
     """Logs an engine's plan and progress."""
 
@@ -35,6 +56,9 @@ class ProgressLog:
         self._state, self._facts = state, facts
         self._reported = (time.perf_counter(), 0)
         self._looked = False  # at the first batch
+        mesh, data = state.axes.mesh, state.axes.data
+        self._compares = data.size > 1 and mesh.size("pp") == 1  # first batches, with the first update
+        self._digest = _NO_DIGEST
 
     def say_plan(self) -> None:
         state, (batch, micro, steps) = self._state, self._facts.get_batch_info()
@@ -60,13 +84,39 @@ class ProgressLog:
         if self._looked:
             return
         self._looked = True
-        first = next(iter(tensors_in(arguments)), None)
+        tensors = list(tensors_in(arguments))
+        self._digest = _digest(tensors) if self._compares else _NO_DIGEST
+        first = next(iter(tensors), None)
         ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
         if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:
+            self._digest = _NO_DIGEST  # it is said already
             log_rank0(
                 f"forward got {first.shape[0]} samples; the configuration has {micro} for each of {ranks} ranks. If "
                 f"every rank loads the same, all learn from the same samples: pass training_data to initialize, or a "
                 f"torch.utils.data.DistributedSampler to the loader",
+                logging.WARNING,
+            )
+
+    def digest_row(self) -> list[float]:
+        """The digest of this rank's first batch, to go with the exchange of the first update; nothing after that."""
+        return [self._digest] if self._compares else []
+
+    def compare_digests(self, rows: list[list[float]]) -> None:
+        """Take the digests of all ranks off their rows, and warn where ranks that should differ have got the same."""
+        if not self._compares:
+            return
+        self._compares = False
+        mesh, around = self._state.axes.mesh, self._state.axes.model_replica_group.ranks
+        same: list[int] = []
+        for rank, row in zip(around, rows, strict=False):
+            other, here = mesh.coordinates_of(rank), mesh.coordinates
+            peers = all(other[dim] == here[dim] for dim in ("sp", "tp"))  # ranks of one sample get equal batches
+            if row.pop() == self._digest != _NO_DIGEST and peers:
+                same.append(rank)
+        if len(same) > 1:
+            log_rank0(
+                f"ranks {', '.join(map(str, same))} got equal first batches, so they learn from the same samples: "
+                f"pass training_data to initialize, or a torch.utils.data.DistributedSampler to the loader",
                 logging.WARNING,
             )
 

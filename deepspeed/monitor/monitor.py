@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import current_rank, log_rank0
 from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
@@ -19,6 +20,18 @@ from deepspeed.monitor.top import LivePage
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
 _WITH_FOLDER = ("tensorboard", "csv_monitor")
+
+
+def missing_packages(monitor_config: DeepSpeedMonitorConfig) -> list[str]:
+    """A line for each enabled monitor whose package is not installed, with what to install."""
+    lines: list[str] = []
+    for block in MONITORS:
+        if getattr(monitor_config, block).enabled:
+            try:
+                monitor_class(block).require()
+            except NotAvailableError as error:
+                lines.append(f"{block}.enabled is true, and {error}, or set it to false")
+    return lines
 
 
 class MonitorMaster:
@@ -59,8 +72,9 @@ class MonitorMaster:
         for block in _WITH_FOLDER:
             if block in wanted:  # whoever names a folder gets the JSONL file in it
                 wanted.setdefault("jsonl_monitor", wanted[block])
-        for block in wanted:
-            monitor_class(block).require()
+        problems = missing_packages(monitor_config)
+        if problems:
+            raise NotAvailableError("; ".join(problems))
         self._page_settings = wanted.get("jsonl_monitor")  # where the page is that ds_top reads
         self._page: LivePage | None = None
         self._feeds: list[Feed] = []

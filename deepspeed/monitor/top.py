@@ -10,6 +10,7 @@ import argparse
 import json
 import mmap
 import os
+import socket
 import struct
 import sys
 import time
@@ -77,6 +78,19 @@ def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(pages.items()))
 
 
+def _is_gone(page: dict[str, Any]) -> bool:
+    """Whether the process that wrote a page ran on this host and runs no more, killed or without `destroy`."""
+    if page.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(page["process"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's
+        return False
+    return False
+
+
 def table(folder: Path, now: float | None = None) -> str:
     """One line for each rank, and one for the run.
 
@@ -92,7 +106,8 @@ def table(folder: Path, now: float | None = None) -> str:
     for rank, page in pages.items():
         memory = ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in page.get("memory", {}).items() if v >= 2**20)
         age, usual = now - page["time"], page.get("seconds", 0.0)
-        state = "  ended" if page.get("ended") else "  LATE" if usual and age > max(1.0, _LATE * usual) else ""
+        late = bool(usual) and age > max(1.0, _LATE * usual)
+        state = "  ended" if page.get("ended") or (late and _is_gone(page)) else "  LATE" if late else ""
         lines.append(
             f"{rank:>4}  {str(page.get('host', '?'))[:12]:<12}{page['process']:>9}{page.get('update', 0):>9}"
             f"{1e3 * usual:>12.1f}{age:>10.1f}  {memory + ' MiB' if memory else ''}{state}"

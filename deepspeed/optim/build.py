@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.config.sections.optimizer import NOT_YET
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.unavailable_keys import REFUSED_OPTIMIZERS
 from deepspeed.errors import ArgumentError, DeepSpeedError, NotAvailableError, OptimizerError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -131,9 +132,12 @@ def _recipe(type_name: str, params: Params) -> Recipe:
             f"optimizer.params.max_grad_norm is {params['max_grad_norm']}, but no optimizer clips here: remove it and "
             "set gradient_clipping at the top level of the configuration"
         )
-    if type_name.lower() in NOT_YET:
-        raise NotAvailableError(f"optimizer.type {type_name!r} is not available yet; use one of {', '.join(NAMED)}")
     name = type_name.lower()
+    if name in REFUSED_OPTIMIZERS:
+        reason = REFUSED_OPTIMIZERS[name]
+        raise NotAvailableError(
+            f"optimizer.type {type_name!r} is refused for good: {reason}; use one of {', '.join(NAMED)}"
+        )
     if name in ("adam", "adamw"):
         return _adam(params, name)
     if name in NAMED:
@@ -206,6 +210,20 @@ def build_optimizer(
     optimizer = construct("optimizer", cls, list(groups), arguments, OptimizerError)
     check_supported(optimizer)
     return optimizer
+
+
+def build_configured(
+    config: DeepSpeedConfig, groups: Sequence[dict[str, Any]] | Sequence[Tensor]
+) -> torch.optim.Optimizer:
+    """The optimizer that a configuration names, which has one; raises as `build_optimizer`."""
+    section = config.optimizer
+    if section is None or not section.type:
+        raise OptimizerError("the configuration names no optimizer")
+    arguments = dict(section.params or {})
+    if config.bf16.bf16_optimizer_states:
+        arguments["fp32_optimizer_states"] = False
+    on_host = config.zero.offload_optimizer.device != "none"
+    return build_optimizer(section.type, arguments, groups, on_host=on_host)
 
 
 def leave_embeddings_to_adam(model: nn.Module) -> None:

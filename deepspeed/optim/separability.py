@@ -73,6 +73,7 @@ class UpdateTraits:
         counts_alone: the values in a group change with each step although the group has no parameters.
         how: what `step` asks for.
         methods: public methods that write parameters or state outside of `step`, by name.
+        kept_in: the attribute with parameters that a step updates in place of those in the groups; mostly empty.
         difference: largest difference that a split makes, of the distance moved.
         unknown: why it could not be run; empty where it was.
     """
@@ -83,6 +84,7 @@ class UpdateTraits:
     counts_alone: bool = True
     how: HowToStep = HowToStep()
     methods: Mapping[str, MethodTraits] = field(default_factory=lambda: MappingProxyType({}))
+    kept_in: str = ""
     difference: float = 0.0
     unknown: str = ""
 
@@ -110,6 +112,9 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
     moved = max([float((a - b).abs().max()) for a, b in zip(whole.values(), start, strict=True)], default=0.0)
     if start and not moved:
         return UpdateTraits(how=how, unknown=f"{_STEPS} steps moved none of them")
+    kept_in = _attribute_with_parameters(optimizer)
+    if kept_in and _follows_groups(optimizer, how, whole, moved):
+        kept_in = ""
     halves = [_run(_Copy(optimizer, lambda place, half=half: place % 2 == half), how) for half in (0, 1)]
     empty = _run(_Copy(optimizer, lambda place: False), how)
     apart = [halves[place % 2].tensors[place].detach() for place in range(len(start))]
@@ -118,7 +123,8 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
     if max(difference, in_parts) > _TOLERANCE:
         again = _run(_Copy(optimizer), how, seed=1)
         if _distance(whole.values(), again.values(), moved) > _TOLERANCE:
-            return UpdateTraits(how=how, methods=_methods(optimizer, how), unknown="it draws random numbers")
+            methods = _methods(optimizer, how)
+            return UpdateTraits(how=how, methods=methods, kept_in=kept_in, unknown="it draws random numbers")
     alike = all(half.numbers() == whole.numbers() for half in halves)
     methods = _methods(optimizer, how)
     by_parameter = difference <= _TOLERANCE and alike and all(traits.by_parameter for traits in methods.values())
@@ -128,8 +134,39 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
         counts_alone=empty.numbers() == whole.numbers(),
         how=how,
         methods=methods,
+        kept_in=kept_in,
         difference=max(difference, in_parts),
     )
+
+
+def _attribute_with_parameters(optimizer: Optimizer) -> str:
+    """The first attribute, of an optimizer or of one inside it, that holds parameters of the groups; else empty."""
+    ours = {id(param) for group in groups_of(optimizer) for param in group["params"]}
+
+    def holds(value: Any, depth: int = 3) -> bool:
+        if isinstance(value, Tensor):
+            return id(value) in ours
+        if isinstance(value, Mapping):
+            return depth > 0 and any(holds(item, depth - 1) for pair in value.items() for item in pair)
+        return (
+            isinstance(value, (list, tuple, set, frozenset)) and depth > 0 and any(holds(v, depth - 1) for v in value)
+        )
+
+    for path, each in {"": optimizer, **nested_optimizers(optimizer)}.items():
+        for name, value in vars(each).items():
+            if name not in ("param_groups", "state", "defaults") and holds(value):
+                return f"{path}.{name}".removeprefix(".")
+    return ""
+
+
+def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: float) -> bool:
+    """Whether other tensors of equal values, put into the groups, are updated as the first ones are."""
+    twin = _Copy(optimizer)
+    twin.replace_parameters()
+    try:
+        return _distance(whole.values(), _run(twin, how).values(), moved) <= _TOLERANCE
+    except Exception:  # of any class: it looks up one of those that are gone
+        return False
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
@@ -227,6 +264,21 @@ class _Copy:
             if tensor is not None and id(tensor) in left and isinstance(entry, Mapping):
                 twin[tensor] = {key: self._cropped(value, param, tensor) for key, value in entry.items()}
         return twin
+
+    def replace_parameters(self) -> None:
+        """Put other parameters of equal values into the groups and the state, as ZeRO does."""
+        fresh: dict[int, Tensor] = {}
+        for place, tensor in self.tensors.items():
+            twin = nn.Parameter(tensor.detach().clone(), requires_grad=True)
+            vars(twin).update(vars(tensor))
+            self._remember(tensor, twin)
+            fresh[id(tensor)] = self.tensors[place] = twin
+        for group in groups_of(self.optimizer):
+            group["params"] = [fresh.get(id(param), param) for param in group["params"]]
+        for each in [self.optimizer, *nested_optimizers(self.optimizer).values()]:
+            for param in list(dict.keys(each.state)) if isinstance(each.state, dict) else ():
+                if id(param) in fresh:
+                    each.state[fresh[id(param)]] = each.state.pop(param)
 
     def values(self) -> Values:
         return [tensor.detach().clone() for _, tensor in sorted(self.tensors.items())]

@@ -193,7 +193,9 @@ class Autotuner:
             if those:
                 value = f"{best.trial.metrics[name]:,.2f}" if best is not None and best.trial is not None else "–"
                 lines.append(f"{space:16s} {len(those):>15d} {value:>16s}  {best.plan.name if best else '–'}")
-        lines.append(f"{len(answer.judged)} plans predicted, {len(tried)} tried; metric: {self._block.metric}")
+        lines.append(
+            f"{len(answer.judged)} plans predicted, {len(tried)} tried; metric: {self._block.metric}, measured"
+        )
         (self._results / "summary.txt").write_text("\n".join(lines) + "\n")
 
     def print_tuning_results(self) -> None:

@@ -102,7 +102,7 @@ def say_trial(tried: Judged) -> None:
     """A line of a plan that was tried."""
     outcome = tried.trial
     if outcome is not None:
-        measured = f"{(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason
+        measured = f"measured {(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason
         print(f"tried {tried.plan.name}: predicted {tried.seconds * 1e3:,.1f} ms, {measured}", flush=True)
 
 

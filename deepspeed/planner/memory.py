@@ -44,6 +44,7 @@ class MemoryCount:
         held: those of them that this rank's slice of the model has, before ZeRO splits them.
         most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
         host: of `at_peak`, what rests with the host where there is a device: state that is offloaded, and buffers.
+        measured: of a real run; else predicted.
     """
 
     peak: int
@@ -55,6 +56,7 @@ class MemoryCount:
     most: int
     host: dict[str, int] = field(default_factory=dict)
     held: int = 0
+    measured: bool = field(default=False, compare=False)
 
     @property
     def on_host(self) -> int:
@@ -64,7 +66,7 @@ class MemoryCount:
     def table(self) -> str:
         """The categories as lines of text."""
         names = sorted({*self.at_peak, *self.at_rest}, key=lambda name: -self.at_peak.get(name, 0))
-        rows = [("", "at peak", "at rest")]
+        rows = [("measured" if self.measured else "predicted", "at peak", "at rest")]
         rows += [(name, _mib(self.at_peak.get(name, 0)), _mib(self.at_rest.get(name, 0))) for name in names]
         rows.append(("together", _mib(self.peak), _mib(sum(self.at_rest.values()))))
         lines = [f"{name:12s} {peak:>12s} {rest:>12s}" for name, peak, rest in rows]
@@ -173,7 +175,7 @@ def measure_memory(
     updates: int = 3,
 ) -> MemoryCount:
     """The same of this rank of a real run. All ranks call together; arguments as those of `predict_memory`."""
-    return _counted(Program(model, config, batch, loss, optimizer, updates))
+    return replace(_counted(Program(model, config, batch, loss, optimizer, updates)), measured=True)
 
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:

@@ -547,7 +547,7 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
     ranks = 1 if machine is None else machine.ranks
     tried = any(each.trial is not None for each in judged)
     measured = f" {'measured':>10s}" if tried else ""
-    lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
+    lines = [f"{'plan':34s} {'predicted':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
     for each in judged[:most]:
         size, memory = "–", each.memory
         if memory is not None and machine is not None and machine.link:
@@ -564,6 +564,8 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
         )
     if len(judged) > most:
         lines.append(f"… and {len(judged) - most} more")
+    rates = "samples/s are measured where a time of a step is, and predicted elsewhere" if tried else "samples/s too"
+    lines.append(f"predicted: the time of a step in the column of that name, memory, limit; {rates}")
     return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ def attributes(stage: int, precision: dict[str, Any], folder: str) -> None:
         assert sum(t.numel() for t in flat) >= whole.numel()
         assert {v.item() for t in flat for v in t} >= {v.item() for v in whole}
         for buffer, shards in zip(flat, optimizer.parallel_partitioned_bit16_groups, strict=True):
-            assert torch.equal(torch.cat(shards), buffer) and len(shards) == (world if stage else 1)
+            assert torch.equal(torch.cat(shards), buffer) and len(shards) == world
             assert shards[0].data_ptr() == buffer.data_ptr()
     else:
         with raises(NotAvailableError, "stage 3"):

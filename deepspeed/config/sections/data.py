@@ -11,8 +11,8 @@ class CurriculumMetric(Section):
     """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
 
     open_names = True
-    index_to_sample_path: str | None = later(None, "file: difficulty to samples")
-    index_to_metric_path: str | None = later(None, "file: sample to difficulty")
+    index_to_sample_path: str | None = later(None, "file of the data analysis: row i lists the samples of difficulty i")
+    index_to_metric_path: str | None = later(None, "file of the data analysis: row i holds the number of difficulty i")
     difficulty_type: Literal["value", "percentile"] | None = later(None, "what the numbers are")
     clustering_type: Literal["schedule_based", "single_cluster"] = later("schedule_based", "how samples are dealt")
     min_difficulty: Int | None = later(None, "difficulty at the start")

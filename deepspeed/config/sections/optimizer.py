@@ -10,7 +10,6 @@ from deepspeed.config.base_model import Int, Kwargs, NumberOrList, Section, key,
 
 # Their class-default learning rate, for `"lr": "auto"`; every other class takes 1e-3.
 DEFAULT_LR = {"adagrad": 1e-2, "lion": 1e-4}
-NOT_YET = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
 
 
 class OptimizerParams(Section):

@@ -141,7 +141,9 @@ class HybridEngine(Section):
     max_out_tokens: Int = later(512, "longest generation", ge=1)
     inference_tp_size: Int = later(1, "ranks that share a layer in generation", ge=1)
     release_inference_cache: bool = later(False, "free the cache after generation")
-    pin_parameters: bool = later(True, "page-locked host memory")
+    pin_parameters: bool = later(
+        True, "keep the gathered weights on the device for a whole generation: faster, with more memory"
+    )
     tp_gather_partition_size: Int = later(8, "layers gathered at a time", ge=1)
     enable_cuda_graph: bool = later(False, "record generation as a CUDA graph")
 

@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.config.__main__ import main
 from deepspeed.config.docs import reference
 from deepspeed.config.schema import all_keys
+from deepspeed.engine.build import choose_optimizer
+from deepspeed.errors import DeepSpeedError, NotAvailableError
+from deepspeed.monitor.base import MLflowMonitor
+from deepspeed.monitor.comet import CometMonitor
+from deepspeed.monitor.monitor import MonitorMaster
 
 GIVEN = {
     "train_batch_size": 8,
@@ -52,6 +58,42 @@ def test_explain_of_a_wrong_file_prints_the_problems(tmp_path, capsys):
     (tmp_path / "c.json").write_text('{"train_batch_size": 8, "zero_optimisation": 1}')
     assert main(["explain", str(tmp_path / "c.json")]) == 1
     assert "zero_optimisation = 1: unknown key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"type": "AdamV"}, "optimizer.type 'AdamV' is unknown (did you mean "),
+        ({"type": "AdamW", "params": {"beta": [0.9, 0.99]}}, "optimizer.params.beta is not a parameter of FusedAdam"),
+        ({"type": "LBFGS"}, "LBFGS cannot be used: it evaluates the model several times"),
+        ({"type": "OneBitAdam"}, "is refused for good: DeepSpeed 0.19 has ended the one-bit optimizers"),
+    ],
+)
+def test_explain_refuses_an_optimizer_as_initialize_does(tmp_path, capsys, optimizer, text):
+    config = {"train_batch_size": 1, "optimizer": optimizer}
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    assert main(["explain", str(tmp_path / "c.json")]) == 1
+    said = capsys.readouterr().err
+    assert text in said
+    model = nn.Linear(2, 2)
+    with pytest.raises(DeepSpeedError) as caught:
+        choose_optimizer(model, None, list(model.parameters()), DeepSpeedConfig(config))
+    assert str(caught.value).splitlines()[0] == said.splitlines()[0]
+
+
+def test_explain_names_the_monitor_whose_package_is_missing(tmp_path, capsys, monkeypatch):
+    for monitor in (CometMonitor, MLflowMonitor):
+        monkeypatch.setattr(monitor, "module", "no_such_package")
+    config = {"train_batch_size": 1, "comet": {"enabled": True}, "mlflow": {"enabled": True}}
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    assert main(["explain", str(tmp_path / "c.json")]) == 0
+    said = capsys.readouterr().out
+    assert "on this machine, initialize refuses: comet.enabled is true, and CometMonitor writes through" in said
+    with pytest.raises(NotAvailableError) as caught:  # both in one error
+        MonitorMaster(DeepSpeedConfig(config).monitor_config)
+    for line in str(caught.value).split("; "):
+        assert "pip install 'deepspeed[" in line and f"initialize refuses: {line}" in said
+    assert "mlflow.enabled is true" in str(caught.value)
 
 
 def test_the_command_writes_the_reference(tmp_path):

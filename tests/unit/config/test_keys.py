@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.docs import reference
 from deepspeed.config.schema import all_keys
 from deepspeed.config.sections.optimizer import ARGUMENTS, REQUIRED
+from deepspeed.config.unavailable_keys import OUTLOOKS, outlook
 from deepspeed.errors import NotAvailableError
 
 # These two cannot leave their default without a conflict in a world of one rank.
@@ -142,6 +145,7 @@ def test_a_key_that_is_not_available_is_refused_where_its_value_asks_for_somethi
     with pytest.raises(NotAvailableError) as caught:
         DeepSpeedConfig(config)
     assert any(f"{name} = " in str(caught.value) for name in (path, *KEYS[path].switches))
+    assert any(f": is {outlook(name)}" in str(caught.value) for name in (path, *KEYS[path].switches) if name in KEYS)
 
 
 @pytest.mark.parametrize("path", having("not available yet"))
@@ -155,3 +159,15 @@ def test_a_key_that_is_not_available_passes_at_its_default_and_in_a_block_that_i
     if key.switches and path not in key.switches:
         put(config, path, away_from(key.kind, key.default))
         DeepSpeedConfig(config)
+
+
+def test_every_key_that_is_not_available_has_one_outlook_and_every_outlook_is_used():
+    paths = [path for path, key in KEYS.items() if key.note.status == "not available yet"]
+    page = reference()
+    for path in paths:
+        assert [row.text for row in OUTLOOKS if row.covers(path)] == [outlook(path)]
+        assert f"| {outlook(path)} |" in page
+    for row in OUTLOOKS:
+        assert bool(row.feature) != bool(row.reason)
+        for pattern in row.patterns.split():
+            assert any(fnmatchcase(path, pattern) for path in paths), pattern

@@ -126,9 +126,24 @@ def test_all_problems_come_in_one_error():
     ],
 )
 def test_what_is_not_available_is_refused_by_name(config, path):
-    with pytest.raises(NotAvailableError, match="not available yet") as caught:
+    with pytest.raises(NotAvailableError, match="is (not available yet: comes with|refused for good: )") as caught:
         DeepSpeedConfig({**BATCH, **config})
     assert f"{path} = " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"expert_parallel": {"enabled": True}}, "is not available yet: comes with mixture of experts"),
+        ({"hybrid_engine": {"enabled": True}}, "is not available yet: comes with rollouts"),
+        ({"sparse_attention": {"mode": "fixed"}}, "is not available yet: comes with science and sparse blocks"),
+        ({"datastates_ckpt": {"a": 1}}, "is refused for good: asynchronous, atomic saves are built in"),
+        ({"optimizer": {"type": "Adam", "params": {"freeze_step": 4}}}, "is refused for good: DeepSpeed 0.19 has"),
+    ],
+)
+def test_a_refusal_says_what_brings_the_key_or_why_it_never_comes(config, text):
+    with pytest.raises(NotAvailableError, match=text):
+        DeepSpeedConfig({**BATCH, **config})
 
 
 @pytest.mark.parametrize(

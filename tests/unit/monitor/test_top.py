@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -50,6 +51,18 @@ def test_who_is_late_behind_or_ended_is_said(tmp_path: Path) -> None:
     assert lines[4].endswith("ended") and lines[5] == "samples 56; behind the others: rank(s) 1"
     late = table(tmp_path, time.time() + 5).splitlines()
     assert [line.endswith("LATE") for line in late[2:5]] == [True, True, False]
+
+
+def test_a_run_whose_process_is_gone_has_ended(tmp_path: Path) -> None:
+    """Killed, or over without `destroy`: no rank of it is late."""
+    write = (
+        "import socket, sys; from pathlib import Path; from deepspeed.monitor.top import LivePage\n"
+        "LivePage(Path(sys.argv[1]), 0).write({'host': socket.gethostname(), 'seconds': 0.5, 'update': 7})"
+    )
+    subprocess.run([sys.executable, "-c", write, str(tmp_path)], check=True)
+    LivePage(tmp_path, 1).write({"host": socket.gethostname(), "seconds": 0.5, "update": 7})
+    lines = table(tmp_path, time.time() + 60).splitlines()
+    assert lines[2].endswith("ended") and lines[3].endswith("LATE")
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import OptimizerError
 from deepspeed.optim.nested import Counters, NestedState, join_states, nested_optimizers
 from deepspeed.optim.separability import _Copy, update_traits
+from tests.parallel.tiny import said, with_words
 
 
 def parameters() -> list[nn.Parameter]:
@@ -235,3 +238,88 @@ def test_many_groups_cost_no_more_steps_than_a_few() -> None:
     copied = _Copy(optimizer)
     assert [bool(group["params"]) for group in copied.optimizer.param_groups] == [True] * 4 + [False] * 25 + [True]
     assert not update_traits(optimizer).by_parameter
+
+
+class OwnList(Plain):
+    """Updates parameters that it has put aside."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.aside = {"all": [p for group in self.param_groups for p in group["params"]]}
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [p for p in self.aside["all"] if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.leaves():
+            p.sub_(0.1 * p.grad)
+
+
+class OwnTable(Plain):
+    """Looks each parameter up in a table that was made at the start."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scales = {p: 0.5 for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.leaves():
+            p.sub_(self.scales[p] * p.grad)
+
+
+class NamesList(OwnList):
+    """Has the list, and does not use it."""
+
+    def leaves(self) -> list[torch.Tensor]:
+        return Plain.leaves(self)
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"), [(OwnList, "aside"), (OwnTable, "scales"), (NamesList, ""), (Plain, "")]
+)
+def test_parameters_that_are_kept_beside_the_groups_are_found(make: Any, attribute: str) -> None:
+    traits = update_traits(make(parameters()))
+    assert traits.kept_in == attribute and not traits.unknown, traits
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"bf16": {"enabled": True}}, "fp16 or bf16"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 2}}, ""),
+    ],
+)
+def test_they_are_refused_at_initialize_where_the_groups_get_others(settings: Any, reason: str, alone: None) -> None:
+    import deepspeed
+
+    model = nn.Linear(4, 2)
+    config = {"train_batch_size": 4, **settings}
+    if reason:
+        with pytest.raises(OptimizerError, match=f"OwnList updates .* attribute 'aside' .*{reason}"):
+            deepspeed.initialize(model=model, optimizer=OwnList(model.parameters()), config=config)
+        return
+    before = model.weight.detach().clone()
+    with deepspeed.initialize(model=model, optimizer=OwnList(model.parameters()), config=config)[0] as engine:
+        engine.backward(engine(torch.ones(4, 4)).square().mean())
+        engine.step()
+        assert not torch.equal(model.weight, before)
+
+
+def test_of_two_optimizers_the_one_that_is_used_is_said(alone: None) -> None:
+    from deepspeed.engine.build import choose_optimizer
+
+    model = nn.Linear(4, 2)
+    config = DeepSpeedConfig({"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    client = torch.optim.SGD(model.parameters(), lr=0.1)
+    with said() as lines:
+        for _ in range(2):
+            assert choose_optimizer(model, client, None, config) is client
+        assert with_words(lines, "the SGD passed to initialize is used, and the AdamW", "is not") == 1, lines
+        choose_optimizer(model, lambda params: torch.optim.SGD(params, lr=0.1), None, config)
+        assert with_words(lines, "the optimizer of the callable passed to initialize is used") == 1, lines
+        assert choose_optimizer(model, None, None, config) is not client
+        assert len(lines) == 2, lines

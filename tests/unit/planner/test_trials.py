@@ -116,7 +116,13 @@ def test_the_fastest_measured_plan_wins_and_at_most_five_are_tried() -> None:
     assert found.confirmed
     assert found.best.plan == judged[2].plan
     assert [each.plan for each in found.judged[-3:]] == [each.plan for each in judged[-3:]]
-    assert "333.3 ms" in table(found.judged).splitlines()[1]
+    head, best, *_, foot = table(found.judged).splitlines()
+    assert "333.3 ms" in best
+    assert head.split()[:4] == ["plan", "predicted", "measured", "samples/s"]  # which time is which is said
+    assert foot.startswith("predicted: the time") and "samples/s are measured where" in foot
+    assert "measured" not in table(judged) and table(judged).splitlines()[-1].endswith("limit; samples/s too")
+    count = MemoryCount(1 << 20, {}, {}, 1 << 20, 0, 1, 1 << 20)
+    assert count.table().startswith("predicted ") and replace(count, measured=True).table().startswith("measured ")
 
 
 def test_failed_trials_leave_an_answer() -> None:
