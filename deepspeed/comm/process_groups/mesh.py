@@ -74,6 +74,9 @@ class Mesh:
         """Where this rank stands, by dim."""
         return self._at[self.rank]
 
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        return self._at[rank]
+
     def size(self, *dims: str) -> int:
         return math.prod(self.sizes[dim] for dim in dims)
 
