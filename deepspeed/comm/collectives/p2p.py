@@ -105,9 +105,9 @@ class P2PChannel:
     device: torch.device
 
     @staticmethod
-    def require(axis: Axis, wire: P2PChannel | None) -> None:
+    def require(axis: Axis, link: P2PChannel | None) -> None:
         """Raise NotAvailableError when headers cannot go from host to host."""
-        if not axis.tagged and not (wire is not None and axis.has_host_backend):
+        if not axis.tagged and not (link is not None and axis.has_host_backend):
             raise NotAvailableError(
                 "stages of a pipeline send what describes their messages from host to host, and the process group has "
                 'no backend for that: start it with init_distributed(dist_backend="cpu:gloo,cuda:nccl")'
@@ -115,11 +115,11 @@ class P2PChannel:
 
 
 class Sender:
-    """Sends to the rank at position `peer`; tensors go over `wire` between devices, else they are in host memory."""
+    """Sends to the rank at position `peer`; tensors go over `link` between devices, else they are in host memory."""
 
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
-        P2PChannel.require(axis, wire)
-        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+    def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
+        P2PChannel.require(axis, link)
+        self.axis, self.peer, self.channel, self.link = axis, peer, channel, link
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
@@ -134,20 +134,20 @@ class Sender:
         self.headers_sent += bool(header_bytes)
         self.bytes_sent += header.nbytes
         self._collect()
-        wire, start = self.wire, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
-        whole = self._buffer(start + header.nbytes) if wire is None else torch.empty(start, dtype=torch.uint8)
+        link, start = self.link, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
+        whole = self._buffer(start + header.nbytes) if link is None else torch.empty(start, dtype=torch.uint8)
         buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(header_bytes), header.nbytes]))
         if header_bytes:
             buffer[_NOTICE : _NOTICE + len(header_bytes)] = torch.frombuffer(bytearray(header_bytes), dtype=torch.uint8)
-        staging = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
+        staging = self._buffer(header.nbytes) if link is not None and header.nbytes else buffer[start:]
         payload = staging[: header.nbytes]
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
             leaf.view(payload).copy_(tensor.detach())
         self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(header_bytes), start)), whole))
-        if wire is not None and header.nbytes:
+        if link is not None and header.nbytes:
             target = self.axis.ranks[self.peer]
-            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
+            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=link.group)])
             self._underway.append((works, staging))
 
     def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
@@ -180,7 +180,7 @@ class Sender:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu") if self.wire is None else self.wire.device
+        return torch.device("cpu") if self.link is None else self.link.device
 
     def _collect(self) -> None:
         if self.axis.shared is not None:
@@ -216,9 +216,9 @@ class Sender:
 class Receiver:
     """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
 
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
-        P2PChannel.require(axis, wire)
-        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+    def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
+        P2PChannel.require(axis, link)
+        self.axis, self.peer, self.channel, self.link = axis, peer, channel, link
         self._sequence = 0
         self._header: Header | None = None
         self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
@@ -260,13 +260,13 @@ class Receiver:
             header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, READ, label)
             self._learn(header)
-        wire = self.wire
-        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if wire is None else wire.device)
-        if nbytes and wire is None:
+        link = self.link
+        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if link is None else link.device)
+        if nbytes and link is None:
             self._take(payload, EXCHANGE, label)
-        elif nbytes and wire is not None:
+        elif nbytes and link is not None:
             source = self.axis.ranks[self.peer]
-            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)])
+            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=link.group)])
             # The host goes on: it would block where it reads the first value.
             Handle(self.axis, label, works, None, payload).unrecorded().wait()
         return payload
