@@ -108,7 +108,8 @@ def test_tokens_are_made_up_from_the_config() -> None:
     assert int(example_tokens(Config(), 4, 99).max()) < 32
     assert int(example_tokens(Config(vocab_size=2), 4, 9).min()) == 1
     text = SimpleNamespace(vocab_size=5)
-    assert int(example_tokens(SimpleNamespace(get_text_config=lambda decoder: text, vocab_size=9), 4, 99).max()) == 4
+    nested = SimpleNamespace(get_text_config=lambda decoder=None: text, vocab_size=9)
+    assert int(example_tokens(nested, 4, 99).max()) == 4
 
 
 def test_a_decoder_behind_an_encoder_gets_tokens_of_its_own() -> None:
