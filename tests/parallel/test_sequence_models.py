@@ -191,7 +191,7 @@ def heads_of_whole_sequences() -> None:
     ):  # fmt: skip
         _, config = architecture(name.split("For")[0])
         model = getattr(transformers, name)(config)
-        with raises(NotAvailableError, name, "takes the sequence as one"):
+        with raises(NotAvailableError, name, "takes the sequence as one", "gather what it gives"):
             cut_sequence(model, axis)
     # A pooled output is of the slice's first token.
     _, config = architecture("Bert")
