@@ -1,8 +1,8 @@
-"""Chooses the accelerator of this process: set by hand, named by DS_ACCELERATOR, else the device that torch sees.
+"""Chooses the accelerator of this process: the one set by a call, the one named by DS_ACCELERATOR, else torch's device.
 
-A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
-a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point
-group `deepspeed.accelerators`.
+A third-party accelerator has the methods of `Accelerator` (`deepspeed.testing` tests them). It is selected by a name
+that `register_accelerator` registered, or that an installed distribution lists in the entry-point group
+`deepspeed.accelerators`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def get_accelerator() -> Any:
 
 
 def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
-    """Let DS_ACCELERATOR choose an accelerator of somebody else's.
+    """Register a third-party accelerator for DS_ACCELERATOR.
 
     Args:
-        name: as DS_ACCELERATOR spells it, in lower case.
+        name: its name in DS_ACCELERATOR, in lower case.
         factory: makes an object with the methods of `Accelerator`; called when it is chosen, without arguments.
 
     Raises:
@@ -62,21 +62,12 @@ def is_current_accelerator_supported() -> bool:
 def _choose(name: str) -> Accelerator:
     if not name:
         return next(accelerator for accelerator in (kind() for kind in KINDS.values()) if accelerator.is_available())
-    known = _known()
+    installed = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
+    known = [*KINDS, *(other for other in {**installed, **_registered} if other not in KINDS)]
     if name not in known:
-        raise NotAvailableError(f"DS_ACCELERATOR={name!r} is not available: choose one of {list(known)} or unset it.")
-    accelerator = known[name]()
+        raise NotAvailableError(f"DS_ACCELERATOR={name!r} is not available: choose one of {known} or unset it.")
+    factory = KINDS.get(name) or _registered.get(name) or installed[name].load()
+    accelerator = factory()
     if not accelerator.is_available():
         raise NotAvailableError(f"DS_ACCELERATOR={name!r}, but torch sees no such device on this machine. Unset it.")
     return accelerator
-
-
-def _known() -> dict[str, Callable[[], Any]]:
-    """Factories by name: what is installed, what was registered, this package's own; the later hide the earlier."""
-    installed = {entry.name.lower(): _loader(entry) for entry in entry_points(group=ENTRY_POINTS)}
-    foreign = {name: factory for name, factory in {**installed, **_registered}.items() if name not in KINDS}
-    return {**KINDS, **foreign}
-
-
-def _loader(entry: Any) -> Callable[[], Any]:
-    return lambda: entry.load()()

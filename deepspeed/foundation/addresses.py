@@ -1,15 +1,16 @@
-"""Import paths and names that programs know the package's parts by: one table, and the finder that serves it.
+"""Import paths and names of upstream: one table, and the import finder that serves it.
 
-A row of `ADDRESSES` is a module with the names in it and the modules where they are defined; its names are looked up on
-first use, so that importing it costs nothing. Modules that have no file of their own are made when they are imported.
+A row of `ADDRESSES` is a module, the names in it and the modules that define them; names are looked up on first use, so
+importing the module costs nothing. Modules without a file are created when they are imported.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_loader
 from types import CodeType, ModuleType
 from typing import Any
@@ -180,7 +181,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
             "DummyOptim call_to_str ensure_directory_exists is_model_parallel_parameter move_to_device noop_decorator "
             "set_random_seed"
         ),
-        "deepspeed.comm.collectives.torch_backend": "all_gather_dp_groups",
+        "deepspeed.comm.collectives.torch_api": "all_gather_dp_groups",
         "deepspeed.comm.collectives.partitioned_tensor": "PartitionedTensor",
         "deepspeed.accelerator.instruments": "empty_cache get_ma_status memory_status see_memory_usage",
         "deepspeed.foundation.partition": "partition_balanced partition_uniform",
@@ -422,15 +423,22 @@ def _resolve(target: str, name: str) -> Any:
 
 
 class AddressFinder:
-    """The last of Python's finders, and the loader of the modules it finds: those that have no file."""
+    """The first of Python's finders, and the loader of the modules it finds: those that have no file.
+
+    It is asked before the finder of files, for which a folder without code (`__pycache__` stays behind when an older
+    checkout is updated) is a package without names.
+    """
 
     @classmethod
-    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """The module of a row; NotAvailableError, which is an ImportError, for one of `LATER`."""
+        if path is None or all(fullname not in table for table in (ADDRESSES, ALIASES, PLACEHOLDERS, LATER)):
+            return None  # also of the package itself, which may be found in other ways than by a path
+        on_disk = PathFinder.find_spec(fullname, path)
+        if on_disk and on_disk.loader:
+            return on_disk
         if fullname in LATER:
             raise not_available(fullname, LATER[fullname])
-        if fullname not in ADDRESSES and fullname not in ALIASES and fullname not in PLACEHOLDERS:
-            return None
         package = any(row.startswith(f"{fullname}.") for row in (*ADDRESSES, *ALIASES, *PLACEHOLDERS))
         return spec_from_loader(fullname, cls(), origin=f"{fullname.rpartition('.')[2]}.py", is_package=package)  # pyright: ignore[reportArgumentType]
 
@@ -441,13 +449,16 @@ class AddressFinder:
         """Give it the row's names; an alias is replaced by the module that it stands for."""
         name = module.__name__
         if name in ALIASES:
-            sys.modules[name] = module = importlib.import_module(ALIASES[name])
+            original = importlib.import_module(ALIASES[name])
+            if name in ADDRESSES:
+                original.__getattr__, _ = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
+            # another thread that imports this address meanwhile goes on with the module that is replaced
+            module.__getattr__ = partial(getattr, original)  # pyright: ignore[reportAttributeAccessIssue]
+            sys.modules[name] = original
         else:
             module.__doc__ = f"Names that programs know by this address: {', '.join(names_of(name))}."
             module.__dir__ = lambda: sorted({*vars(module), *names_of(name)})  # pyright: ignore[reportAttributeAccessIssue]
-        if name not in ALIASES or name in ADDRESSES:
-            module.__getattr__, names = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
-            module.__dict__.setdefault("__all__", names)
+            module.__getattr__, module.__all__ = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_code(self, fullname: str) -> CodeType:
         """A program for `python -m`: the `main` of the row."""
@@ -456,6 +467,6 @@ class AddressFinder:
 
 
 def install() -> None:
-    """Have Python ask `AddressFinder` when nobody else knows a module."""
+    """Have Python ask `AddressFinder` for the modules of the tables."""
     if AddressFinder not in sys.meta_path:
-        sys.meta_path.append(AddressFinder)  # pyright: ignore[reportArgumentType]
+        sys.meta_path.insert(0, AddressFinder)  # pyright: ignore[reportArgumentType]

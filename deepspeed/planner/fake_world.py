@@ -1,6 +1,7 @@
 """The fake world of a prediction: this process is one rank, the others do not exist, and tensors have no values.
 
-`comm/fake/fake_world.py` replaces the other ranks; here is what other rooms would do with them, or with values.
+`comm/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would use
+them, or values.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.fake.fake_world import fake_ranks
+from deepspeed.comm.fake_world import fake_ranks
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.engine import pipeline_setup
 from deepspeed.foundation.fake_mode import with_values

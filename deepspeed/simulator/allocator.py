@@ -1,10 +1,10 @@
-"""The rule of torch's caching allocator, replayed over what a run allocates: what it reserves, and in what pieces.
+"""The algorithm of torch's caching allocator, replayed over a run's allocations: reserved memory and fragmentation.
 
-[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB
-from segments of 20 MiB, larger ones get a segment of their own size, rounded up to 2 MiB. A request takes the smallest
-free block of its stream and kind that is large enough, and leaves the rest as a block where that is worth it. Freed
-neighbours join. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays
-reserved until the cache is emptied, or memory is over: then free segments go back, and the request is tried again.
+[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB from
+segments of 20 MiB; larger ones get a segment of their size, rounded up to 2 MiB. A request takes the smallest free
+block of its stream and kind that is large enough, and splits off the rest if it is large enough. Freed neighbours are
+merged. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays reserved
+until the cache is emptied, or memory runs out: then free segments are released, and the request is tried again.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
     waiting: list[tuple[float, _Piece]] = []
     by_step: list[tuple[int, int]] = []
     for block in recording.blocks:
-        while len(by_step) < len(ends) and block.at > ends[len(by_step)]:
+        while len(by_step) < len(ends) and block.position > ends[len(by_step)]:
             by_step.append((allocator.most_allocated, allocator.most_reserved))
         if block.used:
             users.setdefault(block.number, set()).add(block.stream)
@@ -203,10 +203,10 @@ class _Times:
 
     def of_host(self, block: MemoryEvent) -> float:
         """Seconds."""
-        return self._timeline.clocks[block.at - 1] if block.at else 0.0
+        return self._timeline.clocks[block.position - 1] if block.position else 0.0
 
     def of_stream(self, stream: int, block: MemoryEvent) -> float:
         """Seconds."""
         entries = self._on.get(stream, [])
-        index = bisect.bisect_left(entries, block.at)
+        index = bisect.bisect_left(entries, block.position)
         return self._timeline.ends[entries[index - 1]] if index else 0.0

@@ -1,4 +1,4 @@
-"""Records what the modules of a model are called with on a small example input."""
+"""Records the arguments of a model's modules in a forward on a small example input."""
 
 from __future__ import annotations
 

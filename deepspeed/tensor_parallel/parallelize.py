@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.autograd import enter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively, sent_among
+from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
@@ -35,7 +35,7 @@ from deepspeed.tensor_parallel.trace import join
 from deepspeed.tensor_parallel.vocab_parallel import cut_vocabulary
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.layout.placement import placement_of
-from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import is_managed
 
 
@@ -78,8 +78,8 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
         by_clock = any(getattr(entry, "max_time", None) is not None for entry in inside)  # a config, or a criterion
         if kwargs["max_time"] is not None if "max_time" in kwargs else by_clock:
             raise NotAvailableError(
-                "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
-                "a clock of its own, and the others wait for it; give max_new_tokens instead"
+                "generate() with max_time is not available for a model that is split over ranks (tp): ranks would stop "
+                "at different times, and the others would wait; give max_new_tokens instead"
             )
         draw_alike(axis)
 
@@ -213,10 +213,10 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
 
 
 def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParallelPlan | str:
-    before = sent_among(axis)
+    before = axis.collectives_begun()
     try:
         plan = find()
-        plan.meets = sent_among(axis) != before
+        plan.meets = axis.collectives_begun() != before
         return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
@@ -279,7 +279,7 @@ def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
     """Cut some units, and compare each with its dense form."""
-    release(param for module in units for param in module.parameters())
+    unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
             ended = run_collectively(axis, functools.partial(_become_slices, module, unit, axis))
@@ -330,8 +330,8 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
         return own
     by_rank = object_exchange.current.gather_present(axis, own)
     forms: list[list[verify.UnitResult]] = []
-    for at, (low, high) in enumerate(itertools.pairwise(bounds)):
-        forms += by_rank.get(at) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
+    for position, (low, high) in enumerate(itertools.pairwise(bounds)):
+        forms += by_rank.get(position) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
     return forms
 
 

@@ -1,9 +1,9 @@
 """The tensor-parallel plan: which matrices are split, how, and why others are not.
 
-The plan does not follow it: most classes have none, and those that have one leave experts, fused layouts and heads that
-do not divide to layers of Transformers. Where the two differ, the plan's table says so.
+A plan declared by the model is only compared: most classes have none, and those that have one leave experts, fused
+layouts and heads that do not divide to layers of Transformers. The plan's table shows differences.
 
-Layouts are found, never told: `row` and `column` are claims that the plan is compared with.
+Layouts are always found: `row` and `column` in the JSON are assertions that the plan is compared with.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class TensorParallelPlan:
                     for name in fitted.shares.region.matrices():
                         self.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
                 elif len(digests) > 1:
-                    raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
+                    raise TensorParallelError(f"'{key}': the tp ranks would split it in different ways")
         self.units = [unit for unit in self.units if unit.regions]
 
     def part(self) -> float:

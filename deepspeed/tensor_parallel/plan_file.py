@@ -1,7 +1,7 @@
-"""A plan as data: written beside a model, edited by hand where that helps, used instead of finding it again.
+"""A plan as data: written for a model, edited by hand if needed, used instead of a search.
 
-A file is never believed: names, shapes and shares are compared with the model it is used for, and cut units with their
-dense forms (`verify`). Equal units stand once; in their names `*` is any number.
+A file is always verified: names, shapes and shares are compared with the model, and split units with their dense forms
+(`verify`). Equal units are written once; in their names `*` is any number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Traces which matrix feeds which, and finds the regions of a model that can be split.
 
-The outputs of q, k and v are read by o alone, those of gate and up by down: the channels between can be shared out to
-ranks. What the output of o reaches is the stream that runs through all blocks, which stays whole.
+The outputs of q, k and v are read only by o, those of gate and up only by down: the channels between them can be split
+over ranks. The output of o goes into the residual stream through all blocks, which stays whole.
 """
 
 from __future__ import annotations

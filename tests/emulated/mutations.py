@@ -130,9 +130,9 @@ MUTATIONS = [
     ),
     Mutation(
         "messages not waited for",
-        f"{NCCL}:wait_all",
-        "        for work in works:\n            work.wait()",
-        "        for work in () if label.startswith('reduce') else works:\n            work.wait()",
+        f"{NCCL}:Handle.advance",
+        "for work in self.works:",
+        "for work in () if self.label.startswith('reduce') else self.works:",
         TWO,
         "RACE on device",
         ("comm/collectives/collectives.py", "comm/collectives/collectives.py"),

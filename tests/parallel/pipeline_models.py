@@ -24,6 +24,8 @@ def chosen() -> list[str]:
 class Plain:
     """Runs parts without an engine: gradients stay where autograd puts them."""
 
+    costs: tuple[float, ...] = ()  # not known
+
     def __init__(self, parts: list[Any], batches: list[Any]) -> None:
         self.parts, self.batches = parts, batches
 

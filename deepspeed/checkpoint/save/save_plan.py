@@ -1,7 +1,7 @@
-"""A rank's snapshot of the state, and the save plan: of equal copies of a shard the lowest rank's is stored.
+"""A rank's snapshot of the state, and the save plan: the lowest rank stores a shard of which several ranks have copies.
 
-Copies are told by name and box alone, so replicas of hybrid sharding, tied weights of two stages and copied key-value
-heads need no rule of their own.
+Copies are found by name and box alone, so replicas of hybrid sharding, tied weights of two stages and copied key-value
+heads need no special rule.
 """
 
 from __future__ import annotations

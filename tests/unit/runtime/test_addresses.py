@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +93,61 @@ def test_every_name_of_the_table_is_there() -> None:
 def test_an_address_is_never_both_a_row_and_a_file() -> None:
     rows = {*ADDRESSES, *ALIASES} - {"deepspeed", "deepspeed.checkpoint"}  # packages that ask the table for other names
     paths = [Path(deepspeed.__path__[0], *module.split(".")[1:]) for module in rows]
-    assert len(rows) > 40 and [path for path in paths if path.exists() or path.with_suffix(".py").exists()] == []
+    files = [file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")) if file.exists()]
+    assert len(rows) > 40 and files == []
+
+
+def test_a_folder_that_an_older_checkout_left_behind_hides_no_address(tmp_path: Path) -> None:
+    shutil.copytree(Path(deepspeed.__path__[0]), tmp_path / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("utils", "runtime/zero", "checkpointing"):
+        (tmp_path / "deepspeed" / folder / "__pycache__").mkdir(parents=True)
+    program = """
+import deepspeed
+import deepspeed.checkpointing as checkpointing
+from deepspeed.runtime.zero import Init
+from deepspeed.utils import logger
+print(checkpointing.__name__, deepspeed.__file__)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
+    ).stdout
+    assert shown.split()[0] == "deepspeed.activation_checkpointing.checkpointing" and str(tmp_path) in shown
+
+
+def test_a_star_import_gives_init_and_keeps_a_programs_io() -> None:
+    program = "\n".join(
+        (
+            "import io",
+            "from deepspeed import *",
+            "from deepspeed.runtime.zero.partition_parameters import *",
+            "print(io.__name__, Init.__name__, GatheredParameters is zero.GatheredParameters)",
+        )
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert shown.split() == ["io", "Init", "True"]
+
+
+def test_threads_that_import_an_alias_at_the_same_time_all_get_its_names() -> None:
+    program = """
+import threading
+import deepspeed
+barrier, errors = threading.Barrier(4), []
+
+def importing():
+    barrier.wait()
+    try:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+        from deepspeed.checkpointing import checkpoint
+    except ImportError as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=importing) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not errors, errors
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_later_features_name_is_not_there() -> None:

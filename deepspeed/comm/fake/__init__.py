@@ -1,1 +1,0 @@
-"""Stands for the absent ranks of a fake world."""
