@@ -161,3 +161,10 @@ def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: S
     for name, share in shares.tensors.items():
         cut_tensor(params[name.removeprefix(home).removeprefix(".")], share.dim, share.segments[rank])
     cut_tensor(attention.out_proj.weight, 1, shares.rows[rank])
+
+
+def pad_rows_of_encoders(model: nn.Module) -> None:
+    """Let encoders of torch keep padded rows in evaluation: nested tensors, which leave them out, have no slices."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, HeadParallel) for m in module.modules()):
+            module.use_nested_tensor = False

@@ -23,7 +23,7 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
-from deepspeed.tensor_parallel.attention import become_heads
+from deepspeed.tensor_parallel.attention import become_heads, pad_rows_of_encoders
 from deepspeed.tensor_parallel.channel_dependencies import ChannelDependencies, changing
 from deepspeed.tensor_parallel.layers import SliceLocation
 from deepspeed.tensor_parallel.module_attributes import cut_region, set_numbers
@@ -166,6 +166,7 @@ def cut_model(
         _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle))
         for unit in units.values():
             unit.calls = []  # their tensors are needed no more
+    pad_rows_of_encoders(model)
     get_accelerator().empty_cache()  # what plans and comparisons took
     columns = {name for name, how in plan.cuts().items() if how == "column"}
     install(model, plan.drops, columns, axis)

@@ -116,8 +116,10 @@ def compare(name: str) -> None:
         assert close(param.grad, share_of(param, whole.grad)), (name, param_name)
     dense.eval(), model.eval()
     with torch.no_grad():  # torch has a path of its own here
-        pairs = zip(tensors(model(*inputs)), tensors(dense(*inputs)), strict=True)
-        assert all(close(ours, theirs) for ours, theirs in pairs), name
+        ours, theirs = tensors(model(*inputs)), tensors(dense(*inputs))
+        if name == "encoder, padding":  # nested tensors, which torch takes here, give zeros for padded rows
+            ours = [ours[0].masked_fill(padding()[..., None], 0.0)]
+        assert all(map(close, ours, theirs)), name
 
 
 @pytest.mark.parametrize("name", CASES)
