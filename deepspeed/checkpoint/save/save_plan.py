@@ -378,8 +378,8 @@ class Snapshot:
         """Add the gradients of this rank that no collective has reduced yet, as its private state.
 
         A round is one collective of a group's bucket, from the first gradient in the bucket until its launch.
-        the gradients in the bucket, by name. `fresh` are the indexes of those that came with the micro-batch whose
-        gradients complete the round.
+        `held` are the gradients in the bucket, by name. `fresh` are the indexes of those that came with the micro-batch
+        whose gradients complete the round.
         """
         self.private_state["groups"] = view.topology()
         if not view.has_gradients:
