@@ -1,4 +1,4 @@
-"""Training and serving models too large for one device: an engine of four changed lines and one JSON."""
+"""Trains and serves models that are too large for one device: change four lines and write one JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_report`: what this machine and this installation can do."""
+"""`ds_report`: the features that this machine and this installation support."""
 
 from __future__ import annotations
 

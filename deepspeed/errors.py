@@ -1,4 +1,4 @@
-"""Every exception and warning a user may catch; each also is the builtin that clients of the interface catch today."""
+"""Every public exception and warning; each is also the builtin exception that users of the interface catch today."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
 
 
 class BatchSizeError(DeepSpeedConfigError):
-    """The batch triple does not hold: train_batch_size != micro * accumulation * data-parallel world."""
+    """The batch sizes contradict: train_batch_size != micro * accumulation * data-parallel world."""
 
 
 class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
-    """A setting or name asks for a feature that this version does not have."""
+    """A setting or name needs a feature that this version does not have."""
 
 
 class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
@@ -27,7 +27,7 @@ class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
 
 
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
-    """A call came at a moment when it cannot be served."""
+    """A call is not allowed in the current state."""
 
 
 class OrderError(UsageError):
@@ -55,11 +55,11 @@ class LossScaleError(DeepSpeedError, RuntimeError):
 
 
 class CommError(DeepSpeedError, RuntimeError):
-    """A collective failed; the message carries its label and what the other ranks were doing."""
+    """A collective failed; the message has its label and the state of the other ranks."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A collective did not complete in time; the message carries every rank's last label."""
+    """A collective timed out; the message has every rank's last label."""
 
 
 class LaunchError(DeepSpeedError, RuntimeError, ValueError):
@@ -67,7 +67,7 @@ class LaunchError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class DataError(DeepSpeedError, ValueError):
-    """A data loader or batch cannot be used as asked."""
+    """A data loader or batch does not support the requested use."""
 
 
 class StorageError(DeepSpeedError, OSError):
@@ -103,15 +103,15 @@ class CompressionError(DeepSpeedError, ValueError):
 
 
 class TensorParallelError(DeepSpeedError, ValueError):
-    """A model that cannot be cut over ranks, or whose slices do not compute what it computed whole."""
+    """A model that cannot be split over ranks, or whose slices give other results than the dense model."""
 
 
 class SequenceParallelError(DeepSpeedError, ValueError):
-    """A model over a sequence that ranks share does not compute what it computes whole."""
+    """A sequence-parallel model gives other results than on the whole sequence."""
 
 
 class PipelineError(UsageError):
-    """A model, schedule or call that a pipeline of stages cannot serve, or a stage that failed; says which."""
+    """A model, schedule or call that pipelines do not support, or a failed stage; the message says which."""
 
 
 class RequestError(ArgumentError):

@@ -1,4 +1,4 @@
-"""Old address of the version, and of what it runs with; wheels carry no commit."""
+"""The version under upstream's module name; wheels have no commit."""
 
 from __future__ import annotations
 

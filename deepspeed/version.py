@@ -1,4 +1,4 @@
-"""The version of the package: the one place it is written."""
+"""The version of the package: the only place where it is written."""
 
 from __future__ import annotations
 

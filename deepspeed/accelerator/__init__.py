@@ -1,4 +1,4 @@
-"""The only package that names torch.cuda: devices, streams, memory and RNG state behind one small surface."""
+"""The device abstraction: devices, streams, memory and RNG state. The only package that uses torch.cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of all accelerators; the file of a device adds its facts and its own methods."""
+"""The interface of all accelerators; each device has a file with its properties and its own methods."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TENSOR_TYPES = {
 class Accelerator:
     """One kind of device.
 
-    Three tables stand for the methods that have no code of their own: `facts` (the method returns this constant, and
+    Three tables define the methods without code: `facts` (the method returns this constant, and
     None where the device has nothing to do), `passed` (the method of the device's torch module) and the tensor types
     (`FloatTensor(data)` makes a tensor on the device).
     """

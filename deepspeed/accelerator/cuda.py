@@ -1,4 +1,4 @@
-"""CUDA devices: nearly every method is torch.cuda's own."""
+"""CUDA devices: most methods forward to torch.cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruments of the device: memory figures, an emptied cache, functions as ranges of a device trace, timers."""
+"""Device instruments: memory figures, emptying the cache, profiler ranges, timers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 what the device and the host hold, after a garbage collection; peaks are counted anew from here.
+    """Log memory of device and host on rank 0, after a garbage collection, and reset the peaks.
 
-    MA is what tensors hold of the device, CA what torch holds; on a CPU both are what the process has resident, whose
-    peak stays.
+    MA is device memory of tensors, CA device memory reserved by torch; on a CPU both are resident memory, whose
+    peak is not reset.
 
     Args:
         message: where in the script this is.
-        force: log; False makes the call cost nothing, so that it may stay in the script.
+        force: False does nothing, so that the call may stay in the script.
     """
     if not force:
         return
@@ -46,12 +46,12 @@ def get_ma_status() -> int:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log what the device holds.
+    """Log the device's memory.
 
     Args:
         msg: where in the script this is.
         print_rank: the rank that logs; -1: all of them.
-        reset_max: count the highest figure anew from here on.
+        reset_max: reset the peak.
     """
     device = get_accelerator()
     log_dist(
@@ -64,12 +64,12 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Give memory that torch holds but does not use back to the device."""
+    """Return unused memory that torch has reserved to the device."""
     get_accelerator().empty_cache()
 
 
 def instrument_w_nvtx(func: Function) -> Function:
-    """Show every call of `func` as a range of the device trace (NVTX on CUDA, nothing elsewhere)."""
+    """Record every call of `func` as a range of the device trace (NVTX on CUDA, no effect elsewhere)."""
 
     @functools.wraps(func)
     def ranged(*args: Any, **kwargs: Any) -> Any:

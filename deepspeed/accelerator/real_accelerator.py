@@ -1,8 +1,8 @@
-"""Chooses the accelerator of this process: set by hand, named by DS_ACCELERATOR, else the device that torch sees.
+"""Chooses the accelerator of this process: the one set by a call, the one named by DS_ACCELERATOR, else torch's device.
 
-A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
-a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point
-group `deepspeed.accelerators`.
+A third-party accelerator has the methods of `Accelerator` (`deepspeed.testing` tests them). It is selected by a name
+that `register_accelerator` registered, or that an installed distribution lists in the entry-point group
+`deepspeed.accelerators`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def get_accelerator() -> Any:
 
 
 def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
-    """Let DS_ACCELERATOR choose an accelerator of somebody else's.
+    """Register a third-party accelerator for DS_ACCELERATOR.
 
     Args:
-        name: as DS_ACCELERATOR spells it, in lower case.
+        name: its name in DS_ACCELERATOR, in lower case.
         factory: makes an object with the methods of `Accelerator`; called when it is chosen, without arguments.
 
     Raises:

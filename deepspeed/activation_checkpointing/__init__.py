@@ -1,1 +1,1 @@
-"""Activation checkpointing: blocks keep their inputs only and are run again in backward."""
+"""Activation checkpointing: blocks save only their inputs and are recomputed in backward."""

@@ -1,4 +1,4 @@
-"""The calls scripts make by hand: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
+"""Functions that scripts call directly: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def configure(
 
     Args:
         mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`), or None.
-        deepspeed_config: dict, path or base64 of a JSON, whose block `activation_checkpointing` is the start.
+        deepspeed_config: dict, path or base64 of a JSON; its block `activation_checkpointing` gives the defaults.
         partition_activations: each rank of the unit's group keeps a part of every saved input.
-        contiguous_checkpointing: saved inputs lie in one buffer (`contiguous_memory_optimization`).
-        num_checkpoints: checkpoints it has room for at the start (`number_checkpoints`).
-        checkpoint_in_cpu: saved inputs rest on the host (`cpu_checkpointing`).
+        contiguous_checkpointing: store saved inputs in one buffer (`contiguous_memory_optimization`).
+        num_checkpoints: initial capacity of that buffer, in checkpoints (`number_checkpoints`).
+        checkpoint_in_cpu: store saved inputs in host memory (`cpu_checkpointing`).
         synchronize: wait for the device around each checkpoint (`synchronize_checkpoint_boundary`).
-        profile: say the time of each checkpoint.
+        profile: log the time of each checkpoint.
 
     Raises:
         DeepSpeedConfigError: the JSON is wrong.
@@ -63,7 +63,7 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` and keep its inputs only: backward calls it again, with the same random states.
+    """Call `function` and save only its inputs: backward recomputes it, with the same random states.
 
     Args:
         function: a module or callable.
@@ -100,13 +100,13 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Let the contiguous buffers go; the flags stay."""
+    """Free the contiguous buffers; the flags stay."""
     if calls.configured is not None and calls.configured.saver.buffers is not None:
         calls.configured.saver.buffers.clear()
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Number of checkpoints the contiguous buffer has room for at the start.
+    """Set the initial capacity of the contiguous buffer, in checkpoints.
 
     Raises:
         ArgumentError: fewer than one.
@@ -137,7 +137,7 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device alike on all ranks of the unit given to `configure`, and "model-parallel-rng" apart on each.
+    """Seed the device equally on all ranks of `configure`'s unit, and "model-parallel-rng" differently on each.
 
     Args:
         seed: the same on every rank of the group.
@@ -148,7 +148,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" anew and leave the device's own state alone.
+    """Seed "model-parallel-rng" again, without changing the device's own state.
 
     Args:
         seed: the same on every rank of the group.

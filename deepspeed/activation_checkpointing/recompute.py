@@ -1,7 +1,7 @@
-"""Run a function now and again in backward instead of keeping what it computes.
+"""Runs a function without saving its activations, and recomputes them in backward.
 
-The mechanism is torch's non-reentrant checkpoint. Added are where the inputs rest (`saving`), named random states
-(`rng`), time, and the flags that hold where a call is made.
+It uses torch's non-reentrant checkpoint, and adds the storage of inputs (`saving`), named random states (`rng`), times,
+and the flags that are set when it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Named random states: ranks that share a tensor draw alike outside a fork, and each its own inside."""
+"""Named random states: inside a fork each tensor-parallel rank draws differently, outside all draw the same."""
 
 from __future__ import annotations
 

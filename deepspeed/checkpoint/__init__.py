@@ -1,4 +1,4 @@
-"""Training state on disk: file names, formats and who reads what; nothing here drives training."""
+"""Checkpoints: file names, formats, and which rank reads what. Does not drive training."""
 
 from __future__ import annotations
 

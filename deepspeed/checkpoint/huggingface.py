@@ -79,10 +79,10 @@ class FolderSource(Source):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> int:
-    """Stream weights into a model, sharded by `zero.Init` or plain; every rank reads what it holds and no more.
+    """Stream weights into a model, sharded by `zero.Init` or plain; every rank reads only its part.
 
     Args:
-        module: the model; all ranks call together.
+        module: the model; all ranks must call together.
         path: a folder as `save_pretrained` writes it, or a safetensors file.
         strict: names must be the same on both sides.
 

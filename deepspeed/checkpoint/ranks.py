@@ -1,4 +1,4 @@
-"""The ranks that save or load together: small objects exchanged, and failures that every rank hears of."""
+"""The ranks that save or load together: exchanges small objects, and raises a failure of one rank on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small helpers that clients import from this address."""
+"""Small helpers that clients import from this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of a nest in which every tensor has a storage of its own, so that saving it saves no more than it shows.
+    """A copy of a nest in which every tensor has a separate storage, so that only its own elements are saved.
 
     Args:
         item: tensors in dicts, lists and tuples.

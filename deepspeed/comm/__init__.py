@@ -1,4 +1,4 @@
-"""The only room that says torch.distributed: process groups, labelled collectives and the watch over them."""
+"""Process groups, labelled collectives and the watchdog. The only package that uses torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`ds_bench`: how fast collectives are on this machine, by size: a table, a file for the comms logger, a picture.
+"""`ds_bench`: measures collectives of this machine by size; writes a table, a file for the comms logger and a plot.
 
-Where no launcher has started it, it starts itself on all devices of the machine (two ranks on a CPU).
+If no launcher has started it, it starts itself on all devices of the machine (two ranks on a CPU).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Releases what belongs to the process groups when the last one is destroyed.
+"""Releases the resources of the process groups when the last one is destroyed.
 
-[Note: a notice in torch's table] Clients end groups with `torch.distributed.destroy_process_group`, which tells nobody.
-It empties its own tables then; so an object of ours lies in one of them, and when torch drops it, it says so.
+[Note: a notice in torch's table] Clients destroy groups with `torch.distributed.destroy_process_group`, which has no
+callback. It empties its own tables, so one of our objects is put into such a table; its finalizer is the callback.
 """
 
 from __future__ import annotations

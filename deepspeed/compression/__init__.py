@@ -1,6 +1,6 @@
-"""Smaller models: prune, shrink, distil, quantize while training sharded, and hand over.
+"""Smaller models: pruning, layer reduction, distillation and quantization in sharded training, and export.
 
-`docs/compression.md` is the page for users. Names are imported when they are first asked for.
+The user guide is `docs/compression.md`. Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Modules that compute with quantized weights and inputs: the module stays the object it was, with another class.
+"""Modules that compute with quantized weights and inputs: the module stays the same object, with another class.
 
-Parameters, hooks, ties and subclasses are kept: the class of a module becomes a subclass of the one it had, and a
-quantized weight shadows the parameter for the length of a forward.
+Parameters, hooks, ties and subclasses are kept: the class of a module becomes a subclass of its previous one, and a
+quantized weight shadows the parameter during forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ds_compress`: a plan of what can be removed from a model, and a comparison of an exported folder with the dense."""
+"""`ds_compress`: a plan of what can be removed from a model; a comparison of an exported folder with its original."""
 
 from __future__ import annotations
 

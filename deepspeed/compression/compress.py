@@ -1,4 +1,4 @@
-"""`init_compression` before `initialize`, `redundancy_clean` after training, and the start of a student."""
+"""`init_compression` before `initialize`, `redundancy_clean` after training, and the initialization of a student."""
 
 from __future__ import annotations
 

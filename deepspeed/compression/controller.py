@@ -1,4 +1,4 @@
-"""Compression of an engine: which masks, quantizers and removals take effect after which applied step."""
+"""Compression of an engine: which masks, quantizers and removals become active after which applied step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export: a folder that plain Transformers loads; of a quantized model one with packed integers."""
+"""Exports a folder that plain Transformers loads; for a quantized model, with packed integers."""
 
 from __future__ import annotations
 

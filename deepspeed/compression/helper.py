@@ -1,4 +1,4 @@
-"""Tools for modules by their dotted names, under the names that scripts know."""
+"""Helpers for modules by their dotted names, under upstream's names."""
 
 from __future__ import annotations
 

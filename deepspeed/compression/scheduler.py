@@ -1,4 +1,4 @@
-"""The schedule of compression outside of an engine, under its old name."""
+"""The schedule of compression outside of an engine, under upstream's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake quantization: numbers rounded to few levels, with gradients that pass straight through."""
+"""Fake quantization: rounds numbers to a few levels, with straight-through gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON configuration: one typed section per file, parsed once, every value with its origin."""
+"""The JSON configuration: one typed section per file, parsed once, every value with its source."""
 
 from __future__ import annotations
 

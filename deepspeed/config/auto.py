@@ -1,4 +1,4 @@
-"""Values that a configuration leaves open: "auto", the batch triple, and the stage that a stored plan names."""
+"""Resolves values that a configuration leaves open: "auto", the batch sizes, and the stage named by a stored plan."""
 
 from __future__ import annotations
 

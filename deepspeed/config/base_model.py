@@ -21,7 +21,7 @@ AUTO = "auto"
 class DeepSpeedConfigModel(BaseModel):
     """A block of a configuration as a typed object: `class Mine(DeepSpeedConfigModel): size: int = 1`.
 
-    Unknown names are refused. A value "auto" stands for the field's default, unless `strict=True` is given. A field
+    Unknown names are refused. A value "auto" means the field's default, unless `strict=True` is given. A field
     whose `json_schema_extra` says `"deprecated": True` is accepted with one warning; with `"new_param": NAME` (dotted
     where it lies in a block) its value counts for that field, mapped by `"new_param_fn"`.
 
@@ -95,7 +95,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]])
     """A dict of pairs, for `json.load(object_pairs_hook=…)`.
 
     Raises:
-        DeepSpeedConfigError: a name stands twice.
+        DeepSpeedConfigError: a name occurs twice.
     """
     merged = dict(ordered_pairs)
     if len(merged) < len(ordered_pairs):

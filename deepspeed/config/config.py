@@ -1,4 +1,4 @@
-"""The resolved configuration: parsed once, frozen, every value with its origin."""
+"""The resolved configuration: parsed once, frozen, every value with its source."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DeepSpeedConfig:
         4
 
     Attributes:
-        raw: what the user gave, by reference and unchanged.
+        raw: the user's configuration, by reference and unchanged.
         top: the typed top level; the attributes below are its parts under the names the engine uses.
     """
 

@@ -1,4 +1,4 @@
-"""A global batch that many numbers of devices can share evenly, and the `ds_elastic` command."""
+"""A global batch size that is valid for many world sizes, and the `ds_elastic` command."""
 
 from __future__ import annotations
 

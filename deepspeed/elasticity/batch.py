@@ -1,4 +1,4 @@
-"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch.
+"""The batch size of an `elasticity` block, the world sizes for which it is valid, and the micro-batch of each.
 
 `ds_elastic` prints them.
 """

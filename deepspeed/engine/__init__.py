@@ -1,1 +1,1 @@
-"""Puts the components together: the engine users hold, and what builds it."""
+"""The engine, and the functions that build it from the other components."""

@@ -32,7 +32,7 @@ class MeshAccessors:
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that see different samples."""
+        """Data-parallel ranks: ranks with different samples."""
         return self._state.axes.data.size
 
     @property
@@ -134,11 +134,11 @@ class StateAccessors:
         return [] if optimizer is None else [group.get("type") for group in optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update's mean gradient, before clipping; None before the first update."""
+        """Gradient norm of the last update, before clipping; None before the first update."""
         return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
-        """The factor fp16 losses are multiplied by."""
+        """The factor by which fp16 losses are multiplied."""
         return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -147,7 +147,7 @@ class StateAccessors:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients travel; fp32 unless `communication_data_type` says otherwise."""
+        """The dtype in which gradients are communicated; fp32 unless `communication_data_type` is set."""
         return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
@@ -159,7 +159,7 @@ class StateAccessors:
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
-        """Stage 3 in numbers: elements gathered now and at the peak, gathers so far, those that came late."""
+        """Statistics of stage 3: gathered elements now and at the peak, gathers so far, late gathers."""
         lifecycle = self._state.components.lifecycle
         if lifecycle is None:
             return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
@@ -236,19 +236,19 @@ class ConfigAccessors:
         return self.ds_config.zero.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state rests on the host."""
+        """Whether optimizer state is offloaded to the host."""
         return self.ds_config.zero.offload_optimizer.device == "cpu"
 
     def zero_overlap_comm(self) -> bool:
-        """Whether gradients travel while backward runs."""
+        """Whether gradients are reduced while backward runs."""
         return self.ds_config.zero.overlap_comm is not False
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are split."""
+        """Whether gradients are sharded."""
         return self.ds_config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are split."""
+        """Whether parameters are sharded."""
         return self.ds_config.zero.stage >= 3
 
     def dynamic_loss_scale(self) -> bool:

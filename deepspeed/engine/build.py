@@ -1,4 +1,4 @@
-"""From model, arguments and configuration to the components an engine is made of."""
+"""Builds an engine's components from model, arguments and configuration."""
 
 from __future__ import annotations
 

@@ -206,24 +206,24 @@ class CheckpointIO:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write `<save_dir>/<tag>/`; all ranks call together.
+        """Save a checkpoint to `<save_dir>/<tag>/`; all ranks must call together.
 
-        A checkpoint of that tag stays whole until the new one is. With `checkpoint.async_save` this returns as soon
-        as the state is copied; a failure is raised by the next save, load or `destroy`.
+        An existing checkpoint of that tag is kept until the new one is complete. With `checkpoint.async_save` this
+        returns as soon as the state is copied; an error is raised by the next save, load or `destroy`.
 
         Args:
-            save_dir: folder of checkpoints; made if it is not there.
+            save_dir: folder of checkpoints; created if missing.
             tag: name of this one; None: `global_step<N>`.
-            client_state: values to get back from `load_checkpoint`; rank 0's count.
-            save_latest: loading without a tag finds this one.
+            client_state: values that `load_checkpoint` returns; rank 0's are saved.
+            save_latest: loading without a tag loads this one.
             exclude_frozen_parameters: leave parameters out that do not require a gradient.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: something has no place in a checkpoint, the disk is too full, or writing failed; the
-                checkpoints that were there before are as they were.
+            CheckpointError: a value cannot be saved, the disk is too full, or writing failed; the
+                existing checkpoints have not changed.
         """
         with recorder.span(SAVE, "save"):
             return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -294,7 +294,7 @@ class CheckpointIO:
         return write
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a save that is under way, and raise what went wrong with it."""
+        """Wait for a running save, and raise its error if it failed."""
         self._background.wait()
 
     def _check_format(self, ranks: Ranks) -> None:
@@ -374,7 +374,7 @@ class CheckpointIO:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Read a checkpoint into the engine, whatever stage, precision and number of ranks it was saved with.
+        """Load a checkpoint, saved with any stage, precision and number of ranks.
 
         Args:
             load_dir: folder of checkpoints.
@@ -382,11 +382,11 @@ class CheckpointIO:
             load_module_strict: the same parameters and buffers must be on both sides.
             load_optimizer_states: optimizer, loss scale and gradients of an open window too.
             load_lr_scheduler_states: the schedule too.
-            load_module_only: weights and client state alone; counters stay.
+            load_module_only: only weights and client state; counters stay.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
 
         Returns:
-            (folder that was read, client state and with it `ds_version`, the version of what saved it);
+            (folder that was read, client state with `ds_version`, the version that saved it);
             (None, None) when there is no checkpoint.
 
         Raises:
@@ -394,7 +394,7 @@ class CheckpointIO:
             CheckpointCorruptError: it is broken.
             CheckpointError: it does not fit the model.
 
-        A checkpoint that does not fit is refused before anything is changed. Bytes that turn out to be wrong are
+        A checkpoint that does not fit is refused before anything is changed. Corrupt data is
         found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()

@@ -1,4 +1,4 @@
-"""Support for clients: shared models, divided losses, and statistics of BatchNorm."""
+"""Support for clients: shared models, divided losses, and BatchNorm statistics."""
 
 from __future__ import annotations
 

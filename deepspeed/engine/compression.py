@@ -1,7 +1,7 @@
-"""`compression_training` in an engine: what happens after which applied step.
+"""`compression_training` in an engine: the actions after each applied step.
 
-No rank ever has more than one whole parameter: a parameter's master and moments are assembled, cut, and every rank
-keeps an equal part of what is left until the new groups are there.
+No rank ever has more than one whole parameter: a parameter's master and moments are gathered and shrunk, and every rank
+keeps an equal part of the rest until the new groups exist.
 """
 
 from __future__ import annotations

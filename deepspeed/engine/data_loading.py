@@ -1,4 +1,4 @@
-"""The data loader of `training_data`: each data-parallel rank reads its share of every epoch."""
+"""The data loader of `training_data`: each data-parallel rank reads its part of every epoch."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class _Skipping(Sampler[Any]):
 class DeepSpeedDataLoader:
     """A torch DataLoader over this rank's share of a dataset, shuffled anew in each epoch.
 
-    A dataset with indices is split by torch's DistributedSampler: every rank gets as many samples, the last few being
-    repeated (or dropped with `drop_last`). A stream is split by position.
+    A dataset with indices is split by torch's DistributedSampler: every rank gets equally many samples, the last few
+    repeated (or dropped with `drop_last`). An iterable dataset is split by position.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The engine users hold: the order of calls of a training step. Read this file first.
+"""The engine: the order of calls of a training step. Read this file first.
 
-What a name does is documented where it is done; `help(engine.save_checkpoint)` shows it.
+Each method is documented where it is implemented; `help(engine.save_checkpoint)` shows it.
 
-A window is the micro-batches between two updates. forward → backward (gradients enter buckets,
-`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees,
-clips, updates, publishes.
+A window is the micro-batches between two updates. forward → backward (gradients are copied into buckets,
+`zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees
+over ranks, clips, updates, and all-gathers the parameters.
 """
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
 
 
 class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
-    """Trains a model under the stage, precision and schedule that the JSON names.
+    """Trains a model with the ZeRO stage, precision and schedule of the JSON.
 
     Args:
         model: the module; cast and sharded in place.
         config: dict, path or base64 of the JSON.
-        optimizer: a torch optimizer, a callable that makes one of parameters, or None.
+        optimizer: a torch optimizer, a callable that builds one from parameters, or None.
         model_parameters: parameters or groups to train.
-        lr_scheduler: a scheduler, a callable that makes one of an optimizer, or None.
+        lr_scheduler: a scheduler, a callable that builds one from an optimizer, or None.
         training_data: dataset for `training_dataloader`.
         collate_fn: for that loader.
         mpu: a client's model-parallel unit, or a `Mesh`.
@@ -316,7 +316,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             loss: scalar with a graph: the mean over the micro-batch, or with `num_items` the sum over its items.
             retain_graph: keep the graph for another backward.
             scale_wrt_gas: False sums over the window instead of taking the mean over its micro-batches.
-            num_items: items (tokens, samples) `loss` is the sum over on this rank; the gradient becomes that of the
+            num_items: number of items (tokens, samples) over which `loss` is summed; the gradient becomes that of the
                 total loss divided by the global count of the window.
 
         Returns:
@@ -346,16 +346,16 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
+        """The loss multiplied by the loss scale, for your own `.backward()` under fp16."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes inside are not reduced at stages 0 and 1; legal at every stage.
+        """Gradients of backward passes inside are not reduced at stages 0 and 1; allowed at every stage.
 
-        Stages 2 and 3 keep no whole gradients, so they reduce into their slices all the same: the result is equal.
+        Stages 2 and 3 keep no full gradients, so they reduce anyway; the result is equal.
         """
         if self._window.holding:
             raise UsageError("no_sync contexts cannot be nested")
@@ -376,15 +376,15 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     # -- the step -------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the running micro-batch is the last of its window."""
+        """Whether the current micro-batch is the last of its window."""
         return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide the boundary instead of the engine, from the next backward on."""
+        """Set the boundary by hand, from the next backward on."""
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the window's last one clip, update, publish, and step the schedule.
+        """End a micro-batch; at the window's last one clip, update, all-gather, and step the schedule.
 
         Args:
             lr_kwargs: for the scheduler's `step`.
@@ -405,7 +405,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def flush(self) -> None:
         """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.
 
-        All ranks call together; without a micro-batch in the window nothing happens.
+        All ranks must call together; it does nothing if the window has no micro-batch.
         """
         if self._components.optimizer is None:
             raise self._components.without_optimizer("flush")
@@ -457,7 +457,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw the gradients of the window away. All ranks call together."""
+        """Drop the gradients of the window. All ranks must call together."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -545,10 +545,10 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return policy_for(self.ds_config.zero.stage).gathers_before_use
 
     def destroy(self) -> None:
-        """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
+        """Remove the hooks and free optimizer state and gradients; the model stays, plain or sharded.
 
-        All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody. A
-        change of a parameter that is lost raises `ShardedParameterError` when everything else is done.
+        All ranks must call together, since others may still read this rank's shards; a failing rank does not wait. A
+        lost change of a parameter raises `ShardedParameterError` after everything else is done.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()

@@ -35,13 +35,13 @@ def initialize(
     Args:
         args: a namespace with `deepspeed_config` (path) and, from a launcher, `local_rank`.
         model: a torch module.
-        optimizer: a torch optimizer over its parameters, a callable that makes one, or None for the JSON's.
+        optimizer: a torch optimizer over its parameters, a callable that builds one, or None for the JSON's.
         model_parameters: parameters, or groups of them, to train.
-        training_data: a dataset; a distributed loader is made of it.
-        lr_scheduler: a scheduler or a callable that makes one of the optimizer.
-        distributed_port: of a process group made here.
+        training_data: a dataset for a distributed loader.
+        lr_scheduler: a scheduler or a callable that builds one from the optimizer.
+        distributed_port: of a process group created here.
         mpu: a client's model-parallel unit, or a `deepspeed.comm.process_groups.mesh.Mesh`.
-        dist_init_required: False: the process group is there already.
+        dist_init_required: False: the process group exists already.
         collate_fn: for the loader.
         config: dict, path or base64 of the JSON.
         mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).

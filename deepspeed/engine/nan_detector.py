@@ -1,7 +1,7 @@
-"""The `non_finite` block: finds the operation that made the first NaN or infinity.
+"""The `non_finite` block: finds the operation that produced the first NaN or infinity.
 
-Of every micro-batch its inputs are kept by reference, with the state of the random numbers. Backward is run again from
-the loss, where forward gave that; where it was computed outside, from the gradients of what forward gave, which are
+The inputs of every micro-batch are kept by reference, with the state of the random generators. Backward is run again
+from the loss if forward returned it; if it was computed outside, from the gradients of forward's outputs, which are
 kept from the second time on.
 """
 

@@ -1,4 +1,4 @@
-"""`engine.offload_states`: moves training state off the device for a while."""
+"""`engine.offload_states`: temporarily moves training state off the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.zero.parameters.shard_group import meet_before_change
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where state can rest, as the JSON spells it."""
+    """Tiers of training state, with their names in the JSON."""
 
     none = "none"
     cpu = "cpu"

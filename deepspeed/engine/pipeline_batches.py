@@ -94,7 +94,7 @@ def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
     """Refuse a window that cannot start, the same on all ranks; gives the reports, by rank, that decide its size."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
-        raise PipelineError(f"rank {refused[0]} was refused this call; its traceback says why. No micro-batch was run")
+        raise PipelineError(f"the call was refused on rank {refused[0]}; see its traceback. No micro-batch was run")
     other = next((rank for rank, row in enumerate(rows) if row.does != rows[0].does), None)
     if other is not None:
         calls = ("train_batch", "eval_batch") if rows[0].does == TRAINS else ("eval_batch", "train_batch")
@@ -105,7 +105,7 @@ def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
     leading = {rank: row for rank, row in enumerate(rows) if not row.follows} or dict(enumerate(rows))
     failed = [rank for rank, row in leading.items() if row.available == FAILED]
     if failed:
-        raise DataError(f"the data of rank {failed[0]} failed; its traceback says why. No micro-batch was run")
+        raise DataError(f"the data of rank {failed[0]} failed; see its traceback. No micro-batch was run")
     rank, first = next(iter(leading.items()))
     for other, row in leading.items():
         if row[1:4] != first[1:4]:

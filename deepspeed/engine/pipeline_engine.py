@@ -1,7 +1,7 @@
 """The engine of a pipeline: whole windows instead of forward, backward and step.
 
-Between `train_batch` and its return a stage does what its row of the schedule says (`deepspeed/pipe/executor.py`), and
-then what any engine does at the end of a window.
+In `train_batch` a stage runs its row of the schedule (`deepspeed/pipe/executor.py`), and then the same update as any
+engine at the end of a window.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSched
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a model whose layers are dealt to stages; arguments as those of `DeepSpeedEngine`.
+    """Trains a model whose layers are split into stages; arguments as those of `DeepSpeedEngine`.
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
@@ -121,14 +121,14 @@ class PipelineEngine(DeepSpeedEngine):
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
     def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
-        """What all stages do in a window; prints as text.
+        """The actions of all stages in a window; prints as text.
 
         Args:
             micros: micro-batches.
-            training: and not evaluation.
+            training: False: evaluation.
 
         Raises:
-            ArgumentError: it cannot be had with so many.
+            ArgumentError: the schedule does not support this number.
         """
         name = self._name if training else "inference"
         return validated(name, self.num_stages, micros, self._chunks)
@@ -320,7 +320,7 @@ class PipelineEngine(DeepSpeedEngine):
         counts = [Count(*row) for row in table]
         failed = [rank for rank, count in zip(self._axes.everyone.ranks, counts, strict=True) if count.failed]
         if failed:
-            raise PipelineError(f"the loss on rank {failed[0]} failed; its traceback says why")
+            raise PipelineError(f"the loss on rank {failed[0]} failed; see its traceback")
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
@@ -336,10 +336,10 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.tensor(Count.mean_loss(counts))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, its forward passes through all stages. All ranks call together.
+        """The model's own `generate`, with forward passes through all stages. All ranks must call together.
 
-        Every token is one pass over the whole sequence, without a cache: right for looking at samples while training,
-        slow for anything else. Random draws are those of rank 0. Arguments and result are the model's.
+        Every token is one pass over the whole sequence, without a cache: suited for samples during training,
+        slow otherwise. Random draws are those of rank 0. Arguments and result are the model's.
 
         Raises:
             PipelineError: the model has no `generate`, or a pass failed.
@@ -456,7 +456,7 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Iterator[Window]:
         """Windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
 
-        A window has as many micro-batches as are accumulated; the last may have fewer, and is trained on as it is.
+        A window has `gradient_accumulation_steps` micro-batches; the last may have fewer, and is trained on as it is.
         Gradients, losses and metrics are weighted by real samples.
 
         Args:

@@ -1,4 +1,4 @@
-"""Reduces a whole model to this rank's pipeline stage, and its `generate` over all stages."""
+"""Reduces a full model to this rank's pipeline stage; `generate` over all stages."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
     stage, a, b = difference
     raise PipelineError(
         f"rank {axis.ranks[0]} (stage 0) and rank {axis.ranks[stage]} (stage {stage}) were given different models: "
-        f"{a or 'nothing'} there, {b or 'nothing'} here; every stage is cut from the same one"
+        f"{a or 'nothing'} there, {b or 'nothing'} here; every stage must get the same model"
     )
 
 

@@ -1,4 +1,4 @@
-"""Attributes and methods that programs read of an engine, under the reference's names."""
+"""Attributes and methods of upstream's engine that programs read."""
 
 from __future__ import annotations
 

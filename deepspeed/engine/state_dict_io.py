@@ -224,7 +224,7 @@ class WeightsIO:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict; sharded parameters are stand-ins, which gather when they are read.
+        """The module's state dict; sharded parameters are placeholders, which gather when they are read.
 
         Args:
             destination: a dict to fill.
@@ -246,7 +246,7 @@ class WeightsIO:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> load.Loaded:
-        """Load whole weights into the module, sharded or not; all ranks call together with the same weights.
+        """Load full weights into the module, sharded or not; all ranks must call with the same weights.
 
         Args:
             checkpoint: a state dict, or a dict that has one under `module`.
@@ -255,7 +255,7 @@ class WeightsIO:
             fetch_z3_params: has no effect: sharded parameters are loaded as they are.
 
         Returns:
-            What was loaded, and what differs.
+            The loaded names, and the differences.
 
         Raises:
             CheckpointError: names differ and `strict`, or a shape differs.
@@ -289,7 +289,7 @@ class WeightsIO:
         return loaded
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
-        """As of any module, and into sharded parameters too; names may begin with `module.`.
+        """As for any module, also for sharded parameters; names may begin with `module.`.
 
         Args:
             state_dict: whole weights, the same on all ranks; they call together.
@@ -306,7 +306,7 @@ class WeightsIO:
         return torch.nn.modules.module._IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
-        """Stream Hugging Face safetensors into the engine; every rank reads what it holds and no more.
+        """Stream Hugging Face safetensors into the engine; every rank reads only its part.
 
         Args:
             path: a folder as `save_pretrained` writes it, or a safetensors file.

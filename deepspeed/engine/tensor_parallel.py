@@ -1,4 +1,4 @@
-"""Splits a whole model over the ranks of `tp`, and quantizes the weights of models that only answer."""
+"""Splits a full model over the ranks of `tp`, and quantizes the weights of inference-only models."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class _BatchReader:
             raise self.problem
         if low == FAILED:
             raise DataError(
-                f"the data loader of another rank failed at batch {self.steps}; the traceback of that rank says why"
+                f"the data loader of another rank failed at batch {self.steps}; see the traceback of that rank"
             )
         return low, high
 
@@ -173,7 +173,7 @@ class TrainLoop:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over this rank's share of a dataset; ranks of a sequence get slices of one batch.
+        """A loader over this rank's part of a dataset; ranks of a sequence get slices of one batch.
 
         Args:
             dataset: map-style or iterable.
@@ -205,8 +205,8 @@ class TrainLoop:
         Args:
             loader: this rank's loader, of any length.
             policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
-            progress: rank 0 shows one live line: step, loss of this rank, samples per second over all ranks, time left
-                where the loader has a length, memory; None: where the launcher was asked for it (`--progress`).
+            progress: rank 0 shows a live line: step, loss of this rank, samples per second of all ranks, remaining time
+                if the loader has a length, memory; None: if the launcher has `--progress`.
         """
         with self._shown(loader, progress):
             try:

@@ -1,1 +1,1 @@
-"""Things any room may use: logging, timers, trees of tensors. Knows no ranks, imports no room."""
+"""Utilities for all packages: logging, timers, trees of tensors. Independent of ranks, imports no other package."""

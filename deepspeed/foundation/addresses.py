@@ -1,7 +1,7 @@
-"""Import paths and names that programs know the package's parts by: one table, and the finder that serves it.
+"""Import paths and names of upstream: one table, and the import finder that serves it.
 
-A row of `ADDRESSES` is a module with the names in it and the modules where they are defined; its names are looked up on
-first use, so that importing it costs nothing. Modules that have no file of their own are made when they are imported.
+A row of `ADDRESSES` is a module, the names in it and the modules that define them; names are looked up on first use, so
+importing the module costs nothing. Modules without a file are created when they are imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Warns at import if another installation of the same name may be imported instead.
 
-Upstream's distribution has this one's name, so pip replaces one by the other; what pip did not install, or installed
-into another folder of the path, stays beside it.
+Upstream's distribution has the same name, so pip replaces one by the other; a copy that pip did not install, or that is
+in another folder of the path, remains.
 """
 
 from __future__ import annotations

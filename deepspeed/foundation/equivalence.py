@@ -1,4 +1,4 @@
-"""Runs models on small inputs and compares what they compute: example inputs, evaluation mode, tolerances."""
+"""Runs models on small inputs and compares their results: example inputs, evaluation mode, tolerances."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A simulation: an engine whose tensors have no values, in a world of one process.
 
-No other code asks whether there is one. What acts on the outside is a `Replaceable`, and who starts a simulation
-replaces it: native code computes nothing, messages have nobody to go to, a disk only counts
+No other code checks whether it is simulated. Functions with effects outside of the process are a `Replaceable`, and a
+simulation replaces them: native code computes nothing, messages have no receiver, a disk only counts
 (`comm/fake/fake_world.py`, `planner/fake_world.py`).
 """
 

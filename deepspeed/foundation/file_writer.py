@@ -25,7 +25,7 @@ class PyFileWriter:
         self._file: io.BufferedWriter | None = open(self._path, "wb")
 
     def write(self, buffer: Any) -> int:
-        """Append bytes; the number that was written.
+        """Append bytes; returns the number written.
 
         Raises:
             ArgumentError: the writer is closed.
@@ -33,7 +33,7 @@ class PyFileWriter:
         return self._open_file().write(buffer)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Flush the buffer to the system."""
         self._open_file().flush()
 
     def fileno(self) -> int:
@@ -57,7 +57,7 @@ class PyFileWriter:
 
 
 class MockFileWriter(PyFileWriter):
-    """Writes nowhere: for the time that making the bytes takes.
+    """Discards all bytes, to measure the time of serialization.
 
     Args:
         file_path: kept, not made.
@@ -111,7 +111,7 @@ class FastFileWriter(PyFileWriter):
         self._filled = 0
 
     def write(self, buffer: Any) -> int:
-        """Append bytes; the number that was taken."""
+        """Append bytes; returns the number accepted."""
         file, data = self._open_file(), memoryview(buffer).cast("B")
         for start in range(0, len(data), len(self._buffer)):
             piece = data[start : start + len(self._buffer)]
@@ -122,7 +122,7 @@ class FastFileWriter(PyFileWriter):
         return len(data)
 
     def flush(self) -> None:
-        """Hand what is collected to the system."""
+        """Flush the collected bytes to the system."""
         file = self._open_file()
         self._write_out(file)
         file.flush()

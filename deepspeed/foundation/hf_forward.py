@@ -1,8 +1,8 @@
-"""What the forward of a model of Transformers takes and returns. The only file that spells names of the cache.
+"""The arguments and outputs of the forward of Transformers models. The only file with the names of the KV cache.
 
-Transformers renames arguments: keys and values are `past_key_values` up to 5.23 and `cache` from 5.24 on, where models
-with code of their own keep the older name. So an argument is found in the signature of the forward that is called, by
-any of its names or by its annotation, and a cache in a call or an output by what it is. Transformers is not imported.
+Transformers renames arguments: keys and values are `past_key_values` up to 5.23 and `cache` from 5.24 on, while models
+with their own code keep the older name. So an argument is found in the signature of the called forward, by any of its
+names or by its annotation, and a cache in a call or an output by its type. Transformers is not imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The package's one logger, and helpers that say a fact once and on the ranks that should say it."""
+"""The package's logger, and helpers that log a message once, or only on some ranks."""
 
 from __future__ import annotations
 

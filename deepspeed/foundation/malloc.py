@@ -1,7 +1,8 @@
 """Returns freed memory to the operating system.
 
-glibc maps large blocks apart and unmaps them when they are freed; but the first that is freed raises what counts as
-large to its size, up to 32 MiB. From then on such blocks lie in the heap, where what is freed stays with the process.
+glibc maps large blocks separately and unmaps them when they are freed. But the first free raises the threshold for
+large blocks to its size, up to 32 MiB. From then on such blocks are in the heap, where freed memory stays with the
+process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a module owns and what lies below it, also where torch does not see it.
+"""What a module owns and contains, including what torch does not see.
 
-A Keras model keeps its layers in a list of its own and names all of their variables once more at the root, in a
-container that never runs; a layer's hooks work all the same. Keras is told by what its layers have: nothing of it is
-imported here.
+A Keras model keeps its layers in a list of its own and lists all of their variables again at the root, in a container
+that never runs; hooks on layers work nevertheless. Keras is recognized by attributes of its layers: it is not imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cutting a row of items into parts of about equal weight, as layers over pipeline stages."""
+"""Partitions a list of items into parts of about equal weight, such as layers over pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.errors import ArgumentError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Cut `num_items` into runs whose lengths differ by at most one, longer ones first.
+    """Partition `num_items` into ranges whose lengths differ by at most one, longer ones first.
 
     Args:
         num_items: items in the row.
@@ -27,12 +27,12 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Cut a row so that the heaviest part is as light as can be.
+    """Partition a list so that the heaviest part is as light as possible.
 
-    The least limit that a greedy filling can keep is found by bisection (the linear partition problem).
+    Bisection finds the smallest limit for which greedy filling works (the linear partition problem).
 
     Args:
-        weights: what each item weighs, none negative.
+        weights: the weight of each item, not negative.
         num_parts: parts; more than items leaves the last ones empty.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Small things that programs import: seeds, nests on another device, versions, marks of experts, constants."""
+"""Small helpers that programs import: seeds, nests moved to a device, versions, expert marks, constants."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def move_to_device(
     """The same nest with its tensors on a device.
 
     Args:
-        item: a tensor, a nest of them, or an object with a `to` of its own (a module, a batch of a tokenizer).
+        item: a tensor, a nest of tensors, or an object with a `to` method (a module, a batch of a tokenizer).
         device: where to.
         criterion_func: move only the tensors it is true for.
     """
@@ -63,7 +63,7 @@ def move_to_device(
 
 
 def ensure_directory_exists(filename: str | Path) -> None:
-    """Make the folder that `filename` is to be written into."""
+    """Create the parent folder of `filename`."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -73,7 +73,7 @@ def noop_decorator(func: T) -> T:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it would be written, as for log lines: `base(1, key=2)`."""
+    """A call as source text, for log lines: `base(1, key=2)`."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
@@ -120,7 +120,7 @@ class MultiTensorApply:
 
 
 class DummyOptim:
-    """Stands where an optimizer's `param_groups` are read and nothing is updated."""
+    """An optimizer that has `param_groups` but updates nothing."""
 
     def __init__(self, params: Any) -> None:
         """Keep the parameters.
@@ -135,7 +135,7 @@ class DummyOptim:
 def OnDevice(
     dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
 ) -> Generator[None, None, None]:
-    """Inside, tensor constructors make tensors on `device`, and floating ones of `dtype`.
+    """A context in which tensor constructors use `device`, and `dtype` for floating tensors.
 
     Args:
         dtype: dtype of floating tensors whose dtype is not named.

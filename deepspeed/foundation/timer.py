@@ -1,4 +1,4 @@
-"""Wall-clock timers by name and a samples-per-second meter; waiting for the device is handed in by the caller."""
+"""Wall-clock timers by name and a samples-per-second meter; the caller passes a function to wait for the device."""
 
 from __future__ import annotations
 

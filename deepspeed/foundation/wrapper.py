@@ -1,4 +1,4 @@
-"""Engines hold a model as `module`, and answer for it."""
+"""Wrappers that hold a model as `module` and forward attributes to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: any causal language model, batched on pages of one cache, equal to its own `generate`."""
+"""Generation: any causal language model, continuous batching, paged KV cache, equal to the model's own `generate`."""
 
 from __future__ import annotations
 

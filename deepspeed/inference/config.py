@@ -1,4 +1,4 @@
-"""The keys of `init_inference`: typed, each with what it does here."""
+"""The keys of `init_inference`, typed, with their meaning in this package."""
 
 from __future__ import annotations
 

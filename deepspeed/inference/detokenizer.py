@@ -1,4 +1,4 @@
-"""Decodes tokens to text as they come, and finds stop strings."""
+"""Decodes tokens to text incrementally, and finds stop strings."""
 
 from __future__ import annotations
 

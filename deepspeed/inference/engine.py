@@ -1,4 +1,4 @@
-"""`init_inference`: any module, cast and placed for inference; calls and attributes go on to the module."""
+"""`init_inference`: any module, cast and placed for inference; calls and attributes are forwarded to the module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOTHING: tuple[Any, ...] = (None, False)  # values that ask for nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Make a model ready to answer: cast in place, filled, placed, and with the checks of the keys.
+    """Prepare a model for inference, in place: cast it, load weights, move it to the device.
 
     Args:
         model: any `nn.Module`; an encoder, an encoder-decoder and a speech model too.
@@ -47,7 +47,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
     Raises:
         ValueError: an unknown key, a wrong value, or a contradiction.
-        NotAvailableError: a key asks for what this version does not have.
+        NotAvailableError: a key needs a feature that this version does not have.
 
     Example:
         >>> pipe.model = deepspeed.init_inference(pipe.model, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
 
 class InferenceEngine(ModuleWrapper):
-    """A module that answers. What the engine does not know itself is asked of the module, and set on it.
+    """A module for inference. Unknown attributes are read from and set on the module.
 
     Args:
         model: changed in place: dtype, device, evaluation mode, and packed or cut matrices where asked for.
@@ -194,8 +194,8 @@ class InferenceEngine(ModuleWrapper):
             if packed is None:
                 raise
             raise TensorParallelError(
-                f"tensor_parallel: '{packed.removesuffix('.packed')}' came as packed integers, and those are not cut "
-                f"over ranks: give a folder of whole weights, or tp_size 1 ({error})"
+                f"tensor_parallel: '{packed.removesuffix('.packed')}' was loaded as packed integers, which cannot be "
+                f"split over ranks: give a folder of whole weights, or tp_size 1 ({error})"
             ) from error
         device = torch.device(get_accelerator().current_device_name())
         if tp.tp_group is not None:
@@ -212,12 +212,12 @@ class InferenceEngine(ModuleWrapper):
 
     @property
     def config(self) -> Any:
-        """The model's config; else what the key `config` (or `args`) holds."""
+        """The model's config; else the value of the key `config` (or `args`)."""
         own = getattr(self.module, "config", None)
         return own if own is not None else self._config.config
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; floating inputs come in its dtype."""
+        """The module's forward; floating inputs are cast to its dtype."""
         inputs, kwargs = self._cast((inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
@@ -264,7 +264,7 @@ class InferenceEngine(ModuleWrapper):
         """Measure every forward of the module from now on.
 
         Args:
-            use_cuda_events: has no effect; the device is waited for at both ends.
+            use_cuda_events: has no effect; the device is synchronized at both ends.
         """
         if self._hooks:
             return
@@ -308,11 +308,11 @@ class InferenceEngine(ModuleWrapper):
         return self._compiled
 
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
-        """Fill a module, which may be on the meta device, with what the key `checkpoint` names."""
+        """Load the weights named by the key `checkpoint` into a module, which may be on the meta device."""
         self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
 
     def destroy(self) -> None:
-        """End what the engine has begun; the module stays as it is, and other engines too."""
+        """Free the engine's resources; the module and other engines are not changed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], []

@@ -75,7 +75,7 @@ class BlockPool:
     def release(self, page: int) -> None:
         """One sequence less; after the last, it is cached if its tokens can be found again, else free."""
         if not 0 <= page < self.count or self._references[page] < 1:
-            raise UsageError(f"page {page} of {self.count} is held by nobody, so it cannot be released")
+            raise UsageError(f"page {page} of {self.count} is not in use, so it cannot be released")
         self._references[page] -= 1
         if not self._references[page]:
             if page in self._nodes:

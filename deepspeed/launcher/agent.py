@@ -1,6 +1,7 @@
 """The agent: one process per host that starts the ranks there, and the command that starts it.
 
-Job, arguments and variables come over the connection; ranks end with it, whether it says so, closes or falls silent.
+Job, arguments and variables come over the connection. Ranks end when the launcher says so, or the connection closes or
+becomes silent.
 """
 
 from __future__ import annotations

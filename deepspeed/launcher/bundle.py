@@ -1,4 +1,4 @@
-"""`ds_bundle`: what a bug report needs, in one file: versions, variables, the logs of the last job. No secrets."""
+"""`ds_bundle`: the data of a bug report in one file: versions, variables, the logs of the last job. No secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller: starts the ranks on all hosts or on none, and ends all when one fails."""
+"""The controller: starts the ranks on all hosts or on none, and stops all when one fails."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Control:
             more = f" and {len(members) - 8} more" if len(members) > 8 else ""
             place = f"{address}:{port}: {shown}{more}"
             by = self.starter.name
-            logger.info("%d rank(s) on %d host(s) by %s, meeting at %s", attempt.world, len(members), by, place)
+            logger.info("%d rank(s) on %d host(s) by %s, rendezvous at %s", attempt.world, len(members), by, place)
         self.attempt = attempt
         attempt.start(address, port)
         for peer in members:

@@ -1,4 +1,4 @@
-"""`ds_ssh`: one command on every host of a hostfile, its words as they were typed."""
+"""`ds_ssh`: runs one command on every host of a hostfile, with its words as typed."""
 
 from __future__ import annotations
 

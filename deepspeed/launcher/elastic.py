@@ -1,4 +1,4 @@
-"""Runs that survive losing a rank or a host: what is left re-forms, and grows when hosts come back."""
+"""Elastic runs: after the loss of a rank or a host the remaining ones restart; more ranks when hosts come back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ElasticControl(Control):
         self._world = 0
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         if len(self.peers) > 1 and is_this_machine(self.peers[0].name):
-            logger.info("this host keeps the job and trains too: the run survives the loss of every other one")
+            logger.info("this host runs the launcher and ranks: the run survives the loss of any other host")
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         errors = number = 0
         while True:

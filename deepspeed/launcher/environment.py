@@ -127,7 +127,7 @@ def _for_hosts(
     placed = {(name, renamed.get(host, host) if host else None): value for (name, host), value in variables.items()}
     others = sorted({host for _, host in placed if host is not None and host not in hosts})
     if others:
-        logger.info("%s: lines for %s are not of this job", path, ", ".join(others))
+        logger.info("%s: lines for %s are ignored: these hosts are not in this job", path, ", ".join(others))
     return {(name, host): value for (name, host), value in placed.items() if host is None or host in hosts}
 
 

@@ -1,6 +1,6 @@
-"""The foreground process: shows the output and forwards signals while another runs the job.
+"""The foreground process: shows the output and forwards signals while another process runs the job.
 
-Ctrl-S, Ctrl-Z, a pipe nobody reads or a full disk stop this process, and nothing else.
+Ctrl-S, Ctrl-Z, a pipe without a reader or a full disk block only this process.
 """
 
 from __future__ import annotations

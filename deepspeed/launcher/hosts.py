@@ -316,7 +316,7 @@ def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.envir
     if os.path.isfile(hostfile):
         return Pool(read_hostfile(hostfile), f"hostfile {hostfile}")
     if hostfile != DLTS_HOSTFILE:
-        logger.warning("hostfile %s does not exist: using what the scheduler says, or this machine alone", hostfile)
+        logger.warning("hostfile %s does not exist: using the hosts of the scheduler, or this machine alone", hostfile)
     devices = len(visible_devices(environment))
     slots = list(range(num_gpus if num_gpus > 0 else devices or 1))
     for probe in (Pool.from_sagemaker, Pool.from_pods, Pool.from_slurm, Pool.from_pbs):

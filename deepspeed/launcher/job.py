@@ -1,4 +1,4 @@
-"""A job as data: program, hosts, variables, and digests of its secrets."""
+"""The description of a job: program, hosts, variables, and digests of its secrets."""
 
 from __future__ import annotations
 

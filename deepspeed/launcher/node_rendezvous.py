@@ -119,7 +119,7 @@ class NodeRendezvous:
                     control.attach(peers[own], channel)
                     return
                 why = f"node {own} is there already" if known else "it runs another job, or with other hosts or options"
-                logger.warning("a host at %s called and was sent away: %s", address, why)
+                logger.warning("a host at %s connected and was rejected: %s", address, why)
                 channel.send("sent_away", why=f"the first host {self._job.address} sent this one away: {why}")
                 channel.close()
                 return

@@ -1,4 +1,4 @@
-"""The logs of each rank: forwarded, stored in a folder per attempt, their ends kept for reports."""
+"""The logs of each rank: forwarded, stored in a folder per attempt, with their last lines kept for reports."""
 
 from __future__ import annotations
 

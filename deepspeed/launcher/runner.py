@@ -1,4 +1,4 @@
-"""The `deepspeed` command: chooses hosts and devices, then has an agent on each of them start the ranks."""
+"""The `deepspeed` command: chooses hosts and devices, and starts the ranks through an agent on each host."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _check(options: argparse.Namespace) -> None:
     if runs_a_file and not Path(options.user_script).exists():
         raise LaunchError(f"script {options.user_script!r} does not exist in {own_folder()}")
     if (options.include or options.exclude) and (options.num_nodes > 0 or options.num_gpus > 0):
-        raise LaunchError("--include and --exclude already say how many; leave --num_nodes and --num_gpus out")
+        raise LaunchError("--include and --exclude already select devices; leave --num_nodes and --num_gpus out")
     if options.no_ssh and (options.node_rank < 0 or not options.master_addr):
         raise LaunchError("--no_ssh needs --node_rank N and --master_addr ADDRESS of node 0, on every node")
     if options.heartbeat <= 0 or options.grace < 0:

@@ -1,4 +1,4 @@
-"""The entry point of a SageMaker container: hosts, hyper-parameters and failures by the files of the platform."""
+"""The entry point of a SageMaker container: hosts, hyper-parameters and failures through the platform's files."""
 
 from __future__ import annotations
 

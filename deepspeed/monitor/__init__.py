@@ -1,1 +1,1 @@
-"""Where a run's numbers go: files, dashboards, each written by a process of its own."""
+"""Monitors: write metrics to files and dashboards, each in a separate process."""

@@ -1,7 +1,6 @@
 """The interface of all monitors, and those that write JSON lines, to MLflow and for Prometheus.
 
-Nothing here, or in another monitor's module, imports torch, or the package that a monitor writes through before the
-monitor is made.
+Monitor modules do not import torch, and import the package that a monitor writes to only when the monitor is created.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that writes a monitor's events, and the pipe to it.
 
-Lines of JSON come on its standard input: first what to write to, and how long it may take at the end; then lists of
-events. An empty line, or the end of the input when the run was killed, ends it. A thread takes them in, so the run
-never waits for a package that imports, blocks or asks a server.
+It reads lines of JSON on standard input: first the target, and the time limit at the end; then lists of events. An
+empty line, or the end of the input if the run was killed, ends it. A thread reads them, so the run never waits for a
+package that imports, blocks or contacts a server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One live line about a run: step, loss, samples per second, time left, memory.
+"""A live line about a run: step, loss, samples per second, remaining time, memory.
 
-A thread draws it from what the loop left in a few fields, so the loop waits neither for the terminal nor for the loss
-on its device. Where there is no terminal, a plain line is written now and then.
+A thread draws it from a few fields that the loop sets, so the loop waits neither for the terminal nor for the loss on
+its device. Without a terminal, a plain line is written every few seconds.
 """
 
 from __future__ import annotations

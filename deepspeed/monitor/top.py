@@ -1,7 +1,8 @@
-"""`ds_top RUN`: all ranks of a run, live, from another terminal; and the mapped page that each rank writes for it.
+"""`ds_top RUN`: shows all ranks of a run, live, from another terminal; the memory-mapped page that each rank writes for
+it.
 
-[Note: half a page] A reader may come in the middle of a write. The length is zero meanwhile, and what does not parse is
-read again.
+[Note: half a page] A reader may read in the middle of a write. The length is zero during a write, and a page that does
+not parse is read again.
 """
 
 from __future__ import annotations

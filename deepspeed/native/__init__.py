@@ -1,4 +1,4 @@
-"""The one shared library of native code, or None where it was not built or is turned off."""
+"""The shared library of native code, or None if it was not built or is turned off."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def state() -> str:
-    """The state of the library in a few words: which kernels run, or why none do."""
+    """The state of the library in a few words: which kernels run, or why none does."""
     return _load()[1]
 
 

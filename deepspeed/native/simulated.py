@@ -1,4 +1,4 @@
-"""The native library of a simulation: every function is there and does nothing."""
+"""The native library of a simulation: every function exists and does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the optimizers, one package each, every one with a plain-torch form."""
+"""Optimizer kernels, one package each; every kernel has a plain-torch form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at every operator that runs, without torch's compiler."""
+"""Intercepts every operator that runs, without torch's compiler."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Runs operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
 
-[Note: without values] A tensor of such a run is an ordinary CPU tensor whose memory nobody touches, so the system gives
-it no pages: a model of any size runs in a few megabytes, through the same kernels' choices, classes and hooks as a real
-one. What an operator gives is asked of torch's meta kernels. Integers and booleans keep their values as long as those
-do not come from a tensor without: models branch on masks and positions. So do small floating-point tensors.
+[Note: without values] A tensor of such a run is an ordinary CPU tensor whose memory is never touched, so the system
+allocates no pages for it: a model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a
+real run. Output shapes come from torch's meta kernels. Integers and booleans keep their values unless they are computed
+from a tensor without values, because models branch on masks and positions. So do small floating-point tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several dense tensors as one, and back: the operator `utils` of old scripts."""
+"""Flattens several dense tensors into one, and back: the operator `utils` of upstream."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Floating-point operations by operator: torch's table, with what it misses.
+"""Floating-point operations by operator: torch's table, with the operators that it lacks.
 
 An operation is half a multiply-add of a matrix product, a convolution or an attention. Elementwise arithmetic, norms
-and activations count nothing. What users register with `torch.utils.flop_counter.register_flop_formula` counts.
+and activations count as zero. Formulas that users register with `torch.utils.flop_counter.register_flop_formula` are
+used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of our optimizers: each parameter group's tensors go to one method."""
+"""The base class of our optimizers: the tensors of each parameter group are passed to one method."""
 
 from __future__ import annotations
 

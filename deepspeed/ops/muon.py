@@ -1,4 +1,4 @@
-"""Muon: matrices move along their orthogonalised momentum, every other parameter by AdamW."""
+"""Muon: matrices are updated with their orthogonalised momentum, all other parameters with AdamW."""
 
 from __future__ import annotations
 

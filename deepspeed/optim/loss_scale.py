@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients in range: a fixed one, or one that follows the overflows it meets."""
+"""The loss scale of fp16: fixed, or dynamic with overflows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided after overflows and multiplied after a window of clean steps."""
+    """A loss scale that is divided after overflows and multiplied after a window of steps without overflow."""
 
     dynamic = True
 

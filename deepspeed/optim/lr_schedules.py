@@ -78,7 +78,7 @@ class LRSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Go to the saved iteration and set its rates."""
+        """Restore the saved iteration and its rates."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         rates = self._apply()
         self._last_lr = rates if self.last_batch_iteration >= 0 else None
@@ -209,7 +209,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """The optimizer's own rates times a ratio that rises to 1, then follows half a cosine down to `cos_min_ratio`."""
+    """The optimizer's rates times a ratio that rises to 1, then decays with a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options of `add_tuning_arguments` on the command line, and what else stands there."""
+    """The options of `add_tuning_arguments` on the command line, and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -472,13 +472,13 @@ def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` section that the options ask for.
+    """The `scheduler` section of the options.
 
     Args:
         args: parsed options.
 
     Returns:
-        The section and None, or None and what is wrong.
+        The section and None, or None and the error.
     """
     name = getattr(args, LR_SCHEDULE, None)
     if name not in SCHEDULES:
@@ -488,13 +488,13 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The rate that a `scheduler` section starts from or rises to.
+    """The initial or maximal rate of a `scheduler` section.
 
     Args:
         config: the section.
 
     Returns:
-        The rate and "", or None and what is missing.
+        The rate and "", or None and the missing key.
     """
     key = PEAK_RATE.get(config.get("type", ""))
     params = config.get("params", {})

@@ -1,4 +1,4 @@
-"""Optimizers that hold other optimizers (Lookahead, SAM), and what a step counts outside of its per-parameter state."""
+"""Optimizers that contain other optimizers (Lookahead, SAM), and counters outside of the per-parameter state."""
 
 from __future__ import annotations
 

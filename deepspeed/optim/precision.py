@@ -1,4 +1,4 @@
-"""Which parameters compute in which dtype, and the casting of inputs where they enter cast modules."""
+"""The compute dtype of each parameter, and the casting of inputs where they enter cast modules."""
 
 from __future__ import annotations
 

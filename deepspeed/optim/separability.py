@@ -1,9 +1,10 @@
-"""Finds whether an optimizer treats each parameter by itself, by running it on small copies of its groups.
+"""Finds whether an optimizer updates each parameter independently, by running it on small copies of its groups.
 
-ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and under offload one step is several, each
-with the gradients of some parameters. Both are exact only for optimizers whose update of one parameter does not look
-at others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) do. Nothing in a class says so; a run does.
+ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and under offload one step becomes several,
+each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
+others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. A class does not declare it, so it is found
+by running it.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ class Executor:
         kind = action.op[-1]
         receiver = self._takes[kind]
         if receiver is None:
-            raise PipelineError(f"stage {self.stage} has nobody to take {action} from")
+            raise PipelineError(f"stage {self.stage} has no stage to receive {action} from")
         source = self.axis.ranks[receiver.peer]
         label = self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
         return self._others.receive(action, receiver, source, label)
@@ -395,7 +395,7 @@ class Executor:
     def _send(self, action: Action, held: _Held) -> None:
         sender, kind = self._sends[action.op[-1]], action.op[-1]
         if sender is None or held.outgoing is None:
-            raise PipelineError(f"stage {self.stage} has nothing to send for {action}, or nobody to send it to")
+            raise PipelineError(f"stage {self.stage} has nothing to send for {action}, or no stage to send it to")
         target = self.axis.ranks[sender.peer]
         self._others.before_send(action, sender, *held.outgoing)
         label = self._label(f"send of the {_CARRIES[kind]} of micro-batch {action.micro} to rank {target}")

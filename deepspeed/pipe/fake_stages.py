@@ -1,8 +1,8 @@
 """Fake stages of a pipeline in a run without values.
 
-One stage is run, and the others are not there (`deepspeed/foundation/fake_mode.py`). Where they stand in their rows
-follows from the schedule: those that keep step are where the costs of their parts put them; those that are late have
-done only what this stage has heard of.
+One stage is run, and the others do not exist (`deepspeed/foundation/fake_mode.py`). Their progress follows from the
+schedule: stages in step are where the costs of their parts put them; late stages have done only what this stage has
+received.
 """
 
 from __future__ import annotations

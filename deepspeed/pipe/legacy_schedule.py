@@ -1,7 +1,7 @@
-"""Schedules under their old names, as lists of instructions.
+"""Schedules under upstream's names, as lists of instructions.
 
-They say what the rows of `deepspeed/pipe/schedule.py` say, which is what an engine runs. A step is one forward or
-backward pass with the messages around it; the last one ends with the update.
+They are equivalent to the rows of `deepspeed/pipe/schedule.py`, which an engine runs. A step is one forward or backward
+pass with its messages; the last one ends with the update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.pipe.schedule_simulator import simulate
 
 
 class PipeInstruction:
-    """One thing that a stage does; keyword arguments become attributes."""
+    """One action of a stage; keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name, self.kwargs = type(self).__name__, kwargs
@@ -41,11 +41,11 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Sum gradients of what several stages hold."""
+    """Sum gradients of parameters that several stages hold."""
 
 
 class BufferOpInstruction(PipeInstruction):
-    """What is done for one micro-batch.
+    """An action for one micro-batch.
 
     Args:
         buffer_id: place of the micro-batch among those that the stage holds at a time.
@@ -60,7 +60,7 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Take a micro-batch from the loader."""
+    """Load a micro-batch."""
 
 
 class ForwardPass(BufferOpInstruction):
@@ -72,19 +72,19 @@ class BackwardPass(BufferOpInstruction):
 
 
 class SendActivation(BufferOpInstruction):
-    """Send what forward gave to the next stage."""
+    """Send forward's output to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Take what the stage before gave."""
+    """Receive the output of the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradient of what was taken to the stage before."""
+    """Send the input gradient to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Take the gradient of what was sent from the next stage."""
+    """Receive the output gradient from the next stage."""
 
 
 _KINDS: dict[str, type[BufferOpInstruction]] = {
@@ -94,7 +94,7 @@ _UPDATE = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 
 
 class PipeSchedule:
-    """What one stage does in a window; iterating gives its steps.
+    """The actions of one stage in a window; iterating gives its steps.
 
     Args:
         micro_batches: of the window.
@@ -184,7 +184,7 @@ class _OfRows(PipeSchedule):
 
 
 class TrainSchedule(_OfRows):
-    """1F1B: a backward as soon as there is one."""
+    """1F1B: each backward as early as possible."""
 
     schedule_name = "1f1b"
 
@@ -212,7 +212,7 @@ class InferenceSchedule(_OfRows):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """What a rank with the whole model does: forward and backward of each micro-batch, then the update."""
+    """A rank with the full model: forward and backward of each micro-batch, then the update."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one for each micro-batch."""

@@ -1,4 +1,4 @@
-"""A model described as a row of layers, of which each rank builds those of its stage."""
+"""A model described as a list of layers; each rank builds those of its stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deepspeed.zero.layout.placement import Placement, Relation, place
 
 
 class LayerSpec:
-    """A layer that is built where it belongs.
+    """A layer that is built only on its stage.
 
     Args:
         typename: class of the layer, a Module.
@@ -49,7 +49,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all others of its key, on whichever stage they are.
+    """A layer that shares its parameters with all others of the same key, on any stage.
 
     Args:
         key: of the shared parameters.
@@ -75,7 +75,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """Layers in a row, cut into stages. Names of parameters are those of the whole row: the layer's index, and its own.
+    """A list of layers, split into stages. Parameter names have the layer's index in the full list, and its own name.
 
     Args:
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
@@ -83,19 +83,19 @@ class PipelineModule(nn.Module):
         topology: a `ProcessTopology` with an axis "pipe", the outermost.
         loss_fn: called with (outputs, labels) on the last stage; gives the loss, or (loss, numbers by name for
             `engine.metrics`). None: the last layer gives the loss.
-        seed_layers: build each layer, and run it, from a seed of its own.
+        seed_layers: build and run each layer with a separate seed.
         seed_fn: sets the seed; None: torch.manual_seed.
         base_seed: of layer 0.
         partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
             whose class matches), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
-        activation_checkpoint_interval: layers that are computed again together in backward; 0: none.
+        activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
-        checkpointable_layers: names of the classes that are computed again; None: those with parameters.
+        checkpointable_layers: names of the classes that are recomputed; None: those with parameters.
         dynamic_shape: accepted for old scripts: shapes may always change.
         num_chunks: parts per stage, for the interleaved schedule.
-        example_input: what the first layer takes of a micro-batch, for partition_method "profile", which runs all
+        example_input: the first layer's input, for partition_method "profile", which runs all
             layers on every rank, one at a time.
-        stage_memory: bytes that a stage may hold, for "profile"; None: the device's, on the CPU any.
+        stage_memory: limit of a stage's bytes, for "profile"; None: the device's memory, on the CPU no limit.
 
     Raises:
         ArgumentError: arguments that cannot work together.

@@ -1,8 +1,8 @@
 """Estimates and measures the cost of a model's layers, and partitions them over stages.
 
-An output projection over a large vocabulary costs as much as a block or two, so stages of equally many blocks, or of
-equally many parameters, do not take equally long. Operations are counted in one forward on a small input, which gives
-every rank the same numbers; seconds are measured on this machine.
+An output projection over a large vocabulary costs as much as a block or two, so stages with equally many blocks or
+parameters do not take equally long. Operations are counted in one forward on a small input, which gives every rank the
+same numbers; seconds are measured on this machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Placeholder modules for those that other stages run.
+"""Placeholders for modules that other stages run.
 
-A stage runs the model's own root forward. Blocks and other modules with parameters that live elsewhere are replaced,
-for the length of the run, by stand-ins: one gives what was received, others give NaN in the right shape. So a value
-that ought to have travelled and did not is seen in the result, and never is a silent zero.
+A stage runs the forward of the model's root module. Blocks and other modules with parameters that belong to other
+stages are replaced during the run: one placeholder returns the received values, others return NaN in the right shape.
+So a value that should have been sent but was not is visible in the result, and is never a silent zero.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class Elsewhere(_StandIn):
             with torch.no_grad():
                 outputs = self._stands_for(*args, **kwargs)
         except RuntimeError as error:
-            raise PipelineError(
-                f"'{self.name}' lives on another stage, and its shape cannot be told: {error}"
-            ) from error
+            raise PipelineError(f"'{self.name}' lives on another stage, and its shape is unknown: {error}") from error
         return poisoned(outputs, devices[0] if devices else torch.device("cpu"), self.dtype_here)
 
 

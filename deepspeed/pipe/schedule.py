@@ -1,9 +1,9 @@
-"""Schedules as data: what each stage does in which order, as text that prints and parses.
+"""Schedules as data: the order of each stage's actions, as text that prints and parses.
 
-A line per stage, a word per action: `F3` and `B3` compute forward and backward of micro-batch 3, `<F3` and `>F3` take
-and send an activation, `<B3` and `>B3` its gradient. Where a row has `W3`, `B3` leaves the gradients of weights to it
-(`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage that holds several. Chunk c of stage s is the
-(c * stages + s)-th part of the model. Sends do not wait; what is sent from one stage to another arrives in order.
+A line per stage, a word per action: `F3` and `B3` compute forward and backward of micro-batch 3, `<F3` and `>F3`
+receive and send an activation, `<B3` and `>B3` its gradient. If a row has `W3`, `B3` defers the weight gradients to it
+(`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage that has several. Chunk c of stage s is the (c *
+stages + s)-th part of the model. Sends do not block; messages from one stage to another arrive in order.
 `deepspeed/pipe/schedule_simulator.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
 """
 
@@ -44,7 +44,7 @@ class Action:
         """An action from the word that `str` makes of it."""
         match = _WORD.fullmatch(word)
         if match is None:
-            raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
+            raise PipelineError(f"{word!r} is not an action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
         return cls(match[1], int(match[2]), int(match[3] or 0))
 
 

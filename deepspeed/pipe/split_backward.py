@@ -1,13 +1,13 @@
-"""A backward pass in two: what the stage before waits for now, gradients of weights in matrix products later.
+"""Splits a backward pass: input gradients first, weight gradients of matrix products later.
 
-[Note: what is put off] autograd's graph of a micro-batch is read before its backward. A product `x @ w` whose right
-side leads to parameters that nothing else in the graph leads to is an edge that this backward leaves out: autograd does
-not multiply for it. The product's gradient and `x` are kept, and `weights` multiplies them as autograd would have, and
-sends the result down the same edge: casts, transpositions, hooks of parameters and whoever listens to them see what
-they always see, once. So nothing is asked of the model. All else stays where it was: biases, norms, embeddings, a
-weight that is used in another way besides or very often, products of three dims, blocks that are computed again in
-backward (what they save can be read once; where torch's older way is used, the whole part), compiled pieces, and a part
-whose input needs no gradient: nobody waits for it.
+[Note: what is put off] autograd's graph of a micro-batch is read before its backward. Consider a product `x @ w` whose
+right side leads to parameters to which nothing else in the graph leads. Backward skips this edge, so autograd does not
+multiply for it. The product's gradient and `x` are kept; `weights` multiplies them as autograd would have, and sends
+the result along the same edge: casts, transpositions and hooks of parameters run as usual, once. So the model needs no
+change. All other gradients are computed immediately: biases, norms, embeddings, a weight that is also used in another
+way or very often, products of three dims, blocks that are recomputed in backward (their saved tensors can be read only
+once; with torch's older checkpoint, the whole part), compiled pieces, and a part whose input needs no gradient: no
+stage waits for it.
 """
 
 from __future__ import annotations

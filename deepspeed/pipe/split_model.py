@@ -1,8 +1,8 @@
 """Finds where an unedited model can be split into stages, and reduces it to one of them.
 
-One forward of the whole model on a small input says in which order things run. Then the parts are run one after the
-other, each with stand-ins for all that it does not hold, and have to give the outputs of the whole model, bit by bit.
-A stage keeps the modules that its parts run; parameters that several stages keep are placed as parts of a sum.
+One forward of the full model on a small input gives the order in which modules run. Then the parts are run one after
+the other, each with placeholders for all modules that it does not hold, and must give the outputs of the full model,
+bit by bit. A stage keeps the modules that its parts run; parameters that several stages keep are placed as `PARTIAL`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ModelSplit:
         events = [name for name, _ in calls]
         if [name for name in events if name.isdigit()] != [str(index) for index in range(count)]:
             raise PipelineError(
-                f"the {count} blocks of '{self.container}' do not each run once, in order: nothing else can be cut"
+                f"the {count} blocks of '{self.container}' do not each run once, in order, so the model cannot be split"
             )
         trained = any(param.requires_grad for param in container.parameters())
         if trained and not all(recorded for name, recorded in calls if name.isdigit()):
@@ -124,8 +124,8 @@ class ModelSplit:
         difference = self._difference(model, inputs, outputs)
         if difference:
             raise PipelineError(
-                f"{type(model).__name__} cut at the blocks of '{self.container}' does not compute what it computes "
-                f"whole: {difference}"
+                f"{type(model).__name__} split at the blocks of '{self.container}' gives other results than the full "
+                f"model: {difference}"
             )
 
     def _difference(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> str:
@@ -315,7 +315,7 @@ def find_layout(
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PipelineError(
-            f"{type(model).__name__} has an encoder and a decoder that reads all of it: such models are not cut yet"
+            f"{type(model).__name__} is an encoder-decoder: such models cannot be split into stages yet"
         )
     parts = stages * chunks
     container = _block_list(model, parts)
@@ -349,7 +349,7 @@ def _block_list(model: nn.Module, parts: int) -> str:
     if not long:
         names = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
         raise PipelineError(
-            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {names}. Take "
+            f"{type(model).__name__} has no list of at least {parts} blocks to split at; its lists: {names}. Take "
             f"fewer stages, or describe it as a PipelineModule"
         )
     return max(long, key=lambda name: sum(p.numel() for p in long[name].parameters()))

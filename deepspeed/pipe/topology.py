@@ -1,4 +1,4 @@
-"""Process topology and grid of pipelined scripts, under their old names."""
+"""Process topology and grid of pipelines, under upstream's names."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, as
 
 
 class PipelineParallelGrid:
-    """Answers where this rank stands, and which ranks it works with. All ranks make one together.
+    """This rank's coordinates and process groups. All ranks must create it together.
 
     `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` are those of a `Mesh`; model means stages and
     slices together, slice the ranks that share matrices.
@@ -121,7 +121,7 @@ class PipelineParallelGrid:
         process_group: None, for all ranks.
 
     Raises:
-        ArgumentError: a topology with other axes.
+        ArgumentError: the topology has other axes.
         MeshError: it has other ranks than were started.
     """
 

@@ -1,4 +1,4 @@
-"""Before a run: what it will take, whether it fits, which plan is best."""
+"""Predicts memory and time of a run before it starts, and searches for the best plan."""
 
 from deepspeed.planner.memory import MemoryCount, measure_memory, predict_memory
 

@@ -1,4 +1,4 @@
-"""`deepspeed --autotuning tune|run`: plans for a user's script, the best tried, upstream's result files written."""
+"""`deepspeed --autotuning tune|run`: plans for a user's script, trials of the best, upstream's result files."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class Autotuner:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """What `deepspeed --autotuning` hands over to.
+    """The entry point of `deepspeed --autotuning`.
 
     Args:
         args: the mode, the hosts as JSON, the launcher's options as JSON, whether the script is a module (0, 1), the

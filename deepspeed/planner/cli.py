@@ -1,4 +1,4 @@
-"""`ds_plan`: the best plan for a model, a machine and a global batch, with the table of all and their reasons."""
+"""`ds_plan`: the best plan for a model, a machine and a global batch, with a table of all plans and reasons."""
 
 from __future__ import annotations
 

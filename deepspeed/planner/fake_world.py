@@ -1,6 +1,7 @@
 """The fake world of a prediction: this process is one rank, the others do not exist, and tensors have no values.
 
-`comm/fake/fake_world.py` replaces the other ranks; here is what other rooms would do with them, or with values.
+`comm/fake/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would use
+them, or values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Benchmarks this machine: what all ranks do per second, in under a minute.
+"""Benchmarks this machine: the rates of all ranks together, in less than a minute.
 
-Before each figure the ranks wait for each other, so that all measure the same at the same time.
+Ranks synchronize before each measurement, so that all measure the same at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicts what each rank of a run holds, by running the engine itself without values, in one process."""
+"""Predicts the memory of each rank, by running the engine itself without values, in one process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`python -m deepspeed.planner.script_probe FOLDER`: runs a script to its first forward and predicts its plans.
 
-The script runs as rank 0 of a world that is not there, in a process of its own. `deepspeed.initialize` is heard: the
-model as it was, the optimizer and the configuration; the engine's first forward gives the micro-batch and ends the
-script.
+The script runs as rank 0 of a fake world, in a separate process. `deepspeed.initialize` is intercepted and gives the
+model, the optimizer and the configuration; the engine's first forward gives the micro-batch and ends the script.
 """
 
 from __future__ import annotations

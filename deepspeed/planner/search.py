@@ -288,7 +288,7 @@ def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
             least = simulate(program, rank, machine.ranks, device=on_device, said=messages)
         runs.append(SimulatedRun(memory, least, recording, steps, config))
     if messages and stages == 1:
-        raise NotAvailableError("a model, or a JSON, that brings stages of its own is not judged: leave them out")
+        raise NotAvailableError("a model, or a JSON, that has its own pipeline stages cannot be planned: remove them")
     crossing = max((message.header.nbytes for message in messages.values()), default=0)
     return replace(runs[0], others=tuple(runs[1:]), crossing=crossing)
 

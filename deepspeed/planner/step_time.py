@@ -1,7 +1,7 @@
 """Predicts the time of a step, and of a pipeline's update: replays recorded traces on a machine.
 
-Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk, and a device's link to its
-host, work beside the update, and what is longest counts.
+CPU ranks share cores and memory, so messages overlap with nothing; the disk, and a device's link to its host, overlap
+with the update, and the longest of them counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The few updates that a prediction and a measurement run alike."""
+"""The updates that both a prediction and a measurement run."""
 
 from __future__ import annotations
 

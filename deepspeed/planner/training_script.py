@@ -1,4 +1,4 @@
-"""A user's training script or model as the planner runs it."""
+"""A user's training script or model, in the form that the planner runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A trial: a plan is run for some updates, by the launcher, in processes of its own, under limits of time and memory.
+"""A trial runs a plan for some updates, by the launcher, in separate processes, with limits of time and memory.
 
-Whatever a trial does, an answer comes back: what it measured, or the reason why it did not.
+A trial always returns a result: its measurements, or the reason of its failure.
 """
 
 from __future__ import annotations

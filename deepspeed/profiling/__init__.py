@@ -1,1 +1,1 @@
-"""What a model computes: operation counts, and time by module."""
+"""Profiles a model: operation counts, and time by module."""

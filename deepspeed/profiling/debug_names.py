@@ -21,9 +21,9 @@ _params: MutableMapping[Any, str] = WeakTensorKeyDictionary()
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Remember the names of a model's modules and parameters; what is shared has the name it is met under first.
+    """Store the names of a model's modules and parameters; shared ones get the first name.
 
-    Nothing is kept alive by it. A second model adds its names to those of the first.
+    It keeps no object alive. A second model adds its names to those of the first.
     """
     for names, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
         for name, part in named:
@@ -31,7 +31,7 @@ def debug_extract_module_and_param_names(model: nn.Module) -> None:
 
 
 def debug_clear_module_and_param_names() -> None:
-    """Forget all names."""
+    """Delete all names."""
     _modules.clear()
     _params.clear()
 
@@ -93,7 +93,7 @@ def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
 
 
 def printflock(*msgs: object) -> None:
-    """`print` and flush, while the other processes of this user that print so wait: lines do not mix."""
+    """`print` and flush under a lock between the processes of this user, so that lines do not mix."""
     import fcntl  # not on Windows, where the rest of the module is of use
 
     path = Path(tempfile.gettempdir(), f"deepspeed-print-{os.getuid()}.lock")

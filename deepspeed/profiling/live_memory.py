@@ -1,8 +1,8 @@
-"""Bytes of live tensors over time: every storage once, from its first use by an operator to the death of the last view.
+"""Bytes of live tensors over time: every storage once, from its first use by an operator until its last view is freed.
 
-[Note: live bytes] What a process has resident is another number: freed blocks that the C library keeps made it 1.2 to
-1.9 times as much. Storages are noticed where operators take or give tensors over them; buffers that an operator makes
-and drops inside are not seen.
+[Note: live bytes] The resident memory of a process is larger: freed blocks that the C library keeps made it 1.2 to 1.9
+times as much. Storages are recorded when operators read or return tensors over them; buffers that an operator allocates
+and frees internally are not seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attributes operations to modules, forward and backward.
 
-Forward, that which runs. Backward, that whose forward made the node of the graph that runs: nodes are numbered in the
-order they are made, and hooks note the number where a module begins and ends. So a module whose inputs need no gradient
-keeps its backward, which hooks on tensors would give to a neighbour.
-[Note: again] What runs in backward with gradients enabled is forward computed again, by a checkpoint.
+In forward, to the running module. In backward, to the module whose forward created the running node of the graph: nodes
+are numbered in the order of their creation, and hooks record the number where a module begins and ends. So a module
+whose inputs need no gradient keeps its backward, which hooks on tensors would attribute to another module. [Note:
+again] Operations in backward with gradients enabled are a recomputed forward of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finds the operation that makes the first value that is not finite, while forward and backward are run again.
+"""Finds the operation that produced the first non-finite value, while forward and backward are run again.
 
-What counts as made: NaN out of inputs without NaN; infinity out of inputs without infinity. Minus infinity that a mask
-is filled with is no fault. Memory that was not written yet is not looked at.
+An operation produced it if it returns NaN for inputs without NaN, or infinity for inputs without infinity. Minus
+infinity in a mask is not an error. Uninitialized memory is not checked.
 """
 
 from __future__ import annotations

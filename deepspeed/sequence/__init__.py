@@ -1,1 +1,1 @@
-"""Sequences cut over ranks: attention by heads, batches and losses over the cut, long sequences tile by tile."""
+"""Sequence parallelism: attention by heads, batches and losses over split sequences, tiled computation."""

@@ -1,7 +1,7 @@
-"""Batches of sequences that are cut: each rank's slice, labels shifted before the cut, and what a slice can be told by.
+"""Batches of split sequences: each rank's slice, labels shifted before the split, and how slices are recognized.
 
-A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; whatever else has as many
-entries along dim 1 is cut with it. Each rank gets the positions of its tokens in the sequence.
+A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; all entries with the same size
+along dim 1 are split too. Each rank gets the positions of its tokens in the sequence.
 """
 
 from __future__ import annotations
@@ -132,17 +132,17 @@ def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader of whole batches as one of slices.
+    """Wraps a loader of whole batches into a loader of slices.
 
-    Ranks of a sequence give the same batches, which are compared for the first ten. Accelerate's loaders deal samples
-    to all ranks: there the ranks of a sequence take turns, and all of them work on the batch of each.
+    Ranks of a sequence must load the same batches; the first ten are compared. Accelerate's loaders distribute samples
+    to all ranks: there the ranks of a sequence process the batch of each of them in turn.
 
     Args:
-        dl: gives mappings with `input_ids` or `inputs_embeds`.
+        dl: yields mappings with `input_ids` or `inputs_embeds`.
         sp_rank: of this process in the group.
         sp_group: process group of the ranks of a sequence.
         sp_world_size: their number.
-        device: where slices go; None: they stay.
+        device: to which slices are moved; None: they are not moved.
 
     Attributes:
         shift_labels: `labels` become `shift_labels`, as causal models take them; set False, they stay, each with its

@@ -1,4 +1,4 @@
-"""The loss of each token of a sequence that is cut, on every rank."""
+"""The loss of each token of a split sequence, on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention over a sharded sequence: all-to-all between sequence shards and head shards.
 
-Attention keeps its context by heads, and the layer after it keeps the same context by tokens; where key-value heads
-are copied, it keeps the copies. An exchange changes no bit, so of both forms one is enough: autograd keeps the form by
-tokens, which is kept anyway or is smaller, and backward exchanges it once more.
+Attention saves its context by heads, and the next layer saves the same context by tokens; if key-value heads are
+copied, attention saves the copies. The all-to-all changes no bit, so one form is enough: autograd saves the form by
+tokens, which is saved anyway or is smaller, and backward runs the all-to-all again.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def attend(
 def single_all_to_all(
     input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, group: Any = None
 ) -> torch.Tensor:
-    """Cut dim `scatter_idx` over the ranks of `group` and join their slices of dim `gather_idx`; differentiable.
+    """All-to-all: scatter dim `scatter_idx` over `group` and gather dim `gather_idx`; differentiable.
 
     Args:
         input: at least as many dims as the numbers say.
@@ -216,7 +216,7 @@ class _SeqAllToAll:
 
 
 class DistributedAttention(nn.Module):
-    """Any attention over a sequence that is cut over ranks: inside, each rank has the whole sequence and its heads.
+    """Any attention over a sharded sequence: inside, each rank has the whole sequence for its heads.
 
     Args:
         local_attention: called with query, key and value of the whole sequence and this rank's heads, then what
@@ -228,7 +228,7 @@ class DistributedAttention(nn.Module):
         num_kv_heads: accepted for old scripts; keys and values say it themselves.
 
     Attributes:
-        recompute: exchange again in backward, rather than keep the context and copied heads in two forms.
+        recompute: repeat the all-to-all in backward instead of saving context and copied heads in two forms.
 
     Example:
         >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
@@ -261,7 +261,7 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's slice of the sequence with all of it.
+        """Attention of this rank's slice to the whole sequence.
 
         Args:
             query: this rank's slice of the sequence, all heads.

@@ -1,7 +1,7 @@
-"""Functions of tokens computed tile by tile along the sequence: no more than one tile's intermediates ever exist.
+"""Tokenwise functions computed in tiles along the sequence: only one tile's activations exist at a time.
 
-Forward keeps no graph; backward computes each tile again, with its graph, and adds up what the tiles say of the
-parameters. A parameter gets one gradient, so engines see a layer like any other.
+Forward saves no graph; backward recomputes each tile with its graph, and sums the gradients of the parameters over the
+tiles. A parameter gets one gradient, so engines see an ordinary layer.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """The form in which old scripts call `sequence_tiled_compute`."""
+    """The interface through which old scripts call `sequence_tiled_compute`."""
 
     @staticmethod
     def apply(
@@ -180,7 +180,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """A feed-forward block whose wide activations exist for one tile only."""
+    """An MLP block whose wide activations exist for one tile at a time."""
 
     @staticmethod
     def apply(
@@ -207,7 +207,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Logits and loss together: the logits of one tile only ever exist."""
+    """Logits and loss together: only the logits of one tile exist at a time."""
 
     @staticmethod
     def apply(

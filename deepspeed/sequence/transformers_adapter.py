@@ -1,9 +1,9 @@
 """Sequence parallelism for Transformers models, through their attention, mask and loss interfaces.
 
-A model is *cut* once (`cut_sequence`): its attention and masks go by the names registered here, and a hook around its
-forward looks at the positions it is given. Where those of the ranks continue, the forward is of slices: masks are made
-for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens, and each rank
-drops with random numbers of its own. Anything else, such as `generate`, is computed whole.
+A model is prepared once (`cut_sequence`): its attention and masks use the functions registered here, and a hook around
+its forward checks the positions of the batch. If the ranks' positions continue each other, the forward runs on slices:
+masks are made for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens,
+and each rank has its own random numbers for dropout. All other calls, such as `generate`, run on the whole sequence.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class SequenceModel:
             return None
         mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
-            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
+            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: for a split sequence pass [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
         sequence = Sequence(self, positions, whole, call.get("labels"))
         # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
@@ -495,12 +495,12 @@ def settings_of(mpu: Any) -> SequenceSettings:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
-    """The mesh whose ranks share sequences in rows of that many neighbours; it answers as a model-parallel unit.
+    """A mesh in which that many neighbouring ranks share a sequence; it works as a model-parallel unit.
 
-    All ranks call together; process groups are started where there are none.
+    All ranks must call together; process groups are initialized if necessary.
 
     Raises:
-        MeshError: the ranks that were started do not divide so.
+        MeshError: the number of ranks is not divisible.
     """
     if not is_initialized():
         init_distributed()
@@ -509,7 +509,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
 
 
 class UlyssesSPAttentionHF:
-    """Attention of models of Transformers over a sequence that is cut."""
+    """Sequence-parallel attention for models of Transformers."""
 
     @staticmethod
     def register_with_transformers(
@@ -522,20 +522,20 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Mesh:
-        """Make ready for `initialize(…, mpu=…)`, which cuts the model; one that is given is cut at once.
+        """Prepare `initialize(…, mpu=…)`, which adapts the model; a model that is passed here is adapted immediately.
 
         Args:
             model_name_or_path: a model of Transformers, or where its configuration is found.
-            core_attn_implementation: what each rank computes with, such as "sdpa"; None: the model's own.
+            core_attn_implementation: the attention of each rank, such as "sdpa"; None: the model's own.
             sequence_parallel_size: ranks that share a sequence.
             micro_batch_size: accepted for old scripts; batches say it themselves.
-            seq_length: tokens of every sequence, where they are as many.
+            seq_length: tokens of every sequence, if all have the same length.
             seq_length_is_variable: they are not.
             disable_in_eval: compute whole sequences in evaluation.
             max_length: old name of `seq_length`.
 
         Returns:
-            A mesh of this call's own, which answers `get_sequence_parallel_group()` and its like.
+            A new mesh, with `get_sequence_parallel_group()` and similar methods.
 
         Raises:
             ArgumentError: the sequence does not divide.

@@ -1,1 +1,1 @@
-"""Answers over HTTP: an OpenAI-compatible server around the inference engine."""
+"""An OpenAI-compatible HTTP server around the inference engine."""

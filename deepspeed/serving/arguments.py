@@ -91,11 +91,11 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     args = _parser().parse_args(arguments)
     keys = list(args.api_key)
     if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
-        raise ArgumentError("--api-key is empty; leave it out to serve everybody")
+        raise ArgumentError("--api-key is empty; leave it out to need none")
     if args.api_key_file:
         lines = [line.strip() for line in _read(args.api_key_file).splitlines() if line.strip()]
         if not lines:
-            raise ArgumentError(f"--api-key-file {args.api_key_file} holds no key; leave it out to serve everybody")
+            raise ArgumentError(f"--api-key-file {args.api_key_file} holds no key; leave it out to need none")
         keys += lines
     if os.environ.get("DS_SERVE_API_KEY"):
         keys.append(os.environ["DS_SERVE_API_KEY"])

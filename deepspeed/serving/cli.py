@@ -1,4 +1,4 @@
-"""`ds_serve MODEL`: the engine in a process of its own, HTTP in this one."""
+"""`ds_serve MODEL`: the engine runs in a child process, HTTP in this one."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _on_signal(service: Any, server: Any) -> list[str]:
         signals.append(name)
         service.draining = True
         if len(signals) == 1:
-            logger.info("ds_serve: %s: %d answers are finished first", name, len(service.engine.live))
+            logger.info("ds_serve: %s: finishing %d answers first", name, len(service.engine.live))
             server.should_exit = True
         else:
             server.force_exit = True

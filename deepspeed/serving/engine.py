@@ -1,4 +1,4 @@
-"""The engine as the web process sees it: a child process, and a receiver for each request under way."""
+"""The engine as the web process sees it: a child process, and a receiver for each running request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""The Prometheus metrics."""
 
 from __future__ import annotations
 

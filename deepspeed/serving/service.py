@@ -1,4 +1,4 @@
-"""Requests through the engine: admission, prompts to tokens, parts to answers, and what ends them early."""
+"""Runs requests on the engine: admission, tokenization, streaming of answers, timeouts and cancellation."""
 
 from __future__ import annotations
 

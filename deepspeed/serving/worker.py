@@ -1,4 +1,4 @@
-"""The engine's process: a model, its generator, and a pipe. It ends when the pipe does."""
+"""The engine's process: a model, its generator, and a pipe. It ends when the pipe closes."""
 
 from __future__ import annotations
 

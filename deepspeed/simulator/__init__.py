@@ -1,1 +1,1 @@
-"""A step's recording replayed on a machine: what overlaps, what is exposed, what the host limits."""
+"""Replays the recording of a step on a machine: overlap, exposed communication, host limits."""

@@ -1,10 +1,10 @@
-"""The rule of torch's caching allocator, replayed over what a run allocates: what it reserves, and in what pieces.
+"""The algorithm of torch's caching allocator, replayed over a run's allocations: reserved memory and fragmentation.
 
-[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB
-from segments of 20 MiB, larger ones get a segment of their own size, rounded up to 2 MiB. A request takes the smallest
-free block of its stream and kind that is large enough, and leaves the rest as a block where that is worth it. Freed
-neighbours join. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays
-reserved until the cache is emptied, or memory is over: then free segments go back, and the request is tried again.
+[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB from
+segments of 20 MiB; larger ones get a segment of their size, rounded up to 2 MiB. A request takes the smallest free
+block of its stream and kind that is large enough, and splits off the rest if it is large enough. Freed neighbours are
+merged. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays reserved
+until the cache is emptied, or memory runs out: then free segments are released, and the request is tried again.
 """
 
 from __future__ import annotations

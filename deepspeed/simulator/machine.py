@@ -1,4 +1,4 @@
-"""What a machine does per second: a card's published figures and a calibrated machine are two files of one kind."""
+"""The rates of a machine: a GPU's published figures and a calibrated machine are files of the same format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a recorded step's pieces run on a machine: streams in order, links shared, the host ahead or behind.
+"""Replays a recorded step on a machine: ordered streams, shared links, the host ahead or behind.
 
 `draw` makes a picture of the timeline: a row per stream, lane and link.
 """

@@ -1,7 +1,7 @@
 """Records the trace of a step: operators, copies and waits, with their streams and memory.
 
-A CPU has one stream, and `StepRecorder` is enough for it. What a device is asked besides (streams, events, messages) is
-recorded by `benchmarks/device_recorder.py`, a recorder for the emulated device.
+A CPU has one stream, for which `StepRecorder` is enough. The calls of a device (streams, events, messages) are recorded
+by `benchmarks/device_recorder.py`, a recorder for the emulated device.
 """
 
 from __future__ import annotations

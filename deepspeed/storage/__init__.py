@@ -1,1 +1,1 @@
-"""Where a tensor rests between uses."""
+"""Storage tiers of tensors between uses."""

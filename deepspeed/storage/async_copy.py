@@ -1,6 +1,6 @@
-"""Copies between host memory and a device on a stream of its own.
+"""Copies between host memory and a device on a separate stream.
 
-On the CPU the streams and events of its accelerator do nothing, and the same code makes plain copies.
+On the CPU, streams and events of the accelerator do nothing, and the same code makes plain copies.
 """
 
 from __future__ import annotations

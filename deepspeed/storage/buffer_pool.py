@@ -1,7 +1,7 @@
-"""Host buffers that are allocated once and lent again and again, aligned for direct I/O.
+"""Host buffers that are allocated once and reused, aligned for direct I/O.
 
-[Note: the end of a loan] A copy between a pinned buffer and a device goes on after the call that asked for it. Whoever
-gives such a buffer back names the copy, and the buffer is lent again once that is over.
+[Note: the end of a loan] A copy between a pinned buffer and a device continues after the call that started it. Code
+that returns such a buffer passes the copy, and the buffer is reused after the copy has finished.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class BufferPool:
             buffer = self._lent.pop(_key(tensor), None)
             if buffer is None:
                 raise UsageError(
-                    f"a buffer of {tensor.nbytes} bytes was put into a pool that has not lent it: it was put back "
-                    "before or taken from elsewhere"
+                    f"a buffer of {tensor.nbytes} bytes was returned to a pool that had not given it out: it was "
+                    "returned twice, or is from elsewhere"
                 )
             if after is None:
                 self._free.setdefault(buffer.nbytes, []).append(buffer)

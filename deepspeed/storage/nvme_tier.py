@@ -1,9 +1,9 @@
-"""The tier of tensors on a local disk: read ahead of use and written behind it, through pooled buffers.
+"""The tier of tensors on a local disk: prefetched reads and asynchronous writes, through pooled buffers.
 
-[Note: buffers] What is borrowed has a buffer, however many that takes. Beside it, at most `buffers` tensors are read
-ahead (more are read when they are borrowed), and at most as many keep the buffer they are written from (then giving
-back waits for the oldest write). The counts do not depend on how fast the disk is, so neither does the memory. What is
-brought straight into memory of the caller's, or written straight from it, takes no buffer at all.
+[Note: buffers] Each acquired tensor has a buffer, without a limit. In addition, at most `buffers` tensors are
+prefetched (further ones are read when they are acquired), and at most as many keep the buffer from which they are being
+written (a further release waits for the oldest write). The counts do not depend on the speed of the disk, and so
+neither does the memory. Transfers directly to or from the caller's memory need no buffer.
 """
 
 from __future__ import annotations

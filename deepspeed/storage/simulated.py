@@ -1,4 +1,4 @@
-"""The disk of a simulation: extents are counted, and transfers are over at once."""
+"""The disk of a simulation: extents are counted, and transfers complete immediately."""
 
 from __future__ import annotations
 

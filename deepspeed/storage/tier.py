@@ -1,4 +1,4 @@
-"""The interface of a tier: a place where flat tensors rest, and from which they are borrowed to be computed on."""
+"""The interface of a tier: it stores flat tensors, which are acquired for computation and released after it."""
 
 from __future__ import annotations
 

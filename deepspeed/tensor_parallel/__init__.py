@@ -1,1 +1,1 @@
-"""Matrices cut by columns and rows over the ranks of `tp`: layers, a plan for any model, and its proof."""
+"""Tensor parallelism: layers, a plan for any model, and its verification."""

@@ -1,8 +1,8 @@
 """Finds the channels of a region that each rank needs, by tracing what each channel depends on.
 
-No layout is assumed. A copy of the block's module runs with random values; the gradient of one rank's share of the
-channels is zero wherever another rank's weights are, whether query, key and value are three matrices, one after the
-other in one, or head by head; whether gate and up lie in halves or in turns; whether heads share keys and values.
+No layout is assumed. A copy of the block's module runs with random values. The gradient of one rank's share of the
+channels is zero at the weights of other ranks, for any layout: query, key and value as three matrices, concatenated in
+one, or interleaved by head; gate and up concatenated or alternating; shared keys and values.
 """
 
 from __future__ import annotations

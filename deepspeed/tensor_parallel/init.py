@@ -1,4 +1,4 @@
-"""A model cut before there is an engine, and single layers, under the names that scripts import."""
+"""Splits a model before there is an engine, and single layers, under the names that scripts import."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def tp_model_init(
     example: Any = None,
     verify: str = "units",
 ) -> nn.Module:
-    """Cut a dense model over ranks now; `initialize` takes it as it is. All ranks call together.
+    """Split a dense model over ranks before `initialize`. All ranks must call together.
 
     Args:
         model: the same on all ranks; changed in place.
-        tp_size: neighbouring ranks that share its matrices.
+        tp_size: number of neighbouring ranks over which matrices are split.
         dtype: has no effect: the engine computes in the precision its JSON names.
         config: has no effect beside `initialize`'s.
         tp_group: those ranks as a process group, or None.
-        example: arguments of forward, where they cannot be made up.
+        example: arguments of forward, if they cannot be generated.
         verify: as `tensor_parallel.verify`.
 
     Returns:
         The model.
 
     Raises:
-        ArgumentError: the model is cut already.
+        ArgumentError: the model is split already.
         MeshError: `tp_group` is not the ranks of the mesh.
-        TensorParallelError: it cannot be cut.
+        TensorParallelError: it cannot be split.
     """
     if not is_initialized():
         comm_init.init_distributed()
     if is_cut(model):
-        raise ArgumentError("tp_model_init: the model is cut already")
+        raise ArgumentError("tp_model_init: the model is split already")
     device = torch.device(get_accelerator().current_device_name())
     mesh = mesh_for(resolve(ranks_started(), [("tp", tp_size, "tp_model_init")]), None, device)
     axis = mesh.axis("tp")
@@ -69,13 +69,13 @@ def tp_model_init(
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Has no effect: a cut model trains and generates with the same layers."""
+    """Has no effect: a split model trains and generates with the same layers."""
     if not training:
-        warn_once("set_autotp_mode has no effect: cut layers train and generate alike")
+        warn_once("set_autotp_mode has no effect: split layers train and generate in the same way")
 
 
 def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """A linear layer, made to hold this rank's outputs in place.
+    """A column-parallel linear layer, made from `module` in place.
 
     Args:
         module: whole; a linear layer, or GPT-2's `Conv1D`.
@@ -92,7 +92,7 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
 
 
 def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """A linear layer, made to hold this rank's inputs in place; its outputs are summed. See `LinearLayer`."""
+    """A row-parallel linear layer, made in place; its outputs are all-reduced. See `LinearLayer`."""
     axis, layer = _axis_for(module, mp_group)
     size = layer.weight.shape[0 if is_transposed(module) else 1]
     become_row(module, SliceLocation(axis, name), even_segments(size, axis, name))
@@ -103,5 +103,5 @@ def _axis_for(module: nn.Module, group: Any) -> tuple[Axis, Any]:
     """The ranks that share a layer, and the layer, which has to be linear."""
     axis = world_axis() if group is None else group_axis("tp", group)
     if not is_linear(module):
-        raise ArgumentError(f"a {type(module).__name__} is no linear layer that can be cut")
+        raise ArgumentError(f"a {type(module).__name__} is not a linear layer that can be split")
     return axis, module

@@ -1,8 +1,8 @@
 """Layers that hold a slice of a matrix; the other ranks of their axis hold the rest.
 
 A column-parallel layer has some of the outputs and reads the whole input; a row-parallel layer reads some of the inputs
-and adds up its outputs over the ranks, before its bias. Between the two, each rank computes on channels of its own.
-Existing layers become slices in place: module and parameters stay the objects they are.
+and all-reduces its outputs, before its bias. Between the two, channels are split over the ranks. Existing layers become
+slices in place: module and parameters stay the same objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapts numbers that a forward reads, such as its heads, to one rank.
 
-A forward may reshape by `self.num_heads` or split at `self.split_size`. The numbers it reads are known by watching it;
-which of them shrink is settled by trying: the copy of one rank must hand its rows what the dense one hands them there.
+A forward may reshape by `self.num_heads` or split at `self.split_size`. The numbers that it reads are traced. Which of
+them must shrink is found by trial: the copy of one rank must pass to its rows the same values as the dense module.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
+from deepspeed.tensor_parallel.attention import become_heads
 from deepspeed.tensor_parallel.channel_dependencies import ChannelDependencies, changing
 from deepspeed.tensor_parallel.layers import SliceLocation
 from deepspeed.tensor_parallel.module_attributes import cut_region, set_numbers
@@ -77,8 +78,8 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
         by_clock = any(getattr(entry, "max_time", None) is not None for entry in inside)  # a config, or a criterion
         if kwargs["max_time"] is not None if "max_time" in kwargs else by_clock:
             raise NotAvailableError(
-                "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
-                "a clock of its own, and the others wait for it; give max_new_tokens instead"
+                "generate() with max_time is not available for a model that is split over ranks (tp): ranks would stop "
+                "at different times, and the others would wait; give max_new_tokens instead"
             )
         draw_alike(axis)
 
@@ -345,7 +346,10 @@ def _cut_and_run(
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for fitted in unit.regions:
         shares = fitted.shares
-        if shares.region.packed:
+        if shares.region.heads:
+            home = shares.region.home
+            become_heads(module.get_submodule(home), shares, axis.rank, SliceLocation(axis, join(unit.name, home)))
+        elif shares.region.packed:
             become_packed(module, shares, axis.rank, SliceLocation(axis, unit.name))
         else:
             cut_region(module, shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))

@@ -1,7 +1,7 @@
-"""A plan as data: written beside a model, edited by hand where that helps, used instead of finding it again.
+"""A plan as data: written for a model, edited by hand if needed, used instead of a search.
 
-A file is never believed: names, shapes and shares are compared with the model it is used for, and cut units with their
-dense forms (`verify`). Equal units stand once; in their names `*` is any number.
+A file is always verified: names, shapes and shares are compared with the model, and split units with their dense forms
+(`verify`). Equal units are written once; in their names `*` is any number.
 """
 
 from __future__ import annotations
@@ -333,6 +333,7 @@ class _PlanReader:
         region = ShardableRegion(
             home.value, columns.names(shapes, "parameter"), rows.names(shapes, "parameter"),
             set(inner.names(columns.value, "column")), tables.names(shapes, "parameter"), packed.of(bool),
+            isinstance(self.modules[join(unit, home.value)], nn.MultiheadAttention),
         )  # fmt: skip
         if not region.rows or not region.columns:
             raise entry.wrong("it has no rows or no columns")
@@ -365,7 +366,7 @@ class _PlanReader:
                 raise entry.wrong(f"'{name}' is not in the region's home '{region.home}'")
             if (name in shares.tensors) is not (name in region.columns or region.packed):
                 raise tensors.wrong(f"{name!r} is {'a row, cut by the channels' if name in region.rows else 'missing'}")
-            if not region.packed and not is_linear(layer):
+            if not region.packed and not region.heads and not is_linear(layer):
                 raise entry.wrong(f"'{join(unit, owner(name))}' is no linear layer")
             turned = not region.packed and is_transposed(layer)
             share = shares.tensors.get(name)

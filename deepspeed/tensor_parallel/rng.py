@@ -1,8 +1,8 @@
 """Random numbers under tensor parallelism: equal for replicated activations, different for split ones.
 
-A module that drops cut activations draws from a state made of the surrounding one: a number drawn there, alike on all
-ranks, and the rank. So whatever restores the surrounding state, as activation checkpointing and resume do, brings back
-the same draws.
+For dropout of split activations, a module uses a random state made of the rank and a number drawn from the surrounding
+state, which is the same on all ranks. So restoring the surrounding state, as activation checkpointing and resume do,
+reproduces the same draws.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
     both = next((name for name, kind in kinds.items() if len(kind) > 1), None)
     if both is not None:
         raise TensorParallelError(
-            f"'{both}' drops activations that are cut and activations that are whole in one forward: set one of its "
+            f"'{both}' applies dropout to split and to unsplit activations in one forward: set one of its "
             f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
         )
     draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router

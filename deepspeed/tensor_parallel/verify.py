@@ -1,9 +1,9 @@
 """Compares a split unit with its dense form, forward and backward, before the dense weights are dropped.
 
-Gradients are compared by sketches: products with random vectors, made as soon as a gradient is computed. All gradients
-of a unit would take as much memory as the unit, and writing them more time than all that is read for them. That of a
-weight that a linear product reads as it is, dense or a slice, is not even made: its two factors, of a few tokens, give
-the sketch.
+Gradients are compared by sketches: products with random vectors, computed as soon as a gradient is. All gradients of a
+unit would need as much memory as the unit, and writing them more time than reading all inputs. The gradient of a weight
+that a linear product reads directly, dense or a slice, is not even computed: its two factors, of a few tokens, give the
+sketch.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
 def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
     by_rank = " | ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, texts, strict=True) if text)
     return TensorParallelError(
-        f"'{name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: {by_rank}. Leave it whole: "
-        f"partition_type skip in tensor_parallel.partition_config.layer_specs"
+        f"'{name}' split over {axis.size} ranks (tp) gives other results than its dense form: {by_rank}. Leave it "
+        f"whole: partition_type skip in tensor_parallel.partition_config.layer_specs"
     )
 
 

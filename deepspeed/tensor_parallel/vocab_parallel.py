@@ -92,7 +92,7 @@ def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
     """
     table: Any = module
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise ArgumentError(f"{slot.name}: max_norm, scale_grad_by_freq and sparse do not work on a cut table")
+        raise ArgumentError(f"{slot.name}: max_norm, scale_grad_by_freq and sparse do not work on a split table")
     segments = even_segments(module.num_embeddings, slot.axis, slot.name)
     if type(module) is not VocabParallelEmbedding:
         table.__class__ = VocabParallelEmbedding
@@ -192,7 +192,7 @@ class _Head:
         layer.sizes = self._sizes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Head:
-        raise NotAvailableError("a model with a cut vocabulary cannot be copied; copy it before it is cut")
+        raise NotAvailableError("a model with a split vocabulary cannot be copied; copy it before it is split")
 
     def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._layer.sizes = self._sizes if kwargs.get("labels") is None else None
@@ -216,7 +216,7 @@ class _Head:
         """As `ForCausalLMLoss` of Transformers: (batch, length, columns of this rank) and (batch, length)."""
         if shift_labels is None:
             if labels is None:
-                raise TensorParallelError("the loss of a cut vocabulary needs labels")
+                raise TensorParallelError("the loss of a split vocabulary needs labels")
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         summed = num_items_in_batch is not None
         loss = vocab_parallel_cross_entropy(

@@ -1,4 +1,4 @@
-"""Suites that a third party runs against its own parts, the ones this package runs against its own."""
+"""Test suites that third parties run on their components; this package runs the same ones on its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which training state is split over the ranks, and when it is whole."""
+"""ZeRO: sharding of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 

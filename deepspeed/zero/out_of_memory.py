@@ -1,4 +1,4 @@
-"""Turns an out-of-memory error into one that names the keys that would help."""
+"""Replaces an out-of-memory error by one that names keys that would help."""
 
 from __future__ import annotations
 

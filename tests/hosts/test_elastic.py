@@ -39,7 +39,7 @@ def test_a_lost_host_shrinks_the_world_and_grows_it_back(fragile):
     _, err = started.communicate(timeout=60)
     assert started.returncode == 0, err
     assert "attempt 1 follows: host h1 (ranks 2 to 3) was lost" in err
-    assert "this host keeps the job and trains too" in err
+    assert "this host runs the launcher and ranks" in err
     assert fragile.left() == []
 
 

@@ -241,7 +241,7 @@ def apart_from_others() -> None:
 
 def _refused_on_one(engine: Any, first: bool, rows: list[Any]) -> None:
     """A rank in another mode than the others, or with an argument that cannot be, ends the call on all."""
-    told = (PipelineError, "was refused this call")
+    told = (PipelineError, "the call was refused on rank")
     engine.train(first)
     with raises(*told if first else (PipelineError, "evaluation mode")):
         engine.train_batch(iter(rows))

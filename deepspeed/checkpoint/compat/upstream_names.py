@@ -1,6 +1,6 @@
-"""Keys and file names of the reference's checkpoints, and the reader and writer of one file, as programs name them.
+"""Keys and file names of upstream's checkpoints, and the reader and writer of one file, under upstream's names.
 
-The keys stand in files that other programs write; their values never change.
+The keys are in files that other programs write; their values must not change.
 """
 
 from __future__ import annotations

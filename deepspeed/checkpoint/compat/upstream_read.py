@@ -57,7 +57,7 @@ def load_pt(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} names something else than tensors, plain values and {len(_KNOWN)} known classes, and is refused: "
+            f"{path} has other objects than tensors, plain values and {len(_KNOWN)} known classes, and is refused: "
             f"opening it could run code ({str(error).splitlines()[0][:300]})"
         ) from error
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:

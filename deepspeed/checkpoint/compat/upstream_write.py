@@ -1,7 +1,7 @@
-"""Writes upstream's files in addition to the native ones, and the small files that its tools need.
+"""Writes upstream's files in addition to the native ones, and the small files that upstream's tools need.
 
-Each rank reads its part of upstream's layout out of the native files it has just helped to write: the two layouts cut
-differently, and the native one can be read in any ranges.
+Each rank reads its part of upstream's layout from the native files that have just been written: the two layouts are
+sharded differently, and the native one can be read in any range.
 """
 
 from __future__ import annotations

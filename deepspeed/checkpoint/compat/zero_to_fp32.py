@@ -121,7 +121,7 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         checkpoint_dir: holds the tags.
-        output_dir: made if it is not there.
+        output_dir: created if missing.
         max_shard_size: largest file, as "5GB"; None for one file.
         safe_serialization: safetensors instead of `torch.save`.
         tag: which; None: what `latest` names.

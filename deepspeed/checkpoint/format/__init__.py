@@ -1,1 +1,1 @@
-"""Bytes and names of the native format, stable for ever. Knows no engine."""
+"""Bytes and names of the native format, which stay readable. Independent of the engine."""

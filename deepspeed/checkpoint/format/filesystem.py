@@ -1,4 +1,4 @@
-"""Every change that a checkpoint makes on disk, so that tests can make each of them fail."""
+"""Every change that a checkpoint makes on disk is a function here, so that tests can make each of them fail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Typed JSON: plain values, containers, numpy, dates, paths, enums and dataclasses that come back equal.
+"""Typed JSON: plain values, containers, numpy, dates, paths, enums and dataclasses, which decode to equal values.
 
-A value JSON has no word for is an object with the key "!" that names its type. Tensors and arrays are put aside and
-referred to by number. Decoding runs no code of the file's choosing: enums and dataclasses are found among the classes
-the process has already imported, and a dataclass is filled without calling its constructor.
+A value that JSON cannot express is an object with the key "!" that names its type. Tensors and arrays are stored
+separately and referred to by number. Decoding runs no code from the file: enums and dataclasses are looked up among the
+classes that the process has already imported, and a dataclass is filled without calling its constructor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and how it is sharded.
+"""The manifest: what a checkpoint contains and how it is sharded.
 
 [Note: formats] In format 2 a group names its rows, the box of each in the global tensor, and the file of each slice.
-Format 1 knew whole tensors only, and slice r was in the file of rank r; it is read for ever and written no more.
+Format 1 had whole tensors only, with slice r in the file of rank r; it stays readable but is no longer written.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Manifest:
         """The file that holds the first element of a box, and its state that is not cut."""
         group = self._find(row, box)
         if group is None:
-            raise CheckpointError(f"the checkpoint does not hold '{row.name}' cut as it is here")
+            raise CheckpointError(f"the checkpoint does not contain '{row.name}' cut as it is here")
         for file, _ in group[0].pieces(group[1], 0, 1):
             return file
         return group[0].files[0]

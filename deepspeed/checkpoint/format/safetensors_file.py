@@ -1,8 +1,8 @@
-"""A safetensors file with a checksum per block: written as a stream, read in any ranges.
+"""A safetensors file with a checksum per block: written as a stream, read in any range.
 
-[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of what follows it. The manifest
-holds a CRC-32 over the header and this table, so a reader that wants a few bytes verifies a few blocks, and every byte
-of the file is covered. Tensors are ordered by the size of their elements, so no element crosses the edge of a block.
+[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of the data after it. The manifest
+has a CRC-32 over the header and this table, so a reader of a few bytes verifies only a few blocks, and every byte of
+the file is covered. Tensors are ordered by the size of their elements, so no element crosses the border of a block.
 """
 
 from __future__ import annotations
@@ -326,7 +326,8 @@ class TensorFile:
 
     def read_blocks(self, blocks: list[Block]) -> None:
         """Read ascending blocks, through a descriptor of their own: the kernel reads ahead for each of them."""
-        fd, scratch = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), torch.empty(BLOCK, dtype=torch.uint8)
+        scratch = torch.empty(BLOCK, dtype=torch.uint8)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine's tensors: each rank reads what it needs, in place."""
+"""Loads a checkpoint into an engine's tensors: each rank reads only its part, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints: native ones from disk or through peers, and state dicts in memory."""
+"""Reads checkpoints: native ones from disk or through other ranks, and state dicts in memory."""
 
 from __future__ import annotations
 

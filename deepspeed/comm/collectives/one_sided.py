@@ -1,11 +1,11 @@
-"""One-sided all-gather: a rank reads the shards it needs, whatever the other ranks run.
+"""One-sided all-gather: a rank reads the shards it needs, independently of what the other ranks run.
 
-[Note: any graph] When ranks take different branches they need different groups, so a gather that every rank must join
-would hang. Here the rank that needs a group asks each owner over a socket; a small thread of the owner answers with a
-tagged message. Nobody else takes part, so no agreement is needed: a branch taken on one rank costs the others nothing.
-A request carries the version it wants, and one from a rank that is already a version ahead waits for the owner to
-arrive there. A slice changes only where all ranks have met since their last pull: inside `step`, which agrees on
-gradients first, and behind `meet` for edits and loads. So nobody reads the future; who would, fails and says so.
+[Note: any graph] If ranks take different branches they need different groups, so a collective gather would hang.
+Therefore the rank that needs a group sends a request to each owner over a socket; a thread of the owner answers with a
+tagged message. No other rank takes part and no agreement is needed, so a branch taken on one rank costs the others
+nothing. A request carries the version that it needs; if the requester is a version ahead, the request waits until the
+owner reaches that version. A shard changes only after all ranks have synchronized since their last request: inside
+`step`, which first agrees on gradients, and after `meet` for edits and loads. A request for an older version fails.
 """
 
 from __future__ import annotations

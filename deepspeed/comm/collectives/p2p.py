@@ -1,9 +1,9 @@
 """Sends nested values between two ranks of an axis, in order: pipeline activations and their gradients.
 
-A message is a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) where it is
-another than that of the last message, and the tensors. Ranks that share memory read all of it where the sender has put
-it, and say so when the last tensor over it is gone; elsewhere it goes through gloo, by tag. Between devices the tensors
-go over a communicator of their own for each direction, and the rest over the gloo half. A send never waits.
+A message consists of a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) if it
+differs from the previous one, and the tensors. Ranks with shared memory read all of it in the sender's buffer, and
+acknowledge when the last tensor over it is freed; otherwise gloo sends it, by tag. Between devices, the tensors use a
+separate communicator for each direction, and the rest uses the gloo backend. A send does not block.
 """
 
 from __future__ import annotations

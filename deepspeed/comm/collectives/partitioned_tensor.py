@@ -1,4 +1,4 @@
-"""A tensor of which each rank of a group keeps a part; it can be gathered again."""
+"""A tensor that is split over the ranks of a group and can be gathered again."""
 
 from __future__ import annotations
 

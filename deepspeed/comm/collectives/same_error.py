@@ -1,9 +1,9 @@
-"""Raises the same error on all ranks: of failed functions, of different operations, of different batches.
+"""Raises the same error on all ranks: for failed functions, different collectives, different batches.
 
-Without this the others would wait in the next collective until the watch's limit. Inside, each collective of
-`deepspeed/comm/collectives/autograd.py` begins with a meeting: every rank says which collective it has come to, or that
-it has ended. Where they do not all say the same, none begins. So ranks that take different ways are found too. Gathers
-of sharded parameters that all ranks join do the same.
+Otherwise the other ranks would wait in the next collective until the watchdog's timeout. Within such a section, each
+collective of `deepspeed/comm/collectives/autograd.py` begins with a check-in: every rank reports the collective that it
+has reached, or that it has ended. If the reports differ, no collective starts. So ranks that run different code are
+detected too. Collective gathers of sharded parameters do the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads numbers from tensors and exchanges them between ranks.
 
-A step decides by a handful of numbers (who had gradients, the norm, whether a loader has ended). All of them pass
-through `current`, so that a simulation, whose tensors have no values, can supply them.
+A step depends on a few numbers (which parameters have gradients, the norm, whether a loader has ended). All of them are
+read through `current`, so that a simulation, whose tensors have no values, can supply them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
 
-Each goes to shared memory, to our own algorithms or to the backend. On CPU, sums of fp32, bf16 and fp16 are the fp32
-sum in rank order, whichever way they take; other operations, and `async_op`, are the backend's.
+Each uses shared memory, our own algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32 sums in rank
+order with each of them; other operations, and `async_op`, use the backend.
 """
 
 from __future__ import annotations
@@ -365,14 +365,14 @@ def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | Non
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log a table of what was timed on rank 0: operation, bytes, count, time, speeds in Gbit/s.
+    """Log a table of the timed collectives on rank 0: operation, bytes, count, time, speeds in Gbit/s.
 
     Args:
         show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks must call.
         return_dict: also return the figures.
 
     Returns:
-        With `return_dict`, what `CommsLogger.log_all` gives; `comms_logger.summary()` has them by group size and in
+        With `return_dict`, the result of `CommsLogger.log_all`; `comms_logger.summary()` has them by group size and in
         bytes per second.
     """
     with ClientCollective("log_summary"):
@@ -399,5 +399,5 @@ def has_comm_data() -> bool:
 
 
 def reset_log() -> None:
-    """Forget what was timed."""
+    """Delete the recorded times."""
     comms_logger.reset()

@@ -1,4 +1,4 @@
-"""Calls that programs make of the reference's communication backend."""
+"""Methods of upstream's communication backend that programs call."""
 
 from __future__ import annotations
 

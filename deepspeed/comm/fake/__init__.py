@@ -1,1 +1,1 @@
-"""Stands for the absent ranks of a fake world."""
+"""Simulates the absent ranks of a fake world."""

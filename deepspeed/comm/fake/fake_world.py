@@ -1,12 +1,13 @@
 """A world of fake ranks: this process is one of them, the others do not exist.
 
-What acts on the other ranks (`Replaceable` of `foundation/fake_mode.py`) is replaced by what stands here. Every absent
-rank says what this one says, and messages take no time and allocate what real ones allocate: where the many would share
-memory, `SimulatedMemory` lends and stages the same buffers, and what peers would have posted has the same shape.
+This module replaces every function that acts on other ranks (`Replaceable` of `foundation/fake_mode.py`). Every absent
+rank gives the same values as this one; messages take no time and allocate the same memory as real ones: where real
+ranks would use shared memory, `SimulatedMemory` lends and stages the same buffers, and posts of peers have the same
+shapes.
 
-What a stage of a pipeline would be sent is known once the stage before has been run: header, and integers in it,
-since models branch on masks. What comes back are gradients of what was sent. The memory of a message is the sender's,
-until the receiver has done with it.
+The input of a pipeline stage is known after the previous stage has been run: the header, and the integers in it, since
+models branch on masks. It receives gradients for its own outputs. The memory of a message belongs to the sender until
+the receiver has freed it.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ def fake_ranks(
     """
     if dist.is_initialized():
         raise UsageError(
-            "this process has a process group, and a simulation makes a world of its own: predict before "
+            "this process has a process group, and a simulation creates its own world: predict before "
             "deepspeed.init_distributed(), or in another process"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone

@@ -1,10 +1,10 @@
 """An axis: a set of ranks that share a state, and the point-to-point messages between them.
 
-[Note: one axis per set] The dimensions of a mesh often cover the same ranks (with two ranks, `dp` is the world and the
-client's own group too). Messages are told apart by channel, and channels are numbered per axis: so everything that
-travels between the same ranks goes through one `Axis`, whatever name or process group it was asked for by. Process
-groups are made once per set of ranks and live as long as the world: making one is a collective of all ranks and costs
-descriptors and threads that no engine may leave behind.
+[Note: one axis per set] The dimensions of a mesh often cover the same ranks (with two ranks, `dp` is the world and also
+the client's own group). Messages are distinguished by channel, and channels are numbered per axis. So all messages
+between the same ranks use one `Axis`, whatever name or process group it was requested by. Process groups are created
+once per set of ranks and live as long as the world: creating one is a collective of all ranks and uses descriptors and
+threads that an engine must not leak.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Initializes or adopts the default process group: ranks meet, agree on who is there, and start the watchdog."""
+"""Initializes or adopts the default process group: rendezvous, handshake, and start of the watchdog."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _follow(own: Store, store: Store, rank: int, nonce: str, job: str) -> Callab
     def look() -> str | None:
         if own.get(f"hello/{rank}").decode() != nonce:
             raise CommError(
-                f"two processes say that they are rank {rank} of job {job!r}: two jobs on one port, or one started "
+                f"two processes claim to be rank {rank} of job {job!r}: two jobs on one port, or one started "
                 "twice. Give each job a MASTER_PORT of its own."
             )
         if store.check(["deepspeed.meet.owner"]) and (owner := store.get("deepspeed.meet.owner").decode()) != job:
@@ -185,9 +185,9 @@ def init_distributed(
 ) -> None:
     """Join the process group of this run, or adopt the one that torch.distributed already has.
 
-    The place of this process comes from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
+    Rank and world size come from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
     hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py; with none of them this process
-    is a world of one. Whatever else says something of it must agree.
+    is a world of one. All other sources must agree.
 
     Args:
         dist_backend: a torch.distributed backend; None takes the accelerator's. "nccl" without CUDA becomes "gloo".
@@ -196,13 +196,13 @@ def init_distributed(
         verbose: log one line on rank 0.
         timeout: longest time of one collective; None takes DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
-        dist_init_required: False adopts an existing group and makes none.
+        dist_init_required: False adopts an existing group and does not create one.
         config: the DeepSpeed configuration, for its `comms_logger` block.
-        rank: this process, with `world_size`.
+        rank: of this process, with `world_size`.
         world_size: number of processes.
 
     Raises:
-        ArgumentError: the environment or the arguments contradict themselves.
+        ArgumentError: the environment or the arguments are contradictory.
         NotAvailableError: the backend is not part of this build of torch.
         CommTimeoutError: not all ranks arrived in time.
     """

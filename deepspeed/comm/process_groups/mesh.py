@@ -1,8 +1,8 @@
 """The device mesh: coordinates of every rank, and the ranks along any of its dimensions.
 
-Dims, outermost first: `pp` pipeline stages, `dp_replicate` copies of the sharded state (hybrid sharding), `dp_shard`
-ranks that share one copy, `sp` parts of a sequence, `tp` slices of a matrix. Neighbouring ranks differ in the innermost
-dim first. Ranks that differ in `dp_*` or `sp` only hold the same model slice, so ZeRO cuts over them.
+Dims, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the sharded state (hybrid sharding), `dp_shard`
+ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Neighbouring ranks differ in the
+innermost dim first. Ranks that differ only in `dp_*` or `sp` hold the same model slice, so ZeRO shards over them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from deepspeed.foundation.log import log_rank0
 
 
 def is_available() -> bool:
-    """Whether this torch can communicate."""
+    """Whether torch.distributed is available."""
     return dist.is_available()
 
 
@@ -79,10 +79,10 @@ def new_group(
         ranks: its members; None means all.
         timeout: longest time of one collective in it; None takes the world's.
         backend: None takes the world's.
-        options: what torch.distributed.new_group takes besides.
+        options: further arguments of torch.distributed.new_group.
 
     Returns:
-        The group, or torch's mark of a non-member.
+        The group, or torch's placeholder for a non-member.
     """
     require_group()
     limit = timeout or watchdog.timeout()
@@ -91,7 +91,7 @@ def new_group(
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """End `group`; None ends all groups and the watch over them."""
+    """Destroy `group`; None destroys all groups and stops the watchdog."""
     if group is None or group == dist.group.WORLD:
         wind_up()
     if dist.is_initialized():
@@ -144,7 +144,7 @@ def in_dlts() -> bool:
 
 
 def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI says.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI.
 
     Raises:
         NotAvailableError: no MPI started this process.

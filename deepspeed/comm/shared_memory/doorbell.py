@@ -1,9 +1,9 @@
 """Waits for other ranks of the machine: one futex-like bell per process.
 
-[Note: one bell] A process belongs to several groups (shards, replicas, the world), each with memory of its own. What a
-rank waits for in one group may hang on what a peer waits for in another, where this rank is the one that has to act. So
-all groups of a process share one bell, which peers ring whenever they leave something in any of them; and a rank that
-waits takes in the messages of all groups and lets all `workers` go on, whichever memory it waits in.
+[Note: one bell] A process belongs to several groups (shards, replicas, the world), each with its own memory. A rank
+that waits in one group may depend on a peer that waits for this rank in another group. So all groups of a process share
+one bell, which peers ring whenever they post in any of them. A waiting rank receives the messages of all groups and
+lets all `workers` make progress, whichever memory it waits in.
 """
 
 from __future__ import annotations

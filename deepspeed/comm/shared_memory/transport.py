@@ -1,11 +1,11 @@
 """Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
 
-[Note: shared memory] Ranks of one machine need not send what the others can read. A *post* tells the peers where a
-buffer lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An
-*ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one
-order. Both give the fp32 sum in rank order. A rank that waits for one thing finishes others that peers may be waiting
-for (`comm/shared_memory/doorbell.py`). Memory is memfds opened through their owner's process
-(`comm/shared_memory/allocator.py`): nothing has a name, so no death leaves anything behind.
+[Note: shared memory] Ranks of one machine can read each other's buffers instead of receiving copies. A *post* gives the
+peers the address of a buffer; each reader reads it there, in any order, and acknowledges, so that the sender may reuse
+it. An *ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these
+in one order. Both give the fp32 sum in rank order. While a rank waits, it also completes other messages that peers may
+be waiting for (`comm/shared_memory/doorbell.py`). Memory is memfds opened through their owner's process
+(`comm/shared_memory/allocator.py`): they have no names, so a killed rank leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Observes collectives: timeouts, desync detection, logs. Collectives report to it by one call."""
+"""Observes collectives: timeouts, desync detection, logs. Collectives call it at one place."""

@@ -1,15 +1,15 @@
-"""The record of one collective: it tells all observers of collectives, once at the begin and once at the end.
+"""The record of one collective: it notifies all observers of collectives, once at the begin and once at the end.
 
-| told by              | when                                    | observers, in this order                           |
-|----------------------|-----------------------------------------|----------------------------------------------------|
-| making of the record | the message has started                 | comms logger, span recorder (clocks)               |
+| notified by          | when                                    | observers, in this order                            |
+|----------------------|-----------------------------------------|-----------------------------------------------------|
+| its creation         | the message has started                 | comms logger, span recorder (clocks)                |
 | `begin`              | the host calls the backend, or waits    | desync trail, alarms of others, span recorder, page |
-| `end`, end of `with` | the host goes on                        | (report of an error,) page, span recorder          |
-| `arrive`             | a stream has been made to wait for it   | pending device work                                |
-| `complete`           | what arrived has been used              | comms logger, span recorder (from start to end)    |
+| `end`, end of `with` | the host continues                      | (report of an error,) page, span recorder           |
+| `arrive`             | a stream has been made to wait for it   | pending device work                                 |
+| `complete`           | the received data has been used         | comms logger, span recorder (from start to end)     |
 
-The page is that of the last collective, which the watchdog's thread and neighbours read. An observer that is off costs
-one branch.
+The page is that of the last collective, which the watchdog's thread and neighbours read. A disabled observer costs one
+branch.
 """
 
 from __future__ import annotations

@@ -65,13 +65,13 @@ class CommsLogger:
     """Times of collectives by operation and message size.
 
     Args:
-        enabled: whether anything is timed (`comms_logger.enabled`). Nothing waits for that: what runs on a device is
-            timed by its events, which are read when they are over.
+        enabled: whether collectives are timed (`comms_logger.enabled`). This never waits: device work is
+            timed by events, which are read after they have completed.
         prof_all: time every operation (`comms_logger.prof_all`).
         prof_ops: names of the operations to time when `prof_all` is false (`comms_logger.prof_ops`).
         verbose: log a line for each operation (`comms_logger.verbose`).
         debug: add the caller to that line (`comms_logger.debug`).
-        curve: file of `ds_bench`, whose bandwidth is printed beside (`comms_logger.curve`).
+        curve: file of `ds_bench`; its bandwidth is printed for comparison (`comms_logger.curve`).
     """
 
     enabled: bool = False

@@ -1,13 +1,12 @@
 """Detects ranks that call different collectives: records the order of calls and compares it.
 
-[Note: comparing trails] Ranks that take different paths may meet in collectives of equal sizes: nothing fails, and sums
-of different things go into the model. So each rank may keep, for each set of ranks, a hash over all labels of the
-collectives so far. Every `interval` collectives it is marked; the watch's thread publishes the marks and compares them
-with those of the lowest rank of the set (`deepspeed/comm/watchdog/watchdog.py`). The main thread waits for nobody.
-Marks thin out with age, so that ranks whose threads look at different times still have some in common. The last entries
-are kept with the user's file and line: where two trails part is then known exactly. Only what has one order is entered:
-messages with tags (rounds of gradients) and one-sided gathers may differ from rank to rank, and are agreed on at each
-step.
+[Note: comparing trails] Ranks that run different code may call collectives of equal sizes: nothing fails, and unrelated
+tensors are summed. So each rank may keep, for each set of ranks, a hash over all labels of the collectives so far. The
+hash is marked every `interval` collectives; the watchdog's thread publishes the marks and compares them with those of
+the lowest rank of the set (`deepspeed/comm/watchdog/watchdog.py`). The main thread does not wait. Old marks are thinned
+out, so that ranks whose threads compare at different times still have some in common. The last entries are kept with
+the user's file and line, so the first difference of two trails is known exactly. Only ordered calls are recorded:
+tagged messages (rounds of gradients) and one-sided gathers may differ between ranks, and are agreed on at each step.
 """
 
 from __future__ import annotations

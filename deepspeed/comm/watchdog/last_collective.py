@@ -36,18 +36,13 @@ class LastCollectivePage:
         self._token = secrets.token_bytes(16)
         self._descriptor = -1
         self._page: mmap.mmap | bytearray = bytearray(_SIZE)
-        self._written, self._length = "", 0  # the label on the page, and its bytes there
         self.write("start", OUTSIDE)
 
     def write(self, label: str, state: int) -> None:
         """Enter a collective (`INSIDE`) or another state, from now on."""
-        if label is self._written:  # as of a message that was started, and is waited for
-            _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
-            return
-        text = label.encode()[: _SIZE - _HEAD.size]
-        self._written, self._length = label, len(text)
-        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
-        self._page[_HEAD.size : _HEAD.size + self._length] = text
+        text = label.encode()[: _SIZE - _HEAD.size]  # no attribute remembers it: several threads communicate
+        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
+        self._page[_HEAD.size : _HEAD.size + len(text)] = text
 
     def turn(self, state: int) -> None:
         """Change the state alone: the label stays, as that of the last collective."""

@@ -1,4 +1,4 @@
-"""Importance scores of elements and units: by weight, by movement, by change of the loss."""
+"""Importance scores of elements and units: by magnitude, by movement, by change of the loss."""
 
 from __future__ import annotations
 

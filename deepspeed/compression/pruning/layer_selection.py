@@ -1,4 +1,4 @@
-"""Removes layers: by name from a model, or from a running engine, by name or by the influence of blocks."""
+"""Removes layers: by name from a model; from a running engine, by name or by block influence."""
 
 from __future__ import annotations
 

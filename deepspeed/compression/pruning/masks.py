@@ -1,10 +1,11 @@
 """Pruning masks on this rank's shard: packed bits, applied to gradient, master and moments.
 
-[Note: dense masters] Where a later mask may keep elements that an earlier one dropped, the master keeps its values and
-gets the unmasked gradient; the mask acts on the copy that is all-gathered. With the last mask the master is masked too.
+[Note: dense masters] If a later mask may keep elements that an earlier one dropped, the master keeps its values and
+gets the unmasked gradient; the mask is applied to the copy that is all-gathered. The last mask is also applied to the
+master.
 
-[Note: edits] Users write into weights: by a setter, in place, in a load. So every step applies the final masks again,
-and so does an export; between them a weight has the values that the user gave it.
+[Note: edits] Users change weights: with a setter, in place, in a load. So every step applies the final masks again, and
+so does an export; in between, a weight has the values that the user wrote.
 """
 
 from __future__ import annotations

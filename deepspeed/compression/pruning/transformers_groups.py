@@ -1,8 +1,8 @@
 """Models of Transformers: dependency groups read from the config, and the model in a wrapper or under adapters.
 
-The model is built twice on the meta device, as it is and with one number of the config made smaller. The parameters
-whose shapes differ are the coupled ones, and the smaller model says which attributes of which modules follow. How an
-axis is laid out (gate next to up, query, key and value in one matrix) is settled by verification on a small twin.
+The model is built twice on the meta device, once as it is and once with one number of the config made smaller. The
+parameters whose shapes differ are coupled, and the smaller model gives the module attributes that change with them. The
+layout of an axis (gate next to up; query, key and value in one matrix) is determined by verification on a small copy.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
             shrinks.append(shrink)
     if not shrinks:
         raise CompressionError(
-            f"fewer heads cannot be said by {type(config).__name__}: "
+            f"fewer heads cannot be expressed by {type(config).__name__}: "
             f"{'; '.join(dict.fromkeys(reasons)) or 'it has no number of heads of two or more'}; FFN units and layers "
             f"can be removed and exported"
         )

@@ -1,8 +1,8 @@
-"""Verifies a removal on a small twin: the smaller model computes the same as the masked one.
+"""Verifies a removal on a small copy: the smaller model computes the same as the masked one.
 
-Experts have no masked phase: a router still picks an expert whose weights are zero, so masked is not removed, and
-experts leave without one. Their twin verifies that the parameters of an expert belong together: a model whose experts
-are put in another order, parameter by parameter, computes the same.
+Experts have no masked phase: a router also selects an expert whose weights are zero, so masking differs from removal.
+The check verifies that the parameters of an expert belong together: a model whose experts are permuted, parameter by
+parameter, computes the same.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
             raise CompressionError(f"the smaller twin of {model_class.__name__} fails: {error}") from error
         if relative_difference(dense, without, floor=FLOOR) < TOLERANCE:
             raise CompressionError(
-                f"masking {shrink.kind} of {model_class.__name__} changes nothing: there is no proof"
+                f"masking {shrink.kind} of {model_class.__name__} changes nothing, so the removal cannot be verified"
             )
         differences.append(f"{difference:.2g}")
         if difference <= TOLERANCE:
@@ -197,7 +197,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     difference = relative_difference(outputs(other, inputs), dense, floor=FLOOR)
     if difference > TOLERANCE:
         raise CompressionError(
-            f"experts of {model_class.__name__} cannot change places (difference {difference:.2g}): something else "
+            f"experts of {model_class.__name__} cannot be permuted (difference {difference:.2g}): something else "
             f"knows their order"
         )
     kept_experts = max(experts_per_token(config), same.families[0].size // 2)

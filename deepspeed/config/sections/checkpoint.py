@@ -1,4 +1,4 @@
-"""`checkpoint`, `nebula`: how training state is written and read."""
+"""`checkpoint`, `nebula`: how training state is saved and loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from deepspeed.config.base_model import Int, Section, TagValidation, key, later, moot
 
-_STREAMED = "one writer streams tensors from where they lie"
+_STREAMED = "one writer streams tensors in place"
 
 
 class ParallelWrite(Section):
@@ -24,7 +24,7 @@ class Writer(Section):
     decoupled: bool = key(False, "write while training goes on, as `checkpoint.async_save`")
     io_buffer_size: Int = moot(64 * 1024**2, "bytes of its buffer", _STREAMED, ge=1)
     io_buffer_double: bool = moot(True, "two buffers", _STREAMED)
-    show_statistics: bool = key(False, "say how long a save took and how fast it was")
+    show_statistics: bool = key(False, "log duration and speed of a save")
     data_parallel: Literal["replica", "socket", "machine"] | None = moot(
         None, "who writes", "every rank writes its own slice"
     )
@@ -40,14 +40,14 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = key(ParallelWrite, "who writes what")
     writer: Writer = key(Writer, "how bytes reach the disk")
     format: Literal["native", "deepspeed"] = key("native", "`deepspeed`: the file names and layout of upstream")
-    async_save: bool = key(False, "write from a host copy while training goes on")
+    async_save: bool = key(False, "write from a host copy while training continues")
     keep_last: Int | None = key(None, "remove older checkpoints of the folder once a new one is complete", ge=1)
     keep_every: Int | None = key(None, "steps whose multiples `keep_last` never removes", ge=1)
     signal_dir: str | None = key(
         None, "folder saved to when SIGTERM, SIGUSR1 or SIGHUP asks the run to stop; without it the one last used"
     )
     client_state_pickle: bool = key(
-        False, "objects of client_state that JSON cannot express are pickled; loading must say so too"
+        False, "objects of client_state that JSON cannot express are pickled; must also be set for loading"
     )
 
 

@@ -1,4 +1,4 @@
-"""`compression_training`, `quantize_training`: smaller weights by training."""
+"""`compression_training`, `quantize_training`: compression during training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeightShared(Section):
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding; stochastic where bits step only")
     quantize_weight_in_forward: bool = key(
-        False, "true: target_bits at once; false: from start_bits to target_bits, one bit per period, periods doubling"
+        False, "true: always target_bits; false: from start_bits to target_bits, one bit per period, periods doubling"
     )
     fp16_mixed_quantize: MixedQuantize = key(MixedQuantize, "blend full and quantized weights")
 
@@ -74,10 +74,10 @@ class _Pruning(Section):
 
     enabled: bool = key(False, "prune")
     schedule_offset: Int = key(1000, "applied steps before masks act", ge=0)
-    schedule_offset_end: Int | None = key(None, "applied steps after which the mask is final; default: at once", ge=0)
+    schedule_offset_end: Int | None = key(None, "applied steps until the mask is final; default: the offset", ge=0)
     schedule_offset_stride: Int = key(1, "applied steps between two masks", ge=1)
-    schedule: Schedule = key("step", "how the share kept falls from offset to end: at once, or by the cubic ramp")
-    criterion: Criterion | None = key(None, "how units are scored; default: what method stands for")
+    schedule: Schedule = key("step", "how the kept share decreases from offset to end: in one step, or by a cubic ramp")
+    criterion: Criterion | None = key(None, "how units are scored; default: by method")
     scope: Literal["layer", "global"] = key("layer", "the ratio holds in each layer, or over all layers of a group")
 
 
@@ -105,7 +105,7 @@ class HeadShared(RowShared):
     """`compression_training.head_pruning.shared_parameters`."""
 
     method: Literal["l1", "topk"] = key("topk", "l1: magnitude; topk: movement")
-    num_heads: Int | None = key(None, "heads of the model; default: what its config says", ge=1)
+    num_heads: Int | None = key(None, "heads of the model; default: from its config", ge=1)
 
 
 class ExpertShared(_Pruning):
@@ -211,15 +211,13 @@ class Distillation(Section):
 
     switch = "enabled"
     enabled: bool = key(False, "learn from a teacher too")
-    teacher: Literal["given", "before"] = key("given", "given by engine.set_teacher, or the model before its cut")
+    teacher: Literal["given", "before"] = key("given", "set by engine.set_teacher, or the model before pruning")
     temperature: float = key(1.0, "of both distributions", gt=0)
     hard: float = key(0.5, "weight of the model's own loss", ge=0)
     logits: float = key(0.5, "weight of the divergence of the logits", ge=0)
     hidden: float = key(0.0, "weight of the squared error of hidden states", ge=0)
     attention: float = key(0.0, "weight of the squared error of attention maps; needs eager attention", ge=0)
-    layerwise: float = key(
-        0.0, "weight of each layer's squared error, on what the teacher gives to its own layer", ge=0
-    )
+    layerwise: float = key(0.0, "weight of each layer's squared error, on the input of the teacher's layer", ge=0)
     layers: list[int] | None = key(None, "teacher layer of each student layer; default: spread evenly")
 
 

@@ -1,4 +1,4 @@
-"""`data_efficiency`, `curriculum_learning`, `progressive_layer_drop`, `eigenvalue`: what is trained on, and when."""
+"""`data_efficiency`, `curriculum_learning`, `progressive_layer_drop`, `eigenvalue`: selection of training data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aio`, `activation_checkpointing`, `compile`: memory traded for time or for another device."""
+"""`aio`, `activation_checkpointing`, `compile`: keys that trade memory for time or for another tier."""
 
 from __future__ import annotations
 

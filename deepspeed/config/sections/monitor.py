@@ -1,4 +1,4 @@
-"""`comms_logger`, `timers`, the monitors and `flops_profiler`: what a run tells of itself."""
+"""`comms_logger`, `timers`, the monitors and `flops_profiler`: metrics and logs of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CommsLoggerConfig(Section):
     prof_all: bool = key(True, "record all operations")
     prof_ops: Names = key([], "operations to record when prof_all is false")
     debug: bool = key(False, "name the caller")
-    curve: str | None = key(None, "file of ds_bench: what this machine can do, beside what was measured")
+    curve: str | None = key(None, "file of ds_bench, to compare the measured with the possible bandwidth")
 
 
 class Throughput(Section):
@@ -37,7 +37,7 @@ class TensorBoard(Section):
 
 
 class WandB(Section):
-    enabled: bool = key(False, "send events to Weights & Biases, offline where WANDB_MODE says so")
+    enabled: bool = key(False, "send events to Weights & Biases; offline with WANDB_MODE")
     group: str | None = key(None, "group of runs")
     team: str | None = key(None, "team")
     project: str = key("deepspeed", "project")
@@ -71,7 +71,7 @@ class JsonlMonitorConfig(Section):
 
 class MLflow(Section):
     enabled: bool = key(False, "send events to MLflow")
-    tracking_uri: str | None = key(None, "server, or folder; null: what MLFLOW_TRACKING_URI says")
+    tracking_uri: str | None = key(None, "server, or folder; null: MLFLOW_TRACKING_URI")
     experiment: str = key("deepspeed", "experiment")
     run_name: str | None = key(None, "name of the run")
 
@@ -117,7 +117,7 @@ class NonFinite(Section):
 
     enabled: bool = key(False, "run the window again with checks, before the update")
     reports: Int = key(3, "times that this is done", ge=1)
-    output_path: str = key("", "folder for what the first such operation was given; empty: none")
+    output_path: str = key("", "folder for the inputs of the first such operation; empty: none")
 
 
 class FlopsProfilerConfig(Section):

@@ -1,4 +1,4 @@
-"""How a run is laid out over ranks, chosen or searched: the mesh and its axes, `autotuning`, `elasticity`."""
+"""Parallelism of a run, set or searched: the mesh and its axes, `autotuning`, `elasticity`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ class Pipeline(Section):
     stages: Int | Literal["auto"] = key("auto", "number of stages")
     partition: Literal["best", "profile", "parameters", "uniform"] = key(
         "best",
-        "how the blocks of a model are dealt to stages: by operations, with what runs around them (best), by time "
+        "how blocks are assigned to stages: by operations, also those before and after the blocks (best), by time "
         "measured at start (profile), by parameters, or by number",
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = key(
-        "1f1b", "what each stage does in which order"
-    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = key("1f1b", "the schedule of micro-batches")
     chunks: Int = key(1, "parts of the model that each stage holds (interleaved)", ge=1)
     stage3_gather: Literal["auto", "micro_batch", "window"] = key(
         "auto", "at ZeRO stage 3, how long a unit stays gathered; auto: as stage3_max_live_parameters has room"
@@ -47,7 +45,7 @@ class LayerSpecConfig(Section):
     partition_type: Literal["row", "column", "skip"] | None = key(
         None, "skip leaves the weight whole, with all that shares its channels; row, column are compared with the plan"
     )
-    shape: list[Any] | None = moot(None, "view of a fused weight", "the plan finds what is fused, and how")
+    shape: list[Any] | None = moot(None, "view of a fused weight", "the plan finds fused weights and their layout")
     partition_dim: Int | None = moot(None, "dimension that is cut", "it follows from row or column")
     model_types: Names | None = key(None, "model types the entry is for; null is all")
     gather_output: bool = later(False, "gather the layer's output")
@@ -57,11 +55,11 @@ class LayerSpecConfig(Section):
 class PartitionConfig(Section):
     """`tensor_parallel.partition_config`."""
 
-    use_default_specs: bool = key(True, "cut what no entry names, too")
+    use_default_specs: bool = key(True, "also split weights that no entry names")
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
     lm_head_patterns: Names | None = later(None, "names of the output projection")
     embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")
-    layer_specs: list[LayerSpecConfig] = key([], "weights that are not cut as the plan would")
+    layer_specs: list[LayerSpecConfig] = key([], "exceptions from the plan, by parameter names")
 
 
 class TpSize(Section):
@@ -78,9 +76,9 @@ class TensorParallel(Section):
     dtype: Dtype = later("fp16", "compute dtype", idle=["bf16", "fp32"])
     tp_overlap_comm: bool = later(False, "overlap its collectives")
     verify: Literal["off", "units", "model"] = key(
-        "units", "what is compared with its dense form before training: nothing, each unit, or the model's output too"
+        "units", "comparison with the dense form before training: none, each unit, or also the model's output"
     )
-    vocab_parallel_lm_head: bool | None = key(None, "cut embedding, output projection and loss by vocabulary too")
+    vocab_parallel_lm_head: bool | None = key(None, "also split embedding, output projection and loss by vocabulary")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = later("torch", "cross-entropy on a cut vocabulary")
     tp: TpSize = key(TpSize, "size", aliases=["tensor_parallel"])
     injection_policy_tuple: list[Any] | None = later(None, "output layers by name")
@@ -169,7 +167,7 @@ class Autotuning(Section):
     fast: bool = moot(True, "stage and micro-batch only", _PREDICTED)
     results_dir: str = key("autotuning_results", "folder of results")
     exps_dir: str = key("autotuning_exps", "folder of trials")
-    overwrite: bool = key(True, "run trials again whose results are there")
+    overwrite: bool = key(True, "repeat trials that already have results")
     start_profile_step: Int = key(3, "first measured update", ge=1)
     end_profile_step: Int = key(5, "last measured update; a trial ends there", ge=1)
     metric: Literal["throughput", "latency", "flops"] = key(

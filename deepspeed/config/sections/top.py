@@ -59,7 +59,7 @@ class TopLevel(Section):
     torch_autocast: TorchAutocast = key(TorchAutocast, "forward under torch.autocast")
     data_types: DataTypes = key(DataTypes, "dtypes beside the compute dtype")
     zero_optimization: Zero = key(Zero, "which training state is split over the ranks")
-    communication_data_type: Dtype | None = key(None, "dtype in which gradients travel; null: summed in fp32")
+    communication_data_type: Dtype | None = key(None, "dtype of gradient communication; null: summed in fp32")
     deterministic_reduction: bool = key(
         False,
         "on devices, sum in rank order, in place of the backend's own reduction (fp32) and of one kernel (16 bits)",
@@ -73,7 +73,7 @@ class TopLevel(Section):
     log_level: LogLevel | None = key(None, "level of the package's logger")
     disable_python_gc: bool = key(False, "collect Python's garbage at step boundaries only")
     comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "time and size of every collective")
-    divergence_check_interval: Int = key(0, "collectives between two comparisons of what ranks did; 0: never", ge=0)
+    divergence_check_interval: Int = key(0, "compare the ranks' calls after this number of collectives; 0: never", ge=0)
     timers: Timers = key(Timers, "timers")
 
     zero_allow_untested_optimizer: bool = moot(
@@ -88,10 +88,10 @@ class TopLevel(Section):
     managed_gradient_accumulation: bool = later(True, "false: the caller alone decides the boundary")
     sequence_parallel_size: Int = key(1, "ranks that share a sequence", ge=1)
     sequence_parallel_verify: bool = key(
-        True, "compare a model of Transformers over cut sequences with the whole one before the first step"
+        True, "compare a sequence-parallel Transformers model with the whole one before the first step"
     )
     sequence_parallel_recompute: bool = key(
-        True, "exchange contexts and copied key-value heads again in backward, not keep them beside a rank's share"
+        True, "exchange contexts and copied key-value heads again in backward, instead of saving them"
     )
     data_parallel_size: Int | None = key(None, "data-parallel ranks; checked against the world", ge=1)
     use_data_before_expert_parallelism: bool = later(

@@ -1,4 +1,4 @@
-"""`zero_optimization`: which training state is split over the ranks, and how it travels."""
+"""`zero_optimization`: which training state is sharded over the ranks, and how it is communicated."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class OffloadParam(Section):
 
     switch = "device"
     device: Literal["none", "cpu", "nvme"] = key(
-        "none", "where parameters rest between uses at stage 3; below it they are whole, and this has no effect"
+        "none", "tier of parameters between uses at stage 3; no effect at lower stages"
     )
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
     buffer_count: Int = key(5, "most slices read ahead, and most written behind, with nvme", ge=1)
-    buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer is as large as the slice it carries", ge=0)
+    buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer has the size of its shard", ge=0)
     max_in_cpu: Int = key(int(1e9), "elements of each rank that stay in host memory with nvme", ge=0)
 
 
@@ -46,14 +46,14 @@ class OffloadOptimizer(Section):
 
     switch = "device"
     device: Literal["none", "cpu", "nvme"] = key(
-        "none", "where master weights, gradient sums and optimizer state rest and are updated; stages 1 to 3"
+        "none", "tier of master weights, gradient sums and optimizer state, which are updated there; stages 1 to 3"
     )
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
     buffer_count: Int = key(4, "most tensors read ahead, and most written behind, with nvme", ge=1)
     pipeline_read: bool = key(True, "read the next group while this one is updated")
     pipeline_write: bool = key(True, "write the last group while this one is updated")
-    fast_init: bool = moot(False, "create optimizer state in place", "state is made group by group, where it rests")
+    fast_init: bool = moot(False, "create optimizer state in place", "state is created group by group, in its tier")
     ratio: float = key(1.0, "share of the elements whose state is offloaded; whole groups", ge=0, le=1)
     super_offload: bool = later(False, "overlap the host's update with backward")
     cpuadam_cores_perc: float = later(0.8, "share of the cores for the host's update", ge=0, le=1)
@@ -82,7 +82,7 @@ class Loco(Section):
 
 
 class ZeroStageEnum(IntEnum):
-    """Which training state is split over the ranks; each stage with what those before it split."""
+    """Which training state is sharded over the ranks; each stage includes the previous ones."""
 
     disabled = 0
     optimizer_states = 1
@@ -116,13 +116,13 @@ class Zero(Section):
     )
     reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
     allgather_bucket_size: Int = moot(
-        int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=0
+        int(5e8), "elements gathered together after the step", "groups are all-gathered as they were reduced", ge=0
     )
     overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
     overlap_publish: bool = key(
         False,
-        "a promise: parameters are read in their modules' forward or by torch's functions; at stages 1 and 2 on "
-        "devices, new values may then arrive beside the next forward",
+        "at stages 1 and 2 on devices, overlap the all-gather of updated parameters with the next forward; a promise "
+        "that parameters are read only in their modules' forward or by torch's functions",
     )
     prefetch_bucket_size: Int = key(
         int(5e7), "elements gathered ahead of use", aliases=["stage3_prefetch_bucket_size"], ge=0
@@ -148,13 +148,13 @@ class Zero(Section):
     gather_16bit_weights_on_model_save: bool = moot(
         False,
         "save_16bit_model gathers whole weights at stage 3",
-        "whole weights are to be had at every stage; clients read the flag through its getter",
+        "whole weights can be saved at every stage; clients read the flag through its getter",
         aliases=["stage3_gather_16bit_weights_on_model_save"],
         deprecated=["stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"],
     )
     stage3_fixed_graph: bool = key(
         False,
-        "a promise: all ranks always run the same modules in the same order, and need not agree on the next one",
+        "a promise that all ranks always run the same modules in the same order, so they need not compare it",
         aliases=["fixed_graph"],
     )
     stage3_check_order: bool = key(
@@ -193,7 +193,7 @@ class Zero(Section):
     module_granularity_threshold: Int = moot(
         0,
         "fetch fine-grained module trees as one unit",
-        "small modules travel in the group of their block; see leaf_module",
+        "small modules are in the group of their block; see leaf_module",
         aliases=["stage3_module_granularity_threshold"],
         ge=0,
     )

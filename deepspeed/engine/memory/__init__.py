@@ -1,1 +1,1 @@
-"""Turns bytes into reports and advice; the only place that does."""
+"""Memory reports and advice."""

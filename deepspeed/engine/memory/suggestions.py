@@ -1,7 +1,7 @@
 """Suggests the keys that make training state fit into memory.
 
-[Note: what counts as near] Near is the memory that ran out: a device's, or on a CPU the process's own, where host
-buffers lie too. What rests on a disk is never near; what rests on the host is, on a CPU.
+[Note: what counts as near] Near memory is the one that ran out: a device's, or on a CPU the process's own, which also
+holds host buffers. State on a disk is never near; state on the host is near on a CPU.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From a batch to logits. The scheduler and the KV cache know no tensor."""
+"""Executors: from a batch to logits. The scheduler and the KV cache do not handle tensors."""

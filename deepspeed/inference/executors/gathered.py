@@ -1,7 +1,7 @@
-"""Gathered executor: models that attend by themselves get each sequence's cache as one tensor.
+"""Gathered executor: models with their own attention get each sequence's cache as one tensor.
 
-Sequences with one number of rows and contexts of like length are one call, padded on the left as `generate` pads a
-batch; where a model does not bear that, only contexts of one length go together.
+Sequences with the same number of rows and contexts of similar length are one call, padded on the left as `generate`
+pads a batch; if a model does not support that, only contexts of equal length are batched.
 """
 
 from __future__ import annotations

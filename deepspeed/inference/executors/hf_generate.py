@@ -1,7 +1,7 @@
 """Fallback: unsupported models use their own `generate`.
 
-Each request has a thread in which `model.generate` runs; it stands still, but while a step lets it make one token. So
-the options, the outputs and cancelling are those of every other request, and nothing runs at the same time.
+`model.generate` of each request runs in a thread, which is blocked until a step lets it produce one token. So options,
+outputs and cancelling work as for every other request, and only one thread runs at a time.
 """
 
 from __future__ import annotations

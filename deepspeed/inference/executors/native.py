@@ -1,4 +1,4 @@
-"""Native executor: recognizes a decoder of well-known structure, and runs it in few native calls."""
+"""Native executor: recognizes a decoder of common structure, and runs it in a few native calls."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Reader:
                         continue
                     if is_managed(tensor):
                         raise PackingError(
-                            "an engine trains its parameters, and native passes read weights where they rest; tokens "
+                            "an engine trains its parameters, and native passes read weights in place; tokens "
                             "are right, but slower: make the Generator of a copy of the model, or of saved weights"
                         )
                     if type(tensor.data) is not torch.Tensor:
@@ -390,7 +390,7 @@ class FusedExecutor:
         try:
             self.structure = self._read()
         except PackingError as error:
-            warn_once(f"{type(self.model).__name__} goes on through its own modules, not in native passes: {error}")
+            warn_once(f"{type(self.model).__name__} runs through its own modules, not in native passes: {error}")
             self.structure.blocks, self.structure.seen, self.structure.tensors = [], [], ([], [])
 
 

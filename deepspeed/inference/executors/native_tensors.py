@@ -1,4 +1,4 @@
-"""Matrices in the form that native products read, in place."""
+"""Matrices in the format that native products read, in place."""
 
 from __future__ import annotations
 

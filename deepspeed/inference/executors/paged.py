@@ -1,9 +1,9 @@
 """Paged executor: all sequences in one pass through the model's modules, with paged attention.
 
-Transformers' models call their attention through an interface and keep keys and values in a cache that is handed in.
-Here both are ours: the cache stores the new rows in pages and hands them back, the attention finds in them the layer
-they belong to, and reads the pages. A module that does anything else with what the cache handed back is noticed, since
-the attention knows the tensors that it handed out.
+Transformers' models call attention through an interface and keep keys and values in a cache object that is passed in.
+This module provides both: the cache stores the new rows in pages and returns them; the attention recognizes these
+tensors, finds their layer and reads the pages. If a module changes the returned tensors, the attention detects it,
+because it does not recognize them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class PagedCache(Cache):
         if isinstance(mask, Mask):
             return mask
         if mask is not None:
-            raise PackingError(f"its attention gets a mask of its own making ({type(mask).__name__})")
+            raise PackingError(f"its attention gets a mask that the model builds itself ({type(mask).__name__})")
         if window is None:
             return self.default
         return self.windows.setdefault(window, Mask(lambda b, h, q, k: (k <= q) & (k > q - window)))
@@ -145,7 +145,7 @@ def attention(
     """Attention of all rows of a pass, [1, rows, heads, head size]; `query` is [1, heads, rows, head size]."""
     cache = _current.get()
     if cache is None:
-        raise PackingError(f"{NAME!r} attends over pages, outside of a pass of deepspeed.inference there are none")
+        raise PackingError(f"{NAME!r} has paged attention, which works only in a pass of deepspeed.inference")
     layer, keys, values = cache.handed.get(id(key), (None, None, None))
     if layer is None or keys is not key or values is not value:
         raise PackingError(f"{type(module).__name__} changes keys or values after they are cached")

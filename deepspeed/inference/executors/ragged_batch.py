@@ -1,7 +1,7 @@
-"""The tensors of one pass: tokens of several sequences, their cache slots, the wanted logits.
+"""The tensors of one pass: tokens of several sequences, their cache slots, the requested logits.
 
-Page p lies in a layer's cache behind one page of zeros: padding reads that, never what some sequence wrote, since even
-at weight 0 a neighbour's infinity would spread.
+In a layer's cache one page of zeros precedes page 0: padding reads this page, not data of another sequence, since even
+with weight 0 an infinity would spread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers over a packed matrix, in the place of those that held it whole."""
+"""Layers over a packed matrix, which replace the original ones."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
             raise ArgumentError(
-                f"lossless_weights: '{name}' belongs to an engine or has a gradient: weights that are trained are "
-                "served where they lie; leave lossless_weights out, or give a copy of the model"
+                f"lossless_weights: '{name}' belongs to an engine or has a gradient: weights in training are read "
+                "in place; leave lossless_weights out, or give a copy of the model"
             )
     room, before, after, count, refused = Room(), 0, 0, 0, list[str]()
     for size, names in _shared_layers(model, whole):

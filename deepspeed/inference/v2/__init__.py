@@ -1,4 +1,4 @@
-"""FastGen's surface: an engine that takes ragged batches and returns logits; the caller samples and schedules."""
+"""FastGen's interface: an engine that takes ragged batches and returns logits; the caller samples and schedules."""
 
 from __future__ import annotations
 

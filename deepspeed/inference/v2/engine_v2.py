@@ -1,4 +1,4 @@
-"""A ragged engine: sequences by the caller's numbers, tokens in, logits of their last ones out."""
+"""A ragged engine: the caller numbers sequences and passes tokens; the engine returns logits of their last tokens."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class InferenceEngineV2:
         return 0 if known is None else len(known.blocks) * BLOCK - known.seen_tokens
 
     def flush(self, uid: int) -> None:
-        """Forget a sequence and free its blocks."""
+        """Drop a sequence and free its blocks."""
         known = self._sequences.pop(uid, None)
         if known is None:
             logger.warning("flush: sequence %s is not known", uid)

@@ -1,4 +1,4 @@
-"""Adagrad for parameters whose states rest in host memory."""
+"""Adagrad for parameters whose state is in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW for parameters whose states rest in host memory."""
+"""Adam and AdamW for parameters whose state is in host memory."""
 
 from __future__ import annotations
 

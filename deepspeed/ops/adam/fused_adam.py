@@ -1,4 +1,4 @@
-"""Adam and AdamW on torch's fused kernel wherever it can run."""
+"""Adam and AdamW with torch's fused kernel where it can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors to and from files, several requests at a time and past the page cache, while the caller computes."""
+"""Asynchronous tensor I/O: several requests at a time, bypassing the page cache."""
 
 from __future__ import annotations
 

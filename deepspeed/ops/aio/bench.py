@@ -1,4 +1,4 @@
-"""`ds_io`: the curve of a disk, by block size and requests in flight, and the `aio` section it suggests."""
+"""`ds_io`: measures a disk by block size and requests in flight, and suggests an `aio` section."""
 
 from __future__ import annotations
 

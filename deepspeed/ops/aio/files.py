@@ -1,4 +1,4 @@
-"""One file behind two descriptors: a direct one for aligned pieces, and one through the page cache for the rest."""
+"""One file with two descriptors: a direct one for aligned pieces, and one through the page cache for the rest."""
 
 from __future__ import annotations
 

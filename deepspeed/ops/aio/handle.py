@@ -17,8 +17,8 @@ from deepspeed.ops.aio.queue import IORequest, block_queue, cause_of
 class aio_handle:
     """Reads and writes CPU tensors, `queue_depth` x `intra_op_parallelism` requests at a time.
 
-    Tensors of `new_cpu_locked_tensor` go past the page cache where the file system can; any other contiguous CPU
-    tensor is served too. A write makes the file where it is missing and never shortens it.
+    Tensors of `new_cpu_locked_tensor` bypass the page cache if the file system supports it; any other contiguous CPU
+    tensor works too. A write creates a missing file and never truncates one.
 
     Example:
         handle = aio_handle()
@@ -114,7 +114,7 @@ class aio_handle:
         """Finish everything that was started; returns how many operations that were.
 
         Raises:
-            StorageError: one failed; the first is told, and all are over.
+            StorageError: one failed; the first is reported, and all have ended.
         """
         started, self._started = self._started, []
         failures: list[StorageError] = []
@@ -133,7 +133,7 @@ class aio_handle:
         return aligned_bytes(max(nbytes, 1), pin=True)[:nbytes].view(example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Let go of a tensor's memory before the tensor itself goes; it is empty afterwards."""
+        """Free a tensor's memory before the tensor itself is freed; it is empty afterwards."""
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         return True
 

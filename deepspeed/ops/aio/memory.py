@@ -1,4 +1,4 @@
-"""Host memory that begins on a page, so that direct I/O and the device can use it as it is."""
+"""Page-aligned host memory, which direct I/O and the device can use without a copy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The queue of block requests behind the NVMe tier and the public aio handle.
 
-The native library's threads need no interpreter between two blocks; Python threads serve where it is not built.
+The native library's threads do not need the interpreter between two blocks; without the library, Python threads are
+used.
 """
 
 from __future__ import annotations

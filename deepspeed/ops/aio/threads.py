@@ -1,4 +1,4 @@
-"""Block I/O by Python threads: the twin of the native queue, for machines without the library."""
+"""Block I/O by Python threads: the replacement of the native queue, for machines without the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion for parameters whose states rest in host memory."""
+"""Lion for parameters whose state is in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion under the name of the device form."""
+"""Lion under upstream's name of the device version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders by the names user code asks for; a builder gives the module that its operator is here."""
+"""Operator builders under upstream's names; a builder returns this package's module for its operator."""
 
 from __future__ import annotations
 

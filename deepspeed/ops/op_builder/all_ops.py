@@ -1,4 +1,4 @@
-"""What user code asks an operator of: a builder. Nothing is built here: operators are modules, or not there yet."""
+"""Operator builders. Nothing is built: each operator is a module of this package, or not available."""
 
 from __future__ import annotations
 

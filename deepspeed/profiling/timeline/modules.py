@@ -1,8 +1,7 @@
 """Forward and backward by module, as spans.
 
-Backward is a walk: the gradient of a module's output begins it, that of its input ends it, and what runs in between
-belongs to the module that was begun last. One tensor is the output of a module and of those around it; the innermost
-counts.
+The backward of a module begins with the gradient of its output and ends with that of its input; operations in between
+belong to the module that began last. If one tensor is the output of nested modules, the innermost counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports a timeline: as a table with advice, as a picture, as Chrome trace events.
 
-Slices on one track must nest, or Perfetto does not draw them: what a thread does nests by itself, messages and disk
-transfers are dealt to as many tracks as overlap.
+Slices on one track must nest, or Perfetto does not draw them: spans of a thread nest by themselves; messages and disk
+transfers are distributed over as many tracks as overlap.
 """
 
 from __future__ import annotations

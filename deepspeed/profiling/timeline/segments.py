@@ -1,7 +1,7 @@
 """Splits a rank's time into segments, and the time in messages into waiting for a straggler and communication.
 
-The innermost span counts. A slow backward on one rank shows as waiting in everybody else's next collective. So each
-wait is charged to the rank that came last, and to what that rank had more of than the others did.
+The innermost span counts. A slow backward on one rank appears as waiting in the next collective of all others. So each
+wait is attributed to the rank that came last, and to the segment in which that rank took longer than the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks did in some updates: shares of the step, who is waited for, what limits it."""
+"""The timeline of all ranks over some updates: shares of the step, stragglers, the limiting resource."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What users import, and what engines and checkpoints see of the training state."""
+"""The user interface of ZeRO, and the view of the training state for engines and checkpoints."""

@@ -16,11 +16,11 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole on every rank; all ranks of the axis enter together.
+    """A context in which the parameters are gathered on every rank; all ranks must enter it together.
 
     Args:
-        params: a parameter, or an iterable of them; plain ones are left alone.
-        modifier_rank: the global rank whose in-place changes everybody takes over on leaving; None: changes are lost
+        params: a parameter, or an iterable of them; parameters without an engine are ignored.
+        modifier_rank: the global rank whose in-place changes are broadcast on exit; None: changes are lost
             at stage 3.
         fwd_module: a module that uses the parameters in its forward; they are gathered before it from now on.
         enabled: False makes the context do nothing.
@@ -99,11 +99,11 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Tell that `module` uses `parameter` of another module in its forward.
+    """Declare that `module` uses `parameter` of another module in its forward.
 
     Args:
         module: the user.
-        parameter: what it uses; a plain parameter needs nothing.
+        parameter: the parameter; no effect if no engine manages it.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise ArgumentError(f"register_external_parameter needs a Parameter, got {type(parameter).__name__}")
@@ -123,10 +123,10 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Generator[nn.Module, None, None]:
-    """Inside, the module of an engine is whole and without hooks, as fast to generate with as a plain one.
+    """A context in which an engine's module is gathered and has no hooks, for fast generation.
 
     Args:
-        model: an engine at any stage; all ranks enter together.
+        model: an engine at any stage; all ranks must enter together.
 
     Yields:
         Its module.

@@ -1,7 +1,8 @@
 """`zero.Init`: shards each module's parameters as they are created.
 
-Each nn.Module subclass's `__init__` that runs inside ends by sharding the parameters it made: every parameter becomes a
-group of its own, with rank 0's values. `initialize` later re-lays these into groups, one at a time.
+Inside the context, the `__init__` of each nn.Module subclass ends by sharding the parameters that it created: every
+parameter becomes a separate group, with rank 0's values. `initialize` later moves them into the final groups, one at a
+time.
 """
 
 from __future__ import annotations
@@ -115,12 +116,12 @@ class Init:
     Args:
         module: shard this existing module now.
         data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: where shards rest from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
-            the device; None: as `offload_param` says.
+        remote_device: tier of the shards from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+            the device; None: the tier of `offload_param`.
         config_dict_or_path: the JSON, for the dtype; may still hold "auto".
         config: another name of it.
         enabled: False makes the context do nothing.
-        dtype: dtype of floating parameters; None: by the JSON, else what the model says.
+        dtype: dtype of floating parameters; None: the JSON's, else the model's.
         mpu: a client's unit with `get_data_parallel_group`.
         pin_memory: page-locked host memory for shards on the host.
         mem_efficient_linear: has no effect; the arguments not named here are not available yet.

@@ -1,10 +1,10 @@
 """Materializes a model from the meta device, module by module and sharded.
 
-Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
-Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
-are those of the same model made whole by `to_empty`, tied again, and the same calls. Tensors that a rule leaves
-unwritten are reset without changing what it wrote, and the rule is called again, since it may scale what a class sets;
-values that were there before, such as loaded ones, stay.
+Each module is initialized by the `_init_weights(module)` of the nearest enclosing model (as in Transformers), or by its
+own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values are those of the same model
+materialized whole by `to_empty`, with the same ties and calls. Tensors that `_init_weights` leaves unwritten are reset
+without changing those that it wrote; it is then called again, since it may scale values that a class sets. Values that
+existed before, such as loaded ones, are kept.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
         raise UsageError(
-            f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
-            f"then. Make the model anew"
+            f"an earlier attempt to give this model values ended at {where}: it is unknown which values had been "
+            f"written. Build the model again"
         )
     materializer = _Materializer(Init.over(axis, device), device)
     init_writers.append(materializer.write)  # a rule may write to parameters of children, which are sharded already

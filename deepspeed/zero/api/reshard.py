@@ -1,7 +1,7 @@
-"""Reshards parameters over other ranks, one at a time, or releases them.
+"""Moves parameters to other shards, one at a time, or releases them.
 
-`zero.Init` shards a pipeline's model over the ranks of all stages. Here each stage takes its own parameters, and no
-rank ever holds more than those and its shards of the rest.
+`zero.Init` shards a pipeline's model over the ranks of all stages. Here each stage takes its own parameters; a rank
+never holds more than those and its shards of the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The training state of an engine as named runs of elements; checkpoints read and write it.
+"""The training state of an engine as named ranges of elements; checkpoints read and write it.
 
-The only place that knows where values, optimizer state and gradients of a parameter rest.
+The only module that knows where values, optimizer state and gradients of a parameter are stored.
 """
 
 from __future__ import annotations

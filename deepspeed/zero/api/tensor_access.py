@@ -1,7 +1,7 @@
 """Reads and writes training state by parameter: `safe_get_*` and `safe_set_*`.
 
-All full-tensor functions are collective over the ranks that share the parameter, those that have other slices of it
-included; gradients exist between backward and step. A parameter that no engine manages gives None.
+All full-tensor functions are collectives over the ranks that share the parameter, including those that hold other
+slices of it; gradients exist between backward and step. For a parameter that no engine manages they return None.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the global shape, a copy; None for a parameter no optimizer updates. A slice that only
-        Megatron's mark tells (`zero/layout/placement`) is given as it is: nothing says where it lies.
+        float32 tensor of the global shape, a copy; None for a parameter that no optimizer updates. A slice that only
+        Megatron's attributes mark (`zero/layout/placement`) is returned as it is: its position is unknown.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:

@@ -1,1 +1,1 @@
-"""From autograd to the reduced gradient shard. Knows no optimizer."""
+"""From autograd to the reduced gradient shard. Independent of the optimizer."""

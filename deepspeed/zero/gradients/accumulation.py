@@ -1,12 +1,12 @@
 """Gradient accumulation: the micro-batches between two updates, and the checks over ranks before one.
 
-The driver of training (an engine, a pipeline's schedule) holds one window and reports where a micro-batch ends and
-which backward pass runs. The window tells the gradient side (`zero/gradients/reducer`) the factor of a gradient and
+The driver of training (an engine, a pipeline's schedule) holds one window and reports the end of each micro-batch and
+each backward pass. The window tells the gradient reducer (`zero/gradients/reducer`) the factor of a gradient and
 whether it is reduced now, and the optimizer the divisor of the sum.
 
-[Note: agreement] Every rank sets counts, boundary, ways of counting, loss scale and hyperparameters by itself. They are
-part of the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
-window is dropped on all of them, and no parameter has changed: a difference is never silent, and costs no message.
+[Note: agreement] Every rank sets counts, boundary, ways of counting, loss scale and hyperparameters locally. They are
+part of the row that `Reducer.finish` exchanges anyway. If they differ, every rank raises the same `UsageError`, the
+window is dropped on all ranks, and no parameter has changed: a difference is never silent, and costs no message.
 """
 
 from __future__ import annotations

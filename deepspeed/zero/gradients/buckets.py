@@ -1,20 +1,20 @@
-"""Gradient buckets: the round that is collected, the accumulator, its square, and sparse rows of embedding tables.
+"""Gradient buckets: the open round, the accumulator, its square, and sparse rows of embedding tables.
 
-[Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched at once
-where the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks
-may run different branches, so a rank may have launched fewer rounds of a group than others; `finish`, which all ranks
-enter in `step`, compares the counts, and a rank that is behind contributes zeros. Messages carry the group and the
-round in their tag, so the order of launches need not agree.
+[Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched immediately
+if the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks may
+run different branches, so a rank may have launched fewer rounds of a group than others; `finish`, which all ranks call
+in `step`, compares the counts, and a rank that is behind contributes zeros. Message tags contain the group and the
+round, so the order of launches may differ.
 
-A table of a large vocabulary has a gradient as large as itself in every micro-batch: zeros that are written, read again
-and added. Where a driver knows what is looked up (a pipeline's does), autograd gives the rows alone, and they are added
-to the accumulator where they belong. What is summed in the gradient's own precision is summed by row first and then
-added once: in fp32, with one lookup of the table in a micro-batch, sums have the bits of whole gradients. Where the
-accumulator is wider every hit is added to it, unrounded.
+The dense gradient of a table with a large vocabulary is as large as the table, and nearly all of it is zeros. If a
+driver knows the rows that are looked up (as a pipeline does), autograd returns only these rows, and they are added to
+the accumulator at their positions. Gradients summed in their own precision are first summed by row and then added once:
+in fp32, with one lookup of the table in a micro-batch, sums have the bits of dense gradients. If the accumulator is
+wider, every row is added to it separately, without rounding.
 
-[Note: known norm] `gradient_norms` reads every sum, and its ranks exchange the squares. Where no rank has added or
-written anything since, the update's norm is known to all of them. Each rank says whether that holds in the row of the
-agreement that the update begins with (`accumulation.AccumulationWindow.row`), which saves a message.
+[Note: known norm] `gradient_norms` reads every sum, and its ranks exchange the squares. If no rank has added or written
+anything since, all ranks know the norm of the update. Each rank reports this in the row of the agreement with which the
+update begins (`accumulation.AccumulationWindow.row`), which saves a message.
 """
 
 from __future__ import annotations

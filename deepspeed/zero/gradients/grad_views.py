@@ -1,7 +1,7 @@
-"""Tracks dense gradients that users hold, and takes over their in-place changes.
+"""Tracks dense gradients that users hold, and writes back their in-place changes.
 
-Users get copies: what they keep stays as it was read, whatever the next window does to the accumulators. A change may
-go past the version counter (`p.grad.data.mul_()`), so the values are compared with those that were given away.
+Users get copies, which later changes of the accumulators do not affect. A change may bypass the version counter
+(`p.grad.data.mul_()`), so the values are compared with those that were returned.
 """
 
 from __future__ import annotations

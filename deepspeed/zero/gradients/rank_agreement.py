@@ -1,7 +1,7 @@
 """Checks that ranks agree before gradients are used: compares numbers over the ranks that share a group.
 
-What a rank says of its window is in `accumulation.AccumulationWindow.row`; behind it stand, for each group, its rounds
-sent so far, the factor of those in low precision, and which parameters had a gradient.
+`accumulation.AccumulationWindow.row` gives a rank's numbers for its window; for each group they are followed by the
+rounds sent so far, the factor of those in low precision, and which parameters had a gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reduce-scatter of gradient buckets: transit buffers, messages and sums."""
+"""Reduce-scatter of gradient buckets: transfer buffers, messages and sums."""
 
 from __future__ import annotations
 

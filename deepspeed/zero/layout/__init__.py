@@ -1,1 +1,1 @@
-"""Which element of the training state is where. Moves no tensor."""
+"""The position of each element of the training state. Moves no tensor."""

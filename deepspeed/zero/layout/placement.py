@@ -1,7 +1,7 @@
 """Placement of a parameter on the mesh: its part of the global tensor, and how copies relate.
 
-The row of this table that belongs to a parameter is read by gradient sums, norm, overflow, edits, checkpoints,
-estimators and public accessors. Layers that cut a model set it with `place`; everything else has the default row.
+Gradient sums, norm, overflow, edits, checkpoints, estimators and public accessors read a parameter's row of this table.
+Layers that split a model set it with `place`; all other parameters have the default row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Regions of a global tensor: which elements a rank holds, and the flat ranges that are stored.
 
-A rank's tensor is a box of the global one: each dim whole, or cut into segments with padding between. ZeRO cuts the
-flattened box further. `copies` says how the elements of one flat range of one box come from a flat range of another:
-a few strided copies, whatever the cuts are, never one for each row.
+A rank's tensor is a box of the global one: each dim is whole, or split into segments with padding between. ZeRO splits
+the flattened box further. `copies` computes how the elements of a flat range of one box come from a flat range of
+another: as a few strided copies for any split, never one for each row.
 """
 
 from __future__ import annotations

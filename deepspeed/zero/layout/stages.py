@@ -1,7 +1,7 @@
 """The table of ZeRO stages: which of parameters, gradients and optimizer state are sharded.
 
-Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
-This is the only file that says what follows from a stage's number.
+Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). This is
+the only file that defines the properties of a stage's number.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules whose qualified name ends so; as `set_z3_leaf_modules`."""
+    """Mark modules by the end of their qualified name; as `set_z3_leaf_modules`."""
     suffixes = tuple(module_name_suffixes)
     names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
     return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)
@@ -115,7 +115,7 @@ def set_z3_leaf_modules_by_suffix(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark off; arguments as `set_z3_leaf_modules`."""
+    """Remove the mark; arguments as `set_z3_leaf_modules`."""
     wanted = list(classes_or_names)
     leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
     if not leaves and raise_if_not_found:

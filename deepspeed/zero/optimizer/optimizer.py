@@ -481,7 +481,7 @@ class ZeroOptimizer(OptimizerSurface):
     # -- what clients call ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw the gradients of the window away. All ranks call together."""
+        """Drop the gradients of the window. All ranks must call together."""
         self.reducer.drop()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
@@ -500,7 +500,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self._rank_state(optimizer=state, loss_scaler=scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, on the same rank and topology."""
+        """Load a state of `state_dict`, on the same rank and topology."""
         self.optimizer.load_state_dict(state["optimizer"])
         adopt(self)
         for shard in self.shards:
@@ -523,7 +523,7 @@ class ZeroOptimizer(OptimizerSurface):
             guard.remove()
 
     def destroy(self) -> None:
-        """Stop listening to gradients and let the state go."""
+        """Remove gradient hooks and free the state."""
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()

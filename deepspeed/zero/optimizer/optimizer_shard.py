@@ -1,7 +1,7 @@
 """Leaf parameters and optimizer state of one group on one rank.
 
-[Note: placeholders] Where the optimizer's tier lends memory only for a while (NVMe), a leaf holds one NaN expanded to
-its shape between updates, and `optimizer.state` holds meta tensors: true shapes, no memory, nothing to mistake for
+[Note: placeholders] If the optimizer's tier provides memory only temporarily (NVMe), a leaf holds one NaN expanded to
+its shape between updates, and `optimizer.state` holds meta tensors: real shapes, no memory, nothing to mistake for
 values. Inside `OptimizerShard.at_hand` both are real.
 """
 

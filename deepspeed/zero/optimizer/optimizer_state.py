@@ -1,10 +1,10 @@
-"""The optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for everybody else.
+"""The optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for all other code.
 
 [Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Clients that reset, prune
-or carry state over (ReLoRA, merges of adapters, rollbacks) know the model's parameters. `OptimizerState` is one mapping
-for both: a leaf is found as in any dict, a parameter finds the state of its leaf, and iteration gives parameters,
-except while the optimizer itself runs. A rank that has no part of a parameter answers as the others do, so that all
-ranks decide alike by a look at the state.
+or copy state (ReLoRA, merges of adapters, rollbacks) use the model's parameters. `OptimizerState` is one mapping for
+both: a leaf is found as in any dict, a parameter finds the state of its leaf, and iteration gives parameters, except
+while the optimizer itself runs. A rank without a part of a parameter answers like the others, so that all ranks make
+the same decisions from the state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The public attributes of `engine.optimizer` besides `step`, `backward` and state dicts."""
+"""The public attributes of `engine.optimizer` other than `step`, `backward` and state dicts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OptimizerSurface:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: the very dicts the client made."""
+        """The inner optimizer's groups: the same dicts that the client created."""
         return self.optimizer.param_groups
 
     @param_groups.setter

@@ -1,8 +1,8 @@
-"""State tensors that are sharded over ranks or rest in another tier: elementwise operations run on the local part.
+"""State tensors that are sharded over ranks or offloaded: elementwise operations run on the local part.
 
-[Note: state tensors] Clients change optimizer state in place: they zero it, prune it, scale it. What treats each
-element by itself is done here on what this rank has, wherever that rests, and no rank waits for another. What needs the
-whole tensor (norms, quantiles, rows, storage) raises, on every rank alike.
+[Note: state tensors] Clients change optimizer state in place: they zero it, prune it, scale it. Elementwise operations
+run on this rank's part, in any tier, and no rank waits for another. Operations that need the whole tensor (norms,
+quantiles, rows, storage) raise, on every rank alike.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ReadOnly(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], ReadOnly) and is_write(name_of(func)):
             raise UsageError(
-                f"{name_of(func)} on a view of optimizer state that rests in another tier: it would change a copy that "
-                f"nobody keeps. Change the state tensor itself, or use deepspeed.utils.safe_set_full_optimizer_state"
+                f"{name_of(func)} on a view of optimizer state that rests in another tier: it would change a "
+                f"temporary copy. Change the state tensor itself, or use deepspeed.utils.safe_set_full_optimizer_state"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -1,11 +1,11 @@
 """Runs the optimizer step in sub-groups so that offload transfers and all-gathers overlap it.
 
-[Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
-leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters and
-counters that the first one had after the hooks. An optimizer whose update cannot be split (`UpdateTraits.in_parts`) has
-one wave. A `step` that is wrapped around the optimizer's own runs once too, with all waves inside the own step. While a
-group is updated, the next one is prefetched, the last one is written back, and its all-gather is in flight. Where
-all-gathers run between devices, groups on the device are updated in a few waves too.
+[Note: waves] One step of the user is one or several steps of the inner optimizer, each with gradients on some leaves
+only (a sub-group, called wave in the code). Every parameter is in one wave, step hooks run once, and every wave starts
+from the hyperparameters and counters that the first one had after the hooks. An optimizer whose update cannot be split
+(`UpdateTraits.in_parts`) has one wave. A `step` that wraps the optimizer's own runs once too, with all waves inside.
+While a group is updated, the next one is prefetched, the previous one is written back, and its all-gather is in flight.
+If all-gathers run between devices, groups on the device are updated in a few waves too.
 """
 
 from __future__ import annotations

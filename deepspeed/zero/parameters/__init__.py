@@ -1,1 +1,1 @@
-"""All-gathers and reshards parameters, and the module hooks that do. Knows no gradient."""
+"""All-gathers and reshards parameters, with the module hooks. Independent of gradients."""

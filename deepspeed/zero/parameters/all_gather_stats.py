@@ -1,6 +1,6 @@
-"""Statistics of all-gathers: calls, elements and time, in the format of the old profiler.
+"""Statistics of all-gathers: calls, elements and time, in the format of upstream's profiler.
 
-The timeline (`deepspeed/profiling/timeline`) says more; this is for scripts that count.
+The timeline (`deepspeed/profiling/timeline`) gives more; this is for scripts that count calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.zero.parameters.prefetch import PrefetchScheduler
 
 
 class PartitionedParameterProfiler:
-    """Counts and times events by name; `watch` has the gathers of a stage-3 model be such events. Off until then.
+    """Counts and times events by name; `watch` records the gathers of a stage-3 model. Off until then.
 
     Events of a watched model are `forward_fetch_submit` (gathers that a unit started as it needed them),
     `forward_fetch_wait` (groups whose arrival was awaited), `forward_prefetch_submit` (gathers started ahead of use)

@@ -1,18 +1,19 @@
-"""Tracks views of a group's unsharded buffer, and what autograd saves of it.
+"""Tracks views of a group's unsharded buffer, and the views that autograd saves.
 
 [Note: buffer views] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for
-as long as it lives. So the buffer of a freed group is released only when nobody holds a view: a storage counts its
+as long as it lives. So the buffer of a freed group is released only when no view is alive: a storage counts its
 tensors, and the group knows how many are its own. While a view lives, the memory stays, and `ShardGroup.refresh` copies
 new values into it when the shards change.
 
-Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
-backward. They are found in the graph of a unit's outputs, and autograd then saves the place in the group instead;
-backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
+Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. These must not keep memory from forward to
+backward. They are found in the graph of a unit's outputs, and autograd then saves the position in the group instead;
+backward creates the view again. A saved view that is not found there counts as held: this costs memory, but values stay
+correct.
 
-The same holds for a parameter that autograd saves itself, as the object: torch counts its holders besides Python. In
-the graph of a unit's outputs it becomes a place; for functions written in Python, which get the object, the group is
-gathered. Elsewhere (another module has read it, or a unit's forward has stored something) backward gathers nothing: the
-freed parameter then stays in the full buffer, whose memory stays (`ParamRecord.saved`).
+The same holds for a parameter that autograd saves itself, as the object: torch counts its references besides Python's.
+In the graph of a unit's outputs it becomes a position; for functions written in Python, which get the object, the group
+is gathered. Elsewhere (another module has read it, or a unit's forward has stored something) backward gathers nothing:
+the freed parameter then stays in the full buffer, whose memory stays (`ParamRecord.saved`).
 
 A backward with `create_graph` saves again what it unpacks, in nodes that no hook of a unit surrounds. It therefore
 unpacks a view that shares the version counter of the parameter, not of the memory, which gathers refill with the same
@@ -229,7 +230,7 @@ class BufferViews:
             return
         if any(member.param.requires_grad for member in group.members):
             raise ShardedParameterError(
-                f"somebody holds a view of a parameter of '{group.name}', taken while it was gathered, and its values "
+                f"there is a view of a parameter of '{group.name}', taken while it was gathered, and its values "
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )

@@ -1,17 +1,17 @@
 """Orders collectives that carry no tags, and checks that all ranks all-gather in the same order.
 
-[Note: launch order] NCCL pairs calls by their order alone, and gradients may be complete in another order on another
-rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of each group
-in the order in which backward usually completes them. A rank whose branch skipped a group cannot know yet whether
-others have a round of it; later rounds wait until the ranks synchronize next (the window's end, a save within it), also
-where their counts are equal already, and are launched then in the same sequence, without groups that have no round
-left. Rounds in a dtype that a group does not usually have come last.
+[Note: launch order] NCCL matches calls by their order alone, and gradients may be complete in different orders on
+different ranks. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of
+each group in the order in which backward usually completes them. A rank whose branch skipped a group does not know
+whether others have a round of it; later rounds wait until the ranks synchronize next (the window's end, a save within
+it), also if their counts are equal already, and are launched then in the same sequence, without groups that have no
+round left. Rounds in a dtype that a group does not usually have come last.
 
-[Note: gather order] NCCL pairs all-gathers by their order alone: ranks that need different units would hang, or take
+[Note: gather order] NCCL matches all-gathers by their order alone: ranks that need different units would hang, or use
 one unit's values for another's. So ranks compare, by name and over the host's backend, what each gathers next. That
-costs a message between hosts per gather. It is done in the first steps, and from where a pass differs from the last one
-of its kind until its end; gathers as in a compared pass are free. A rank that alone differs finds the others where they
-synchronize next, each with its count of gathers; before that only the watchdog ends the hang.
+costs a message between hosts per gather. It is done in the first steps, and from the point where a pass differs from
+the last one of its kind until its end; gathers as in a compared pass cost nothing. If one rank alone differs, it meets
+the others at their next synchronization, each with its count of gathers; before that only the watchdog ends the hang.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from deepspeed.zero.parameters.record import ParamRecord, ZeroParamStatus
 
 
 class ZeroParamType(enum.Enum):
-    """Where a parameter's values live between uses."""
+    """The tier of a parameter's values between uses."""
 
     NORMAL = 1  # whole on every rank
     PARTITIONED = 2  # a fragment on every rank
@@ -83,7 +83,7 @@ class ClientSurface:
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
-        """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
+        """Gather this parameter (or those of `param_list`) until `partition`; all ranks must call together."""
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()
@@ -91,10 +91,10 @@ class ClientSurface:
             group.editors += 1
 
     def all_gather_coalesced(self, params: list[Any], **_: Any) -> GatherHandle:
-        """Make parameters whole until `partition`, as `all_gather` does; the handle has nothing left to wait for.
+        """Gather parameters until `partition`, as `all_gather` does; the returned handle is already complete.
 
         Args:
-            params: they are gathered in groups that travel together.
+            params: they are gathered by groups.
         """
         self.all_gather(params)
         return GatherHandle()
@@ -137,7 +137,7 @@ class ClientSurface:
         if member.reducer is not None or member.group.lifecycle is not None:
             raise UsageError(
                 f"convert_to_zero_parameters of '{member.name}', which an engine manages: the new parameters would be "
-                "in no optimizer and gathered by nobody; add them to the model before deepspeed.initialize"
+                "in no optimizer and never gathered; add them to the model before deepspeed.initialize"
             )
         group: Any = member.group
         for number, param in enumerate(param_list):

@@ -1,9 +1,9 @@
 """Support for torch.func: transforms get dense copies, and all-gathers run outside of them.
 
-`torch.vmap`, `torch.func.grad` and their relatives wrap their arguments below every hook that a tensor's class has, so
-they would compute with the placeholder of a sharded parameter. Their wrapping functions are therefore given dense
-copies (`functionalize` writes its arguments back, so it refuses). And inside a transform a new tensor belongs to it,
-also one that is to be sent to another rank: what gathers or reads steps out of all transforms for as long.
+`torch.vmap`, `torch.func.grad` and similar functions wrap their arguments below every hook that a tensor's class has,
+so they would compute with the placeholder of a sharded parameter. Their wrapping functions are therefore given dense
+copies (`functionalize` writes its arguments back, so it refuses). Inside a transform a new tensor belongs to it, also
+one that is to be sent to another rank: so code that gathers or reads leaves all transforms for that time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""This rank's shard of a group: its values, which may be arriving, and the master copy that the optimizer updates.
+"""This rank's shard of a group: its values, which may be in flight, and the master copy that the optimizer updates.
 
-[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the all-gather
-of updated parameters. A group whose all-gather is in flight *arrives*: its parameters have the class
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream after the all-gather
+of updated parameters. A group whose all-gather is in flight is *arriving*: its parameters have the class
 `ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
-the stream of the step, behind the message. Hooks do the same for a whole unit before its forward
-(`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer pass the properties of
-`DeferredAllGather`. Where somebody holds a view of the buffer, the step waits itself. Users of the key promise not to
-do what no class can see: use addresses kept from before, replay a captured graph, give a parameter to a kernel past
-torch.
+the stream of the step, after the message. Hooks do the same for a whole unit before its forward
+(`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer use the properties of
+`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key promise not to do what no
+class can detect: use addresses from before, replay a captured graph, pass a parameter to a kernel without torch.
 """
 
 from __future__ import annotations

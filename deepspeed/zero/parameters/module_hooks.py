@@ -1,6 +1,6 @@
 """Module hooks that all-gather and reshard parameters in forward, backward and recomputation.
 
-[Note: units] A unit is a module before whose forward its groups are gathered: a repeated block (a child of a ModuleList
+[Note: units] A unit is a module whose groups are gathered before its forward: a repeated block (a child of a ModuleList
 or Sequential with siblings of its class), or, outside any block, the module that owns the parameter. After forward the
 group is kept or freed by the limits; the gradient of the unit's outputs gathers it again, the gradient of its inputs
 (or of its last parameter) releases it. Inside backward, forward hooks (checkpoint recomputation) never free.

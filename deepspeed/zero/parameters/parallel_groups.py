@@ -1,7 +1,7 @@
 """The mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
 
-A signature is what a parameter's row (`zero/layout/placement`) says of the model dims of the mesh; parameters of one
-group share it. Relations turn signatures into ranks.
+A signature is the part of a parameter's row (`zero/layout/placement`) about the model dims of the mesh; parameters of
+one group share it. Relations turn signatures into ranks.
 """
 
 from __future__ import annotations

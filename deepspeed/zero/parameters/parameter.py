@@ -2,9 +2,9 @@
 
 [Note: sharded parameters] A parameter of a freed group keeps its identity, shape and dtype; only its class and its data
 change. Its data is one NaN expanded to the true shape (no memory, never a view of freed storage), and its class is
-`ShardedParameter`, whose `__torch_function__` answers metadata, raises for writes and raw storage, and serves every
-other function a dense copy. While gathered the class is `ManagedParameter`, which intercepts nothing but `.data` and
-`.grad`: per-op cost is nil. Reads of a freed parameter hand out private copies; views taken while it is gathered keep
+`ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes and raw storage, and passes a dense
+copy to every other function. While gathered the class is `ManagedParameter`, which intercepts only `.data` and `.grad`:
+there is no cost per operation. Reads of a freed parameter return private copies; views taken while it is gathered keep
 the memory (`zero/parameters/buffer_views.py`).
 """
 
@@ -247,7 +247,7 @@ def reject_write(name: str, member: ParamRecord) -> None:
     """Raise for an operation that would change or expose values that nobody keeps."""
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
-        f"a copy that nobody keeps. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
+        f"a temporary copy. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
         f"deepspeed.utils.safe_set_full_fp32_param."
     )
 

@@ -1,8 +1,8 @@
 """Prefetches all-gathers by the module order of the last pass, within the limits of the JSON.
 
-[Note: costs] A pass uses every group a few times, so nothing here may look at all groups for one of them. Sums are kept
-as groups come and go, places in the last pass are looked up, and two heaps give the next sharded group to start and the
-idle one that is needed last. An entry of a heap is only a hint: whether it still holds is asked when it comes up.
+[Note: costs] A pass uses every group a few times, so no operation on one group may iterate over all groups. Sums are
+maintained as groups come and go, positions in the last pass are looked up, and two heaps give the next sharded group to
+start and the idle one that is needed last. A heap entry is only a hint: it is checked when it is popped.
 """
 
 from __future__ import annotations

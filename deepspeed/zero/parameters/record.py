@@ -1,7 +1,7 @@
-"""The record of one parameter in a group, and what it knows of the group, its gradients and its storage tiers.
+"""The record of one parameter in a group, and its references to the group, its gradients and its storage tiers.
 
-Those objects know the record; the record knows them by these roles alone, so that imports, types included, form no
-circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
+The record uses these objects only through the roles below, so that imports, including those of types, form no cycle.
+Code that needs more of a group than its role calls `shard_group.group_of`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed.zero.layout.stages import Policy
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are right now."""
+    """Where a parameter's values currently are."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

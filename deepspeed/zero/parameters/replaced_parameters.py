@@ -1,10 +1,10 @@
-"""Takes over tensors that were put in the place of a managed parameter, or rejects them.
+"""Copies the values of tensors that replaced a managed parameter, or rejects them.
 
-[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and shards know it.
-`torch.utils.swap_tensors`, which torch's conversions of modules may use, leaves the object and exchanges everything
-in it; `module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` leave the module with another object. Either
-is found before the next forward in training, and at the latest before the update: the values are the parameter's from
-then on. Where each rank holds a shard only, a rank cannot take them over alone, and raises.
+[Note: replaced parameters] A parameter keeps its identity under an engine: optimizer, gradients and shards refer to it.
+`torch.utils.swap_tensors`, which torch's conversions of modules may use, keeps the object and exchanges its contents;
+`module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` put another object into the module. Both are found
+before the next forward in training, and at the latest before the update, which copies the values into the parameter. At
+stage 3 one rank cannot write the shards of the others, so it raises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
 
-[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to nothing,
-gathering grows it back and refills it. Where somebody holds a view it is not shrunk, see
+[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to zero
+bytes, gathering grows and refills it. While a view is alive it is not shrunk, see
 `deepspeed/zero/parameters/buffer_views.py`.
 """
 
@@ -302,9 +302,10 @@ class ShardGroup(LocalShard):
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
-            moved = param.data_ptr() != view.data_ptr()  # by `param.data = …`
-            replaced = moved and (param.dtype != view.dtype or not torch.equal(param.detach(), view))
-            changed = version != member.version or replaced or self.buffer_views.written(member)
+            changed = version != member.version
+            if not changed and param.data_ptr() != view.data_ptr():  # by `param.data = …`
+                changed = param.dtype != view.dtype or not torch.equal(param.detach(), view)
+            changed = changed or self.buffer_views.written(member)
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None

@@ -72,7 +72,7 @@ def test_half_of_the_heads_leave_or_are_refused(name: str, tmp_path: Path) -> No
     found = check(name, "heads", tmp_path)
     assert (found == "equal") == (name in HEADS), found
     if name not in HEADS:
-        assert "fewer heads cannot be said" in found and "layers" in found
+        assert "fewer heads cannot be expressed" in found and "layers" in found
 
 
 def loaded_dense(name: str, folder: Path) -> tuple[Any, Any, Any]:

@@ -82,4 +82,4 @@ def test_the_search_compares_pipelines_by_micro_batch() -> None:
     assert next(each for each in found if each.plan.micro == 1).reason.startswith("not looked at")
     own = Task(Row, rows, 16, {**ADAMW, "pipeline": {"stages": 2}})
     alone = search(own, MACHINE, axes=True, allowed=lambda plan: plan == TrainingPlan(0, "none", 8, 1, False))
-    assert "brings stages of its own" in alone[0].reason
+    assert "has its own pipeline stages" in alone[0].reason

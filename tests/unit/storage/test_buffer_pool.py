@@ -65,7 +65,7 @@ def test_what_was_not_lent_cannot_be_put_back():
     with pytest.raises(UsageError, match="100 bytes"):
         other.put(buffer)
     pool.put(buffer)
-    with pytest.raises(UsageError, match="put back before"):
+    with pytest.raises(UsageError, match="returned twice"):
         pool.put(buffer)
 
 

@@ -1,4 +1,4 @@
-"""How many sequences and tokens an engine keeps, and what its cache may take."""
+"""Limits of an engine: sequences, tokens, cache memory."""
 
 from __future__ import annotations
 
