@@ -1,8 +1,8 @@
 """What each rank has (`Snapshot`), and which rank stores which shard (`SavePlan`).
 
 Where several ranks hold the same shard, only the lowest rank's copy is stored; two shards are copies if name and box
-are equal. So replicas of hybrid sharding, tied weights of two pipeline stages and copied key-value heads need no special
-rule.
+are equal. So replicas of hybrid sharding, tied weights of two pipeline stages and copied key-value heads need no
+special rule.
 """
 
 from __future__ import annotations
