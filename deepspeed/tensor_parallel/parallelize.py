@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.autograd import enter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively, sent_among
+from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
@@ -212,10 +212,10 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
 
 
 def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParallelPlan | str:
-    before = sent_among(axis)
+    before = axis.collectives_begun()
     try:
         plan = find()
-        plan.meets = sent_among(axis) != before
+        plan.meets = axis.collectives_begun() != before
         return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
@@ -329,8 +329,8 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
         return own
     by_rank = object_exchange.current.gather_present(axis, own)
     forms: list[list[verify.UnitResult]] = []
-    for at, (low, high) in enumerate(itertools.pairwise(bounds)):
-        forms += by_rank.get(at) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
+    for position, (low, high) in enumerate(itertools.pairwise(bounds)):
+        forms += by_rank.get(position) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
     return forms
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed import checkpoint, comm, ops
-from deepspeed.comm.fake.fake_world import SimulatedMemory
+from deepspeed.comm.fake_world import SimulatedMemory
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.shared_memory import allocator
 from deepspeed.comm.shared_memory.transport import SharedMemory
