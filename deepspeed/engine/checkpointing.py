@@ -312,7 +312,7 @@ class CheckpointIO:
         view.settle()
         view.settle_gradients(Ranks(self._state.axes.dp_sp_group).gather)
         captured = capture(view, leave_out_frozen)
-        captured.private |= self._run.capture_private()
+        captured.private_state |= self._run.capture_private()
         self._add_own_buffers(captured, view, ranks)
         state = {
             "engine": self._run.capture(),
@@ -352,7 +352,7 @@ class CheckpointIO:
             for name, (box, print_) in rank_fingerprints.items():
                 first.setdefault((name, box), print_)
         own = [name for name, (box, print_) in fingerprints.items() if print_ != first[name, box]]
-        captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
+        captured.private_state["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
 
     def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
         """What modules give as extra state, by module name; of all stages."""

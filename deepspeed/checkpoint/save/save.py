@@ -33,7 +33,7 @@ from deepspeed.checkpoint.format.manifest import (
 )
 from deepspeed.checkpoint.format.safetensors_file import Seal, TensorToWrite, file_bytes, write_tensors
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, Snapshot, fixed, take
+from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, Snapshot, entry_of, take
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.foundation.log import log_rank0, logger, warn_once
@@ -114,14 +114,14 @@ class Saving:
         """Encode what is no part of the training state; gives this rank's own tensors."""
         captured, contents = self.contents.captured, self.contents
         tensors: list[torch.Tensor] = []
-        private = Encoder(tensors).encode(captured.private, "this rank's state")
+        private = Encoder(tensors).encode(captured.private_state, "this rank's state")
         self._metadata = {"rank": json.dumps(private)}
         state_tensors: list[torch.Tensor] = []
         pickled: list[Any] | None = [] if contents.allow_pickle else None
         encoder = Encoder(state_tensors, pickled)
         encoded = {key: encoder.encode(value, key) for key, value in contents.state.items()}
         self._small = {"json": encoded, "tensors": state_tensors, "pickle": pickled}
-        return [fixed(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
+        return [entry_of(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
         """Copy the tensors of the client's state, which may change while a thread writes."""
@@ -178,7 +178,7 @@ class Saving:
         filesystem.write_files({staging / name: data for name, data in small.items()})
         seals |= {name: Seal(len(data), zlib.crc32(data)) for name, data in small.items()}
         if self._small["tensors"]:
-            entries = [fixed(str(i), tensor) for i, tensor in enumerate(self._small["tensors"])]
+            entries = [entry_of(str(i), tensor) for i, tensor in enumerate(self._small["tensors"])]
             seals[STATE_TENSORS] = write_tensors(staging / STATE_TENSORS, entries, {})
         filesystem.write_files({staging / MANIFEST: manifest.to_bytes()})
         filesystem.current.sync_folder(staging)

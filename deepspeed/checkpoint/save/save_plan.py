@@ -1,7 +1,8 @@
-"""A rank's snapshot of the state, and the save plan: the lowest rank stores a shard of which several ranks have copies.
+"""What each rank has (`Snapshot`), and which rank stores which shard (`SavePlan`).
 
-Copies are found by name and box alone, so replicas of hybrid sharding, tied weights of two stages and copied key-value
-heads need no special rule.
+Where several ranks hold the same shard, only the lowest rank's copy is stored; two shards are copies if name and box
+are equal. So replicas of hybrid sharding, tied weights of two pipeline stages and copied key-value heads need no
+special rule.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from deepspeed.checkpoint.format.manifest import (
 from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, TensorToWrite, name_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.api.state_view import LAYOUT_RULES, StateRange, StateView, layout_rule
+from deepspeed.zero.api.state_view import BETWEEN_PARAMETERS, LAYOUT_RULES, StateRange, StateView, layout_rule
 from deepspeed.zero.layout.regions import Region, RegionRange, copies, uncovered
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
 from deepspeed.zero.parameters.record import ParamRecord
@@ -43,42 +44,46 @@ def join_slices(
     """Send every slice to the first rank, one tensor at a time. All ranks call together.
 
     Args:
-        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank sends.
+        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank has too.
 
     Returns:
-        Whole tensors and all aliases on the first rank; nothing of use on the others.
+        On the first rank all tensors, whole, and the names of tied ones by alias; on the others nothing of use.
     """
     local_slices = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
-    tensors_by_rank = ranks.gather((local_slices, view.aliases))
+    slices_by_rank = ranks.gather((local_slices, view.aliases))
     whole: dict[str, torch.Tensor] = {}
     seen: set[tuple[str, Region]] = set()
-    for rank, (listed, _) in enumerate(tensors_by_rank):
-        for name, (box, dtype) in listed.items():
-            if (name, box.packed) in seen:
+    me, first = ranks.rank, 0
+    for sender, (slices, _) in enumerate(slices_by_rank):
+        for name, (box, dtype) in slices.items():
+            if (name, box.packed) in seen:  # a copy
                 continue
             seen.add((name, box.packed))
-            if ranks.rank == rank and rank:
-                ranks.send(held[name].contiguous(), 0)
-            if ranks.rank:
+            if me == sender != first:
+                ranks.send(held[name].contiguous(), first)
+            if me != first:
                 continue
-            values = held[name] if rank == 0 else torch.empty(box.local_shape, dtype=dtype)
-            if rank:
-                ranks.receive(values, rank)
-            into = whole.setdefault(name, torch.zeros(box.shape, dtype=dtype))
+            values = held[name] if sender == first else torch.empty(box.local_shape, dtype=dtype)
+            if sender != first:
+                ranks.receive(values, sender)
+            if name not in whole:
+                whole[name] = torch.zeros(box.shape, dtype=dtype)
+            into = whole[name]
             for copy in copies(RegionRange(box, 0, box.numel), RegionRange(Region(box.shape), 0, into.numel())):
                 copy(values.reshape(-1), into.reshape(-1))
-    return whole, {alias: name for _, aliases in reversed(tensors_by_rank) for alias, name in aliases.items()}
+    return whole, {alias: name for _, aliases in reversed(slices_by_rank) for alias, name in aliases.items()}
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """Tensors that some ranks hold together, cut by one rule.
+    """Tensors that some ranks hold together, each rank a slice: what these ranks offer to store.
 
     Args:
-        rows: parameters or buffers, without their optimizer state.
-        boxes: of each, on these ranks.
-        ranks: global ranks, in the order of the slices; the first speaks for all.
-        filled: the window has a reduced part of their gradients.
+        rows: the parameters or buffers, without their optimizer state.
+        boxes: for each row, which part of the global tensor these ranks hold together.
+        rule: name of the layout rule by which they are sliced.
+        ranks: global ranks, in the order of the slices.
+        filled: whether the open accumulation window has a reduced part of their gradients.
         coordinates: the mesh coordinates of the first rank.
         alone: by name, the mesh axes along which no other rank has a copy.
     """
@@ -93,11 +98,11 @@ class LocalShards:
 
     @property
     def leader(self) -> int:
-        """The rank that speaks for all."""
+        """The first of the ranks, which sends this offer to all others."""
         return self.ranks[0]
 
     def check_same(self, row: ManifestEntry, other: LocalShards, first: ManifestEntry) -> None:
-        """See that two offers of one name are of one tensor; `first` is the row of the other."""
+        """Raise unless `row` of this offer and `first`, the row of that name in `other`, are of one global tensor."""
         ranks = f"rank {other.leader} and rank {self.leader}"
         if (row.shape, row.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
@@ -114,7 +119,8 @@ class LocalShards:
             )
 
 
-# From the rank of a parameter's first element: its optimizer state (JSON) and its optimizer group, by name and leader.
+# By name and leader of a parameter: its optimizer state as JSON (None: it has none) and its optimizer group. They are
+# reported by the rank that holds the parameter's first element.
 Reports = Mapping[tuple[str, int], tuple[str | None, int]]
 
 
@@ -123,10 +129,10 @@ class SavePlan:
     """What is stored of all offers.
 
     Args:
-        rows: every parameter and buffer once, in the order of the ranks, and of a rank's module.
-        groups: how they are cut and where they lie.
-        leaders: by name, the leaders whose boxes are stored.
-        filled: parameters whose window has a reduced part.
+        rows: every parameter and buffer once, by rank, and for each rank in the order of its module.
+        groups: how the rows are cut, and in which files they are.
+        leaders: by name, the leaders of the offers whose boxes are stored.
+        filled: names of the parameters whose open window has a reduced part.
     """
 
     rows: list[ManifestEntry] = field(default_factory=list)
@@ -136,94 +142,98 @@ class SavePlan:
     _by_group: list[LocalShards] = field(default_factory=list)
 
     def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
-        """Rows and groups with their optimizer states, and the different states.
+        """Rows and groups with the optimizer states that `reports` of all ranks name, and the list of these states.
 
-        `reports` are those of all ranks. A group has states of its own where its boxes' are not those of the rows.
+        A row has the state that was reported for the shard that is stored. A group has a list of its own where the
+        states of its shards differ from those of its rows.
         """
         report_of = {key: report for rank_reports in reports for key, report in rank_reports.items()}
-        numbers: dict[str, int] = {}
-        rules: dict[int, tuple[int | None, int]] = {}
+        state_ids: dict[str, int] = {}  # by JSON: the index in the list of states
+        first_report: dict[int, tuple[int | None, int]] = {}  # by row: state and optimizer group of its stored shard
         states_of_groups = []
         for group, offer in zip(self.groups, self._by_group, strict=True):
             states: list[int | None] = []
             for index, row in enumerate(group.rows):
-                text, number = report_of.get((self.rows[row].name, offer.leader), (None, -1))
-                state = None if text is None else numbers.setdefault(text, len(numbers))
+                text, optimizer_group = report_of.get((self.rows[row].name, offer.leader), (None, -1))
+                state = None if text is None else state_ids.setdefault(text, len(state_ids))
                 if not group.stored or group.stored[index]:
-                    rules.setdefault(row, (state, number))
+                    first_report.setdefault(row, (state, optimizer_group))
                 states.append(state)
             states_of_groups.append(tuple(states))
         rows = [
-            ManifestEntry(r.name, r.shape, r.dtype, r.kind, rules[row][0], r.order, rules[row][1])
+            ManifestEntry(r.name, r.shape, r.dtype, r.kind, first_report[row][0], r.order, first_report[row][1])
             for row, r in enumerate(self.rows)
         ]
         groups = [
             group if states == tuple(rows[row].state for row in group.rows) else replace(group, states=states)
             for group, states in zip(self.groups, states_of_groups, strict=True)
         ]
-        return rows, groups, [StateRule.from_json(json.loads(text)) for text in numbers]
+        return rows, groups, [StateRule.from_json(json.loads(text)) for text in state_ids]
 
-    def check_covered(self, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
-        """See that every element is in one of the boxes."""
-        known: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
+    def check_covered(self, offer_of: Mapping[str, Mapping[Region, LocalShards]]) -> None:
+        """Raise unless every element of every row is in a stored box (`offer_of`: by name and box)."""
+        gaps: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
         for row in self.rows:
-            boxes = tuple(taken[row.name])
+            boxes = tuple(offer_of[row.name])
             if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
                 continue
-            if boxes not in known:  # layers repeat
-                known[boxes] = uncovered(boxes)
-            gap = known[boxes]
+            if boxes not in gaps:  # the layers of a model are cut alike, so this is looked up for most rows
+                gaps[boxes] = uncovered(boxes)
+            gap = gaps[boxes]
             if gap is not None:
                 raise CheckpointError(
                     f"no rank has element {list(gap)} of '{row.name}' {row.shape}: the placements on "
                     f"{len(boxes)} rank(s) leave it out, and a checkpoint without it could not be loaded"
                 )
 
-    def put_in_order(self, ranks: Mapping[str, int]) -> None:
-        """Order rows as users list them: each rank's, in the order of the rank's module."""
-        order = sorted(range(len(self.rows)), key=lambda index: (ranks[self.rows[index].name], self.rows[index].place))
-        place = {index: new for new, index in enumerate(order)}
-        self.rows = [self.rows[index] for index in order]
-        self.groups = [replace(group, rows=tuple(place[index] for index in group.rows)) for group in self.groups]
+    def put_in_order(self, rank_of: Mapping[str, int]) -> None:
+        """Sort the rows by rank (`rank_of`: by name), and for each rank by place in its module."""
+        order = sorted(range(len(self.rows)), key=lambda old: (rank_of[self.rows[old].name], self.rows[old].place))
+        new_index = {old: new for new, old in enumerate(order)}
+        self.rows = [self.rows[old] for old in order]
+        self.groups = [replace(group, rows=tuple(new_index[old] for old in group.rows)) for group in self.groups]
 
 
-def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
-    """Decide what is stored; every rank finds the same.
+def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan:
+    """Decide which offers are stored; every rank computes the same plan.
 
     Args:
         offers: of all ranks, in rank order.
-        numbers: the global ranks that save together; rank files are numbered by their position here.
+        saving_ranks: the global ranks that save together; rank files are numbered by their position here.
     """
-    position = {rank: position_in_order for position_in_order, rank in enumerate(numbers)}
-    plan, row_of, taken = SavePlan(), {}, {}
+    position = {rank: index for index, rank in enumerate(saving_ranks)}
+    plan = SavePlan()
+    index_of: dict[str, int] = {}  # of rows, by name
+    offer_of: dict[str, dict[Region, LocalShards]] = {}  # what is stored, by name and box
     for offer in offers:
         stored = []
         for row, box in zip(offer.rows, offer.boxes, strict=True):
-            known = taken.setdefault(row.name, {})
-            if known:
-                offer.check_same(row, next(iter(known.values())), plan.rows[row_of[row.name]])
-            stored.append(box.packed not in known)
-            if row.name not in row_of:
-                row_of[row.name] = len(plan.rows)
+            stored_boxes = offer_of.setdefault(row.name, {})
+            if stored_boxes:
+                offer.check_same(row, next(iter(stored_boxes.values())), plan.rows[index_of[row.name]])
+            stored.append(box.packed not in stored_boxes)
+            if row.name not in index_of:
+                index_of[row.name] = len(plan.rows)
                 plan.rows.append(row)
             if stored[-1]:
-                known[box.packed] = offer
+                stored_boxes[box.packed] = offer
                 plan.leaders.setdefault(row.name, set()).add(offer.leader)
         if not any(stored):
             continue
         plan.filled += [row.name for row, here in zip(offer.rows, stored, strict=True) if here and offer.filled]
-        rows = tuple(row_of[row.name] for row in offer.rows)
+        row_indexes = tuple(index_of[row.name] for row in offer.rows)
         files = tuple(rank_file(position[rank]) for rank in offer.ranks)
-        plan.groups.append(CutGroup(rows, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored)))
+        group = CutGroup(row_indexes, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored))
+        plan.groups.append(group)
         plan._by_group.append(offer)
     plan.filled = list(dict.fromkeys(plan.filled))
-    plan.check_covered(taken)
-    plan.put_in_order({name: next(iter(known.values())).leader for name, known in taken.items()})
+    plan.check_covered(offer_of)
+    plan.put_in_order({name: next(iter(boxes.values())).leader for name, boxes in offer_of.items()})
     return plan
 
 
-def fixed(name: str, tensor: torch.Tensor) -> TensorToWrite:
-    """An entry of a tensor that stays where it is."""
+def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
+    """The entry of a tensor that is in memory and stays there until it is written."""
     values = tensor.detach().contiguous()
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
@@ -231,12 +241,14 @@ def fixed(name: str, tensor: torch.Tensor) -> TensorToWrite:
 def _offer(
     view: StateView, rows: list[ManifestEntry], rule: str, ranks: tuple[int, ...], filled: bool = False
 ) -> LocalShards:
+    """The offer of these rows, with boxes and placement as the view has them."""
     boxes = [view.box(row.name) for row in rows]
     alone = {row.name: axes for row in rows if (axes := view.alone_along(row.name))}
     return LocalShards(rows, boxes, rule, ranks, filled, view.coordinates, alone)
 
 
 def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
+    """The kind of a parameter's row."""
     return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
@@ -245,25 +257,27 @@ class Snapshot:
     """What one rank contributes to a checkpoint.
 
     Args:
-        offers: what it holds, together with others.
-        entries: what it writes of that where its offer is taken, as (name, entry).
+        offers: the shards that it holds, alone or together with other ranks.
+        entries: its slices of them, as (name of the parameter or buffer, entry); written where the offer is stored.
         reports: optimizer states and groups of the parameters whose first element it holds.
-        own: what it writes in any case.
-        private: its own state; tensors are allowed.
+        always_written: entries that it writes in any case.
+        private_state: state that only this rank has, in plain values and tensors.
     """
 
     offers: list[LocalShards] = field(default_factory=list)
     entries: list[tuple[str, TensorToWrite]] = field(default_factory=list)
     reports: dict[tuple[str, int], tuple[str | None, int]] = field(default_factory=dict)
-    own: list[TensorToWrite] = field(default_factory=list)
-    private: dict[str, Any] = field(default_factory=dict)
+    always_written: list[TensorToWrite] = field(default_factory=list)
+    private_state: dict[str, Any] = field(default_factory=dict)
 
     def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
+        """What this rank writes, given `SavePlan.leaders`."""
         leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
-        return [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())] + self.own
+        stored = [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())]
+        return stored + self.always_written
 
     def add(self, field_: str, slot: StateRange) -> None:
-        """Add what files hold of a slot: its elements that are no padding."""
+        """Add the entry of a range, without its padding; `field_` is the field of the checkpoint that it belongs to."""
         name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
         box = slot.box.packed
         if box is not slot.box:
@@ -275,12 +289,21 @@ class Snapshot:
 
     @staticmethod
     def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
+        """A copy of `values` without the padding."""
         buffer = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
         for copy in copies(padded, packed):
             copy(values.detach(), buffer)
         return buffer
 
-    def add_state(self, view: StateView, member: ParamRecord, range_: tuple[int, int], numbers: dict[int, int]) -> None:
+    def add_state(
+        self, view: StateView, member: ParamRecord, range_: tuple[int, int], optimizer_group_of: dict[int, int]
+    ) -> None:
+        """Add the optimizer state of a range of a parameter; with its first element, tensors of other shapes too.
+
+        Args:
+            range_: first element and the one behind the last.
+            optimizer_group_of: by the identity of the optimizer's tensors.
+        """
         start, stop = range_
         for fragment in view.fragments_of(member):
             if not fragment.range.start <= start < fragment.range.stop:
@@ -297,11 +320,12 @@ class Snapshot:
                     )
                     self.entries.append((slot.name, entry))
                 text = None if rule is None else json.dumps(rule.to_json())
-                self.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
+                optimizer_group = optimizer_group_of.get(id(fragment.leaf), -1)
+                self.reports[member.name, member.group.axis.ranks[0]] = (text, optimizer_group)
 
     @staticmethod
     def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
-        """The rule of a part's optimizer state."""
+        """How the optimizer state of a fragment is stored; None: it has none."""
         state = view.state_of(fragment)
         if not state:
             return None
@@ -328,7 +352,11 @@ class Snapshot:
         return rule
 
     def add_rest(self, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
-        """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
+        """Add parameters that are in no group, divided among the ranks, and the buffers of the first rank.
+
+        Args:
+            places: of names in the module.
+        """
         rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
 
         def row_of(name: str, tensor: torch.Tensor, kind: str) -> ManifestEntry:
@@ -339,34 +367,39 @@ class Snapshot:
         for group_rows, together in ((rows, ranks), (buffers, ranks[:1])):
             if not group_rows:
                 continue
-            self.offers.append(_offer(view, group_rows, "between", together))
-            layout = LAYOUT_RULES["between"]([view.box(row.name).numel for row in group_rows], len(together))
+            self.offers.append(_offer(view, group_rows, BETWEEN_PARAMETERS, together))
+            layout = LAYOUT_RULES[BETWEEN_PARAMETERS]([view.box(row.name).numel for row in group_rows], len(together))
             for range_ in layout.ranges(rank) if rank < len(together) else ():
                 row = group_rows[range_.index]
                 if row.kind != LEFT_OUT:
                     self.add(VALUE, view.plain_value(row.name))
 
     def add_rounds(self, view: StateView) -> None:
-        """Gradients of this rank that have not travelled yet."""
-        self.private["groups"] = view.topology()
+        """Add the gradients of this rank that no collective has reduced yet, as its private state.
+
+        A round is one collective of a group's bucket, from the first gradient in the bucket until its launch.
+        `held` are the gradients in the bucket, by name. `fresh` are the indexes of those that came with the micro-batch
+        whose gradients complete the round.
+        """
+        self.private_state["groups"] = view.topology()
         if not view.has_gradients:
             return
         rounds = []
         for group, at_owner, fresh, held in view.rounds():
             dtype = next((NAMES[values.dtype] for values in held.values()), "F32")
-            # Copies with equal gradients stand in one of them when they are added up elsewhere.
+            # Where several ranks have equal gradients, only one is added when another number of ranks loads them.
             once = [name for name in held if view.counts(name)]
             cuts = {name: tuple(map(astuple, view.box(name).cuts)) for name in held}
             named = {"group": group.name, "at_owner": at_owner, "fresh": fresh, "names": list(held), "dtype": dtype}
             rounds.append({**named, "once": once, "cuts": {name: cut for name, cut in cuts.items() if cut}})
-            self.own += [fixed(entry_name("round", name), values) for name, values in held.items()]
-        self.private["rounds"], self.private["touched"] = rounds, view.touched()
+            self.always_written += [entry_of(entry_name("round", name), values) for name, values in held.items()]
+        self.private_state["rounds"], self.private_state["touched"] = rounds, view.touched()
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
-    """Describe an engine's state and what this rank is to write of it; nothing is copied."""
+    """Describe an engine's state, and what this rank may have to write of it, without a copy."""
     snapshot = Snapshot()
-    order, numbers = view.optimizer_order(), view.group_numbers()
+    order, optimizer_group_of = view.optimizer_order(), view.group_numbers()
     # Names of parameters and buffers in the order of the module's `state_dict()`.
     names = (
         f"{prefix}.{name}" if prefix else name
@@ -387,7 +420,7 @@ def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
                 snapshot.add(VALUE, view.value(member, start, stop))
             if offer.filled:
                 snapshot.add(GRADIENT, view.gradient(member, start, stop))
-            snapshot.add_state(view, member, (start, stop), numbers)
+            snapshot.add_state(view, member, (start, stop), optimizer_group_of)
     snapshot.add_rest(view, leave_out_frozen, places)
     snapshot.add_rounds(view)
     return snapshot

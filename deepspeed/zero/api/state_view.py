@@ -30,7 +30,8 @@ from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 # The names by which checkpoints state how a layout cuts.
-LAYOUT_RULES = {"equal": by_group, "between": by_owner, "first": by_first}
+BETWEEN_PARAMETERS = "between"
+LAYOUT_RULES = {"equal": by_group, BETWEEN_PARAMETERS: by_owner, "first": by_first}
 
 # Prefix of the keys that compression adds to the optimizer's state.
 COMPRESSION = "compression."

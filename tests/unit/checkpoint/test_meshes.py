@@ -13,7 +13,7 @@ from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest, ManifestEnt
 from deepspeed.checkpoint.format.safetensors_file import TensorFile, write_tensors
 from deepspeed.checkpoint.load.reader import NativeSource, ReadRequest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import LocalShards, fixed, take
+from deepspeed.checkpoint.save.save_plan import LocalShards, entry_of, take
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout.placement import Cut
 from deepspeed.zero.layout.regions import Region, RegionRange
@@ -98,7 +98,7 @@ def read_thirds_of_halves(folder: Path, rows: int, width: int, monkeypatch: pyte
     offers, seals = [], {}
     for rank, box in enumerate(boxes[0]):
         offers.append(LocalShards([ManifestEntry("w", box.shape, torch.int32)], [box], "equal", (rank,)))
-        entry = fixed("value/w", whole.chunk(2, dim=1)[rank].reshape(-1))
+        entry = entry_of("value/w", whole.chunk(2, dim=1)[rank].reshape(-1))
         seals[rank_file(rank)] = write_tensors(folder / rank_file(rank), [entry], {})
     manifest = Manifest(*take(offers, range(2)).with_states([]), seals, {})
     source, filled, asked = NativeSource(folder, manifest, Ranks(), [set(seals)]), [], []

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from deepspeed.checkpoint.format import safetensors_file
 from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all, write_tensors
-from deepspeed.checkpoint.save.save_plan import fixed
+from deepspeed.checkpoint.save.save_plan import entry_of
 from deepspeed.errors import CheckpointCorruptError
 
 
@@ -33,7 +33,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     wanted = tensors()
-    seal = write_tensors(tmp_path / "x", [fixed(name, t) for name, t in wanted.items()], {"note": "hello"})
+    seal = write_tensors(tmp_path / "x", [entry_of(name, t) for name, t in wanted.items()], {"note": "hello"})
     assert (tmp_path / "x").stat().st_size == seal.nbytes
     with safe_open(tmp_path / "x", "pt") as file:
         assert file.metadata()["note"] == "hello"
@@ -45,7 +45,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
 
 def test_any_range_and_dtype(tmp_path: Path) -> None:
     wanted, draw = tensors(), random.Random(0)
-    seal = write_tensors(tmp_path / "ours", [fixed(name, t) for name, t in wanted.items()], {})
+    seal = write_tensors(tmp_path / "ours", [entry_of(name, t) for name, t in wanted.items()], {})
     save_file(wanted, tmp_path / "theirs")
     for path, kept in ((tmp_path / "ours", seal), (tmp_path / "theirs", None)):
         with TensorFile(path, kept) as file:
@@ -63,7 +63,7 @@ def test_any_range_and_dtype(tmp_path: Path) -> None:
 
 def test_rows_at_a_distance(tmp_path: Path) -> None:
     wanted, draw = tensors(), random.Random(2)
-    seal = write_tensors(tmp_path / "ours", [fixed(name, t) for name, t in wanted.items()], {})
+    seal = write_tensors(tmp_path / "ours", [entry_of(name, t) for name, t in wanted.items()], {})
     save_file(wanted, tmp_path / "theirs")
     for path, kept in ((tmp_path / "ours", seal), (tmp_path / "theirs", None)):
         with TensorFile(path, kept) as file:
@@ -88,7 +88,7 @@ def test_rows_at_a_distance(tmp_path: Path) -> None:
 
 def test_blocks_between_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(4_000_000)
-    seal = write_tensors(tmp_path / "x", [fixed("x", values)], {})
+    seal = write_tensors(tmp_path / "x", [entry_of("x", values)], {})
     read: list[int] = []
     fill = TensorFile._fill
     monkeypatch.setattr(TensorFile, "_fill", lambda self, fd, block, at: (read.append(at), fill(self, fd, block, at)))
@@ -120,7 +120,7 @@ def test_lent_tensors_are_copied_in_bounded_memory(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     wanted, draw = tensors(), random.Random(1)
     path = tmp_path / "x"
-    seal = write_tensors(path, [fixed(name, t) for name, t in wanted.items()], {})
+    seal = write_tensors(path, [entry_of(name, t) for name, t in wanted.items()], {})
     data = path.read_bytes()
     for at in [0, 7, 9, 100, seal.nbytes - 1, *(draw.randrange(seal.nbytes) for _ in range(40))]:
         flipped = bytearray(data)
