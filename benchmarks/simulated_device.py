@@ -22,7 +22,7 @@ import deepspeed
 from benchmarks.device_recorder import DeviceRecorder
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.fake.fake_world import absent_peers
+from deepspeed.comm.fake_world import absent_peers
 from deepspeed.comm.process_groups.process_group import destroy_process_group
 from deepspeed.foundation.log import logger
 from deepspeed.ops.fake_tensors import Valueless

@@ -97,7 +97,7 @@ def make_side(name: str, width: int, ranks: int) -> Side:
 def received_in_step(step: Callable[[Tensor], float], ids: Tensor) -> dict[int, int]:
     """Bytes that came from other ranks in one step, by the bytes of the message."""
     from deepspeed.comm import comms_logger
-    from deepspeed.comm.watchdog.comms_logger import received_in
+    from deepspeed.comm.watchdog.comms_logger import CommsLogger
 
     comms_logger.reset()
     comms_logger.enabled = True
@@ -107,7 +107,7 @@ def received_in_step(step: Callable[[Tensor], float], ids: Tensor) -> dict[int, 
     found: dict[int, int] = {}
     for operation, sizes in comms_logger.times.items():
         for (size, ranks), calls in sizes.items():
-            bytes_each = received_in(operation, size, ranks) * calls.calls
+            bytes_each = CommsLogger.received_in(operation, size, ranks) * calls.calls
             found[size] = found.get(size, 0) + max(bytes_each, calls.received)
     assert sum(found.values()) == received, (found, received)
     return found

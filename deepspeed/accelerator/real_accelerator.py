@@ -62,21 +62,12 @@ def is_current_accelerator_supported() -> bool:
 def _choose(name: str) -> Accelerator:
     if not name:
         return next(accelerator for accelerator in (kind() for kind in KINDS.values()) if accelerator.is_available())
-    known = _known()
+    installed = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
+    known = [*KINDS, *(other for other in {**installed, **_registered} if other not in KINDS)]
     if name not in known:
-        raise NotAvailableError(f"DS_ACCELERATOR={name!r} is not available: choose one of {list(known)} or unset it.")
-    accelerator = known[name]()
+        raise NotAvailableError(f"DS_ACCELERATOR={name!r} is not available: choose one of {known} or unset it.")
+    factory = KINDS.get(name) or _registered.get(name) or installed[name].load()
+    accelerator = factory()
     if not accelerator.is_available():
         raise NotAvailableError(f"DS_ACCELERATOR={name!r}, but torch sees no such device on this machine. Unset it.")
     return accelerator
-
-
-def _known() -> dict[str, Callable[[], Any]]:
-    """Factories by name: what is installed, what was registered, this package's own; the later hide the earlier."""
-    installed = {entry.name.lower(): _loader(entry) for entry in entry_points(group=ENTRY_POINTS)}
-    foreign = {name: factory for name, factory in {**installed, **_registered}.items() if name not in KINDS}
-    return {**KINDS, **foreign}
-
-
-def _loader(entry: Any) -> Callable[[], Any]:
-    return lambda: entry.load()()

@@ -6,6 +6,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed.comm.collectives.torch_api import (
     P2POp,
+    TorchBackend,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -40,7 +41,6 @@ from deepspeed.comm.collectives.torch_api import (
     send,
     timed_op,
 )
-from deepspeed.comm.collectives.torch_backend import TorchBackend
 from deepspeed.comm.process_groups.init import init_distributed
 from deepspeed.comm.process_groups.process_group import (
     destroy_process_group,

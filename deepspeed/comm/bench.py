@@ -33,7 +33,6 @@ _SMALLEST = 10  # power of two, in bytes
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     arguments = argparse.ArgumentParser(prog="ds_bench", description=__doc__)
     for operation in OPERATIONS:
         arguments.add_argument(f"--{operation.replace('_', '-')}", action="store_true", help="measure it; none: all")
@@ -71,24 +70,25 @@ def main() -> int:
         chosen = [name for name in OPERATIONS if getattr(arguments, name)] or list(OPERATIONS)
         curve = {operation: measure(operation, arguments) for operation in chosen}
         if comm.get_rank() == 0:
-            _write(curve, arguments)
+            path = Path(arguments.output)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            about = {
+                "ranks": comm.get_world_size(),
+                "dtype": arguments.dtype,
+                "device": get_accelerator().device_name(),
+            }
+            path.write_text(json.dumps({**about, "curve": curve}, indent=1))
+            print(
+                f"written: {path}; the comms logger prints it beside a run with comms_logger.curve: {path}", flush=True
+            )
+            if not arguments.no_plot:
+                try:
+                    draw(curve, path.with_suffix(".png"))
+                except NotAvailableError as error:
+                    print(error, flush=True)
     finally:
         comm.destroy_process_group()
     return 0
-
-
-def sizes(arguments: argparse.Namespace) -> list[int]:
-    """Bytes of the messages, the smallest first.
-
-    Raises:
-        ArgumentError: the largest is smaller than one element for each rank.
-    """
-    least = 1 << _SMALLEST
-    if arguments.maxsize < _SMALLEST:
-        raise ArgumentError(f"--maxsize {arguments.maxsize}: 2^{arguments.maxsize} bytes; give at least {_SMALLEST}")
-    free = get_accelerator().available_memory() * arguments.mem_factor
-    powers = range(_SMALLEST, arguments.maxsize + 1) if arguments.scan else [arguments.maxsize]
-    return [size for size in (1 << power for power in powers) if size == least or size <= free]
 
 
 def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -100,7 +100,11 @@ def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, flo
     dtype = getattr(torch, arguments.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"--dtype {arguments.dtype} is no dtype of torch")
-    for nbytes in sizes(arguments):
+    if arguments.maxsize < _SMALLEST:
+        raise ArgumentError(f"--maxsize {arguments.maxsize}: 2^{arguments.maxsize} bytes; give at least {_SMALLEST}")
+    free = get_accelerator().available_memory() * arguments.mem_factor
+    powers = range(_SMALLEST, arguments.maxsize + 1) if arguments.scan else [arguments.maxsize]
+    for nbytes in (1 << power for power in powers if power == _SMALLEST or 1 << power <= free):
         call, check = make_call(operation, nbytes, dtype, arguments.dist, arguments.async_op)
         times = _times(call, arguments.warmups, arguments.trials, arguments.async_op)
         if arguments.debug:
@@ -187,7 +191,6 @@ def _times(call: Callable[[], Any], warmups: int, trials: int, asynchronous: boo
 
 
 def table(operation: str, rows: list[dict[str, float]], arguments: argparse.Namespace) -> str:
-    """The rows of one operation as text."""
     unit, factor = arguments.bw_unit, 8 if arguments.bw_unit == "Gbps" else 1
     lines = [f"---- {operation}, {comm.get_world_size()} ranks, {arguments.dtype}"]
     titles = f"{'Duration':>14}{f'Throughput ({unit})':>20}{f'BusBW ({unit})':>18}"
@@ -200,19 +203,6 @@ def table(operation: str, rows: list[dict[str, float]], arguments: argparse.Name
         speeds = f"{factor * row['algbw']:>20.3f}{factor * row['busbw']:>18.3f}"
         lines.append(f"{size:<16}{f'{elements} elements':<22}{duration:>14}{speeds}")
     return "\n".join(lines)
-
-
-def _write(curve: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
-    path = Path(arguments.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"ranks": comm.get_world_size(), "dtype": arguments.dtype, "device": get_accelerator().device_name()}
-    path.write_text(json.dumps({**about, "curve": curve}, indent=1))
-    print(f"written: {path}; the comms logger prints it beside a run with comms_logger.curve: {path}", flush=True)
-    if not arguments.no_plot:
-        try:
-            draw(curve, path.with_suffix(".png"))
-        except NotAvailableError as error:
-            print(error, flush=True)
 
 
 def draw(curve: dict[str, list[dict[str, float]]], path: Path) -> None:

@@ -33,9 +33,10 @@ class Outlook:
 _ONE_BIT = "DeepSpeed 0.19 has ended the one-bit optimizers; gradients in 16 bits are communication_data_type"
 _MUP = "pass the optimizer that the package mup makes to initialize"
 # types of `optimizer.type`, in lower case, that are refused for good, and why
-REFUSED_OPTIMIZERS = dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT) | dict.fromkeys(
-    ("muadam", "muadamw", "musgd"), _MUP
-)
+REFUSED_OPTIMIZERS: dict[str, str] = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _ONE_BIT),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
+}
 
 OUTLOOKS = (
     Outlook("expert_parallel.* use_data_before_expert_parallelism", "mixture of experts"),

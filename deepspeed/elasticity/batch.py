@@ -53,6 +53,9 @@ class ElasticityConfig:
     gpus_per_node: int = 1
     model_parallel: int = 1
 
+    def largest_micro(self, batch: int, ranks: int) -> int | None:
+        return max((size for size in self.micro_batches if batch // ranks % size == 0), default=None)
+
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     """Whether the configuration has an `elasticity` block that is switched on."""
@@ -146,7 +149,7 @@ def compute_elastic_config(
         return batch, valid
     if micro is None:
         world = world_size or _world_of_environment()
-        micro = _largest_micro(block.micro_batches, batch, world)
+        micro = block.largest_micro(batch, world)
     if micro is None:
         raise ElasticityIncompatibleWorldSize(
             f"no micro-batch of {list(block.micro_batches)} fits {world_size} rank(s)"
@@ -217,10 +220,6 @@ def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[i
     return sorted(count for count in counts if devices[0] <= count <= devices[1])
 
 
-def _largest_micro(micro: Sequence[int], batch: int, world: int) -> int | None:
-    return max((size for size in micro if batch // world % size == 0), default=None)
-
-
 def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int | None]:
     """Version 0.2: whole nodes share the batch, each by its data-parallel ranks."""
     per_node = block.gpus_per_node // block.model_parallel
@@ -229,7 +228,7 @@ def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int 
     batch, valid = batch * per_node, [count * per_node for count in valid]
     ranks = world // block.model_parallel
     if ranks in valid:
-        return batch, valid, _largest_micro(block.micro_batches, batch, ranks)
+        return batch, valid, block.largest_micro(batch, ranks)
     fitting = [(block.max_batch // (size * ranks) * size * ranks, size) for size in block.micro_batches if ranks]
     batch, micro = max(fitting, default=(0, 0))
     if batch == 0:

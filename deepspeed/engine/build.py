@@ -429,7 +429,7 @@ def _groups(
         dtype = wanted.get(members[0], members[0].dtype)
         trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point
         master = master_dtype(config, dtype) if trained else None
-        layout = plan.cut(own, [p.numel() for p in members], around.shard.size)
+        layout = plan.layout_for(own, [p.numel() for p in members], around.shard.size)
         state = state_of_group(config, (own, layout), around.shard.rank, (dtype, master), optimizer)
         planned.append((around, own, members, (dtype, master), offload.place(state), state))
     offload.announce([(state, tiers) for *_, tiers, state in planned])

@@ -1,4 +1,4 @@
-"""Metrics of an engine: monitor events, step timers, the FLOPs profiler, the timeline and planner trials."""
+"""Metrics of an engine: monitor events, step timers, the FLOPs profiler and planner trials."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import os
 import resource
 import socket
-import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,23 +22,20 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
-from deepspeed.comm.collectives.torch_api import all_gather_object, all_gather_objects, gather_object
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
-from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
-from deepspeed.errors import NotAvailableError
-from deepspeed.foundation.log import log_rank0
-from deepspeed.foundation.spans import Span, now, recorder
+from deepspeed.engine.timeline import Tracing
+from deepspeed.foundation.spans import recorder
 from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.monitor import progress
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
 from deepspeed.zero.gradients.accumulation import Purpose
 from deepspeed.zero.gradients.grad_norm import squares_by_name
 from deepspeed.zero.gradients.reducer import Reducer
@@ -182,96 +177,6 @@ class Profiling:
             profiler.print_model_profile(
                 section.profile_step, section.module_depth, section.top_modules, section.detailed, section.output_file
             )
-
-
-_ROUNDS = 9  # of comparing clocks
-
-
-class Tracing:
-    """Records from the end of the update before `start_step`."""
-
-    def __init__(self, state: EngineState, memory: MemoryReport) -> None:
-        self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
-        self._marks: list[int] = []
-        self._modules: ModuleSpans | None = None
-        self._due = self.enabled = self._section.enabled
-        self.timeline: Timeline | None = None
-
-    def after_update(self) -> None:
-        """An update is over; `global_steps` counts it."""
-        if not self._due:
-            return
-        done, section = self._state.global_steps, self._section
-        if self._marks:
-            self._marks.append(now())
-            for kind, count in self._memory.by_category().items():
-                recorder.count(f"bytes of {kind}", count)
-            if done >= section.start_step + section.steps:
-                self._finish()
-        elif done >= section.start_step:
-            if section.modules:
-                self._modules = ModuleSpans(self._state.module)
-            recorder.start(section.ring)
-            self._marks = [now()]
-
-    def close(self) -> None:
-        """Record no more; an engine that ends early has no timeline."""
-        if self._modules is not None:
-            self._modules.remove()
-            self._modules = None
-        if self._due and self._marks:
-            recorder.stop()
-        self._due = False
-
-    def _finish(self) -> None:
-        """All ranks are here, since all count the same updates."""
-        self.close()
-        spans, lost = recorder.take()
-        axis = self._state.everyone
-        ahead = self._ahead(axis.group) if axis.size > 1 else 0
-        spans = [s._replace(begin=s.begin - ahead, end=s.end - ahead) for s in spans]
-        marks = [mark - ahead for mark in self._marks]
-        local_record = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
-        rank_records: list[Any] | None = [local_record]
-        if axis.size > 1:
-            rank_records = [None] * axis.size if axis.rank == 0 else None
-            gather_object(local_record, rank_records, dst=axis.ranks[0], group=axis.group)
-        if rank_records is not None:
-            records = [
-                RankRecord(rank, [Span(*s) for s in rank_spans], *rest) for rank, rank_spans, *rest in rank_records
-            ]
-            self.timeline = Timeline(records, self._state.global_steps - self._section.steps)
-            self._write(self.timeline)
-
-    @staticmethod
-    def _ahead(group: Any) -> int:
-        """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
-
-        Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
-        """
-        clocks: list[Any] = [None] * group.size()
-        all_gather_object(clocks, boot(), group=group)
-        if len(set(clocks)) == 1:
-            return 0
-        offsets = []
-        for _ in range(_ROUNDS):
-            all_gather_object(clocks, None, group=group)
-            all_gather_object(clocks, now(), group=group)
-            offsets.append(clocks[group.rank()] - clocks[0])
-        return int(statistics.median(offsets))
-
-    def _write(self, timeline: Timeline) -> None:
-        folder = Path(self._section.output_path or ".").absolute() / self._section.job_name
-        folder.mkdir(parents=True, exist_ok=True)
-        base = folder / f"timeline_step{timeline.first}"
-        text = timeline.table()
-        base.with_suffix(".txt").write_text(text + "\n")
-        base.with_suffix(".json").write_text(json.dumps(timeline.chrome()))
-        try:
-            timeline.picture(base.with_suffix(".png"))
-        except NotAvailableError as error:
-            log_rank0(str(error))
-        log_rank0(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
 
 
 class Trial:

@@ -59,7 +59,7 @@ class Preemption:
 
     def stop_if_asked(self) -> None:
         """After an update: save and exit with code 85 when all ranks have agreed to stop here."""
-        number = watchdog.end_of_step()
+        number = watchdog.here.end_of_step()
         if number == 0:
             return
         for engine in list(_listening):
@@ -91,7 +91,7 @@ class Preemption:
             stopping.ask(number)
             Preemption._end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
             return
-        left = watchdog.ends_by_itself()
+        left = watchdog.here.seconds_to_end()
         if left and os.getpid() == _process[0]:
             # The launcher ends what another's death has left: this rank's report comes first.
             Preemption._end_after(left, number)

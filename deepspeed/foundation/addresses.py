@@ -181,7 +181,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
             "DummyOptim call_to_str ensure_directory_exists is_model_parallel_parameter move_to_device noop_decorator "
             "set_random_seed"
         ),
-        "deepspeed.comm.collectives.torch_backend": "all_gather_dp_groups",
+        "deepspeed.comm.collectives.torch_api": "all_gather_dp_groups",
         "deepspeed.comm.collectives.partitioned_tensor": "PartitionedTensor",
         "deepspeed.accelerator.instruments": "empty_cache get_ma_status memory_status see_memory_usage",
         "deepspeed.foundation.partition": "partition_balanced partition_uniform",

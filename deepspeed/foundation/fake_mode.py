@@ -2,7 +2,7 @@
 
 No other code checks whether it is simulated. Functions with effects outside of the process are a `Replaceable`, and a
 simulation replaces them: native code computes nothing, messages have no receiver, a disk only counts
-(`comm/fake/fake_world.py`, `planner/fake_world.py`).
+(`comm/fake_world.py`, `planner/fake_world.py`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def text_config(model: Any, decoder: bool | None = None) -> Any:
         decoder: of two parts the one that writes; None: as Transformers decides.
     """
     config: Any = getattr(model, "config", None) if isinstance(model, nn.Module) else model
-    return config.get_text_config(decoder=decoder) if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "get_text_config"):
+        return config
+    return config.get_text_config() if decoder is None else config.get_text_config(decoder=decoder)
 
 
 def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:

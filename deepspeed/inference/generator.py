@@ -105,8 +105,10 @@ class NgramProposer:
 class _LiveSequence(TokenSequence):
     """A request that is not finished: its sequence, and what chooses and reports its tokens."""
 
-    def __init__(self, request: Request, arrival: int, ends: frozenset[int], stream: TextStream | None) -> None:
-        super().__init__(request.ident, list(request.tokens), arrival)
+    def __init__(
+        self, request: Request, tokens: list[int], arrival: int, ends: frozenset[int], stream: TextStream | None
+    ) -> None:
+        super().__init__(request.ident, tokens, arrival)
         self.sampling, self.stream = request.sampling, stream
         self.sampler = Sampler(request.sampling, self.tokens, ends)
         self.proposer: NgramProposer | None = None
@@ -270,11 +272,12 @@ class Generator:
             RequestError: prompt and answer over the limit of the model or of the cache (with both numbers), an empty
                 prompt, tokens outside the vocabulary, an ident in use, stop strings without tokenizer.
         """
-        sampling = request.sampling
+        tokens, sampling = list(request.tokens), request.sampling
         with self._lock:
             if self._closed:
                 raise UsageError("the generator is closed")
-            length = self._check(request)
+            self._check(request, tokens)
+            length = len(tokens) + sampling.max_new_tokens
             alone = self._executor is None or (self._packed_limit is not None and length > self._packed_limit)
             if not alone and not self._scheduler.fits(length):
                 room = self.pages.count * self.pages.size
@@ -283,7 +286,7 @@ class Generator:
                     "cache_bytes or ask for fewer"
                 )
             stream = TextStream(self.tokenizer, sampling.stop) if sampling.stop else None
-            sequence = _LiveSequence(request, self._arrivals, self._ends, stream)
+            sequence = _LiveSequence(request, tokens, self._arrivals, self._ends, stream)
             self._arrivals += 1
             self._live[request.ident] = sequence
             if alone:
@@ -391,9 +394,8 @@ class Generator:
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)
 
-    def _check(self, request: Request) -> int:
-        """Tokens of prompt and answer, which are within the limits of the model."""
-        tokens, new = list(request.tokens), request.sampling.max_new_tokens
+    def _check(self, request: Request, tokens: list[int]) -> None:
+        new = request.sampling.max_new_tokens
         if request.ident in self._live:
             raise RequestError(f"request {request.ident!r} is not finished; names have to be unique")
         if not tokens:
@@ -409,10 +411,9 @@ class Generator:
                 raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self._vocabulary}")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; hand it to the generator")
-        return len(tokens) + new
 
     def _packed_step(self) -> list[Output]:
-        streams = sum(sequence.pending == 1 for sequence in self._scheduler.running)
+        streams = sum(sequence.decodes for sequence in self._scheduler.running)
         drafting = self._speculation and streams <= DRAFTING_STREAMS
         slices = self._scheduler.plan(self._guess if drafting else None)
         even = getattr(self._executor, "even", False)

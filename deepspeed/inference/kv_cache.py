@@ -1,4 +1,7 @@
-"""The block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors."""
+"""The block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors.
+
+A block is called page in arguments (`page_size`), attributes and messages: the two words mean the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans the rows of the next pass: continuous batching over pages. Independent of tensors and models."""
+"""Which tokens of which sequences go into the next forward pass (each token is a row of the batch).
+
+Continuous batching with chunked prefill over the blocks of the KV cache, which are called pages too (`kv_cache.py`).
+Nothing here makes a tensor or knows the model.
+"""
 
 from __future__ import annotations
 
@@ -13,67 +17,77 @@ from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
 
 @dataclass(eq=False)
 class TokenSequence:
-    """A sequence: its tokens so far, of which the first `computed` have keys and values in `pages`."""
+    """A sequence: its tokens so far, of which the first `computed` have keys and values in the blocks `pages`."""
 
     ident: Hashable
     tokens: list[int]
-    arrival: int
+    arrival: int  # its number in the order of arrival: the lowest is the oldest
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    node: PrefixBlock | None = None
-    known: int = 0  # leading pages that can be found by their tokens, or were given up for that
-    reused: int = 0
+    prefix: PrefixBlock | None = None  # in the pool's tree; the next full block is registered behind it; None: nowhere
+    registered: int = 0  # leading blocks that were offered to the pool, to be found by other sequences
+    reused: int = 0  # tokens that were computed for other sequences, when this one was admitted
 
     @property
     def pending(self) -> int:
-        """Tokens without keys and values: one while it generates."""
+        """Tokens without keys and values."""
         return len(self.tokens) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only its last token has no keys and values; else it is in prefill."""
+        return len(self.tokens) - self.computed == 1
 
 
 class Scheduler:
-    """Oldest first; sequences that generate before those whose prompt is read, prompts in chunks; room by pages.
+    """Decoding sequences first, then those in prefill; the oldest first within each.
 
-    Every plan of a scheduler that is not idle has at least one row: the oldest sequence is never preempted for
-    another, and alone it fits (`fits`), so it ends; then the next one is the oldest.
+    Prefill is split into chunks. A sequence has as many blocks as its tokens need. Where the pool has none left, the
+    youngest running sequence is preempted: it gives its blocks back and waits again.
+
+    As long as there is a sequence, every plan has at least one row: the oldest is never preempted for another, and it
+    fits into the cache alone (`fits`), so it ends; then the next one is the oldest.
 
     Args:
-        copy: called with (from, to) when a page's content has to be copied, before the next pass.
-        max_tokens: rows of a pass, and at least `max_sequences`, those that run at once.
-        chunk: rows of prompts in a pass while others generate, which bounds how long they wait; of a pair, twice as
-            many as others generate, from the first number to the second. None: all.
+        pool: the blocks.
+        copy: called with (from, to) when a block's content has to be copied before the next pass.
+        max_tokens: maximum number of rows in a pass.
+        max_sequences: maximum number of sequences that run at once; at most `max_tokens`.
+        chunk: maximum number of prefill rows in a pass in which others decode; it bounds how long these wait. With a
+            pair it is twice the number of decoding sequences, within the two numbers. None: no limit.
     """
 
     def __init__(
         self,
-        pages: BlockPool,
+        pool: BlockPool,
         copy: Callable[[int, int], None],
         max_tokens: int = 768,
         max_sequences: int = 512,
         chunk: int | tuple[int, int] | None = None,
     ) -> None:
-        self.pages, self._copy = pages, copy
+        self.pool, self._copy = pool, copy
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
-        self.least, self.most = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[TokenSequence] = []
-        self.waiting: deque[TokenSequence] = deque()
+        self.min_chunk, self.max_chunk = (chunk, chunk) if isinstance(chunk, int) else chunk
+        self.running: list[TokenSequence] = []  # by arrival
+        self.waiting: deque[TokenSequence] = deque()  # by arrival
         self.preemptions = 0
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits."""
+        """Whether no sequence runs or waits."""
         return not self.running and not self.waiting
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits into the cache alone."""
-        return self._pages_for(tokens) <= self.pages.count
+        """Whether a sequence of this many tokens fits into the cache alone."""
+        return self._pages_for(tokens) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for its turn."""
+        """Put a sequence at the end of the waiting ones."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Forget a sequence that is done or cancelled; its pages are free at once."""
+        """Remove a sequence that is finished or cancelled; its blocks go back to the pool at once."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -81,73 +95,88 @@ class Scheduler:
         self._drop(sequence)
 
     def plan(self, drafts: Callable[[TokenSequence, int], Sequence[int]] | None = None) -> list[BatchSlice]:
-        """The rows of the next pass; pages for them are taken. `drafts` guesses at most so many tokens that follow a
-        sequence which generates."""
+        """The rows of the next pass, one slice for each sequence; the blocks for them are taken from the pool.
+
+        Args:
+            drafts: called with a decoding sequence and a number; gives at most so many guesses of its next tokens.
+        """
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
         left = self.max_tokens
-        order = sorted(self.running, key=lambda sequence: (sequence.pending > 1, sequence.arrival))
-        streams = sum(sequence.pending == 1 for sequence in order)
-        chunk = min(self.most, max(self.least, 2 * streams)) if streams else self.max_tokens
+        order = sorted(self.running, key=lambda sequence: (not sequence.decodes, sequence.arrival))
+        decoding = sum(sequence.decodes for sequence in order)
+        chunk = min(self.max_chunk, max(self.min_chunk, 2 * decoding)) if decoding else self.max_tokens
         for number, sequence in enumerate(order):
             if not left:
                 break
-            if self.preemptions > before and sequence not in self.running:  # preempted for an older one
+            if self.preemptions > before and sequence not in self.running:  # preempted in this plan
                 continue
-            if sequence.pending > 1:
-                chunk -= self._take(sequence, min(sequence.pending, left, chunk), (), slices)
-            else:
-                spare = left - (len(order) - number)
+            if sequence.decodes:
+                spare = left - (len(order) - number)  # this sequence, and each behind it, has a row
                 guesses = drafts(sequence, spare) if drafts is not None and spare > 0 else ()
-                self._take(sequence, 1, guesses, slices)
-            if self.preemptions > before:  # slices may have gone
+                self._schedule(sequence, 1, guesses, slices)
+            else:
+                chunk -= self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
+            if self.preemptions > before:  # a preempted sequence gives its rows back: count anew
                 left = self.max_tokens - sum(len(rows.tokens) for rows in slices.values())
             elif sequence in slices:
                 left -= len(slices[sequence].tokens)
-        if self.preemptions == before:
+        if self.preemptions == before:  # else the pool is short of blocks, and nobody is admitted
             self._admit(slices, left, chunk)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
-        """After the pass: note what was computed, and append `accepted` tokens (drafts that held, and the next)."""
+        """Note after the pass that `rows` are computed, append the `accepted` tokens, and register full blocks.
+
+        Args:
+            accepted: the drafts that were right, and the token after them; empty while the sequence is in prefill.
+        """
         sequence = rows.sequence
         sequence.computed = rows.start + rows.count + max(len(accepted) - 1, 0)
         sequence.tokens += accepted
-        size = self.pages.size
-        while sequence.node is not None and (sequence.known + 1) * size <= sequence.computed:
-            first = sequence.known * size
-            page_tokens, page = sequence.tokens[first : first + size], sequence.pages[sequence.known]
-            sequence.node = self.pages.remember(sequence.node, page_tokens, page)
-            sequence.known += 1
+        size = self.pool.size
+        while sequence.prefix is not None and (sequence.registered + 1) * size <= sequence.computed:
+            first = sequence.registered * size
+            page_tokens, page = sequence.tokens[first : first + size], sequence.pages[sequence.registered]
+            sequence.prefix = self.pool.remember(sequence.prefix, page_tokens, page)
+            sequence.registered += 1
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.pages.size)
+        return -(-tokens // self.pool.size)
 
-    def _take(
+    def _schedule(
         self, sequence: TokenSequence, count: int, drafts: Sequence[int], slices: dict[TokenSequence, BatchSlice]
     ) -> int:
-        """Put `count` rows and drafts into the pass; returns `count`. The youngest sequence is preempted when pages run
-        out; 0 if that is this one."""
+        """Put `count` tokens of a sequence and its drafts into the pass.
+
+        While the pool has too few blocks for them, the youngest running sequence is preempted.
+
+        Returns:
+            `count`; 0 if this sequence was itself the youngest, and is preempted.
+        """
         if count <= 0:
             return 0
         start = sequence.computed
-        if drafts and self._pages_for(start + count + len(drafts)) - len(sequence.pages) > self.pages.available:
-            drafts = ()  # a guess is worth no preemption
+        if drafts and self._pages_for(start + count + len(drafts)) - len(sequence.pages) > self.pool.available:
+            drafts = ()  # nobody is preempted for guesses
         need = self._pages_for(start + count + len(drafts))
-        while need - len(sequence.pages) > self.pages.available:
+        while need - len(sequence.pages) > self.pool.available:
             youngest = self.running[-1]
             self._preempt(youngest)
-            slices.pop(youngest, None)
+            slices.pop(youngest, None)  # it may be in this pass already
             if youngest is sequence:
                 return 0
         while len(sequence.pages) < need:
-            sequence.pages.append(self.pages.take())
+            sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
-        wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
-        slices[sequence] = BatchSlice(tokens, start, sequence.pages, wanted, sequence)
+        # Logits choose the token after a row, so no chunk of a prefill but the last wants any; a draft is compared with
+        # the choice before it.
+        logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
+        slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
         return count
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
+        """Let waiting sequences run, the oldest first, as long as there are rows and blocks for them."""
         while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
             sequence = self.waiting[0]
             if not self._room_for(sequence):
@@ -155,37 +184,45 @@ class Scheduler:
             self.waiting.popleft()
             bisect.insort(self.running, sequence, key=lambda other: other.arrival)
             self._reuse(sequence)
-            took = self._take(sequence, min(sequence.pending, left, chunk), (), slices)
-            if not took:  # its pages went to the copy of a shared one; the next plan has room
+            scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
+            if not scheduled:  # preempted: the copy of a shared block took what it needs; the next plan has room
                 return
-            left, chunk = left - took, chunk - took
+            left, chunk = left - scheduled, chunk - scheduled
 
     def _room_for(self, sequence: TokenSequence) -> bool:
-        """Room for all its tokens, and a page for each that runs already: so that it is not preempted at once."""
-        held = {node.page for node in self.pages.match(sequence.tokens).nodes if self.pages.references(node.page)}
+        """Whether the pool has blocks for all tokens of a sequence, and one for each running sequence beside.
+
+        So the sequence is not preempted at once. Blocks that others hold and this one would share need no room.
+        """
+        held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
-        return need + len(self.running) <= self.pages.available or not self.running
+        return need + len(self.running) <= self.pool.available or not self.running
 
     def _reuse(self, sequence: TokenSequence) -> None:
-        """Begin with pages that hold the same tokens."""
-        match = self.pages.match(sequence.tokens)
+        """Give a sequence the blocks that hold its first tokens already (prefix caching).
+
+        Full blocks are shared. One that holds only some of the tokens that come next is copied, since the sequence will
+        write behind these.
+        """
+        match = self.pool.match(sequence.tokens)
         for node in match.nodes:
-            self.pages.share(node.page)
+            self.pool.share(node.page)
             sequence.pages.append(node.page)
-        sequence.computed, sequence.known = len(match.nodes) * self.pages.size, len(match.nodes)
-        sequence.node = match.nodes[-1] if match.nodes else self.pages.root
+        sequence.computed, sequence.registered = len(match.nodes) * self.pool.size, len(match.nodes)
+        sequence.prefix = match.nodes[-1] if match.nodes else self.pool.root
         if match.tail is not None:
             source = match.tail.page
-            self.pages.share(source)  # not to be taken for its own copy
-            if self.pages.available:
-                copy = self.pages.take()
+            self.pool.share(source)  # so that `take` does not evict it
+            if self.pool.available:
+                copy = self.pool.take()
                 self._copy(source, copy)
                 sequence.pages.append(copy)
                 sequence.computed += match.partial
-            self.pages.release(source)
+            self.pool.release(source)
         sequence.reused = sequence.computed
 
     def _preempt(self, sequence: TokenSequence) -> None:
+        """Take a running sequence's blocks; it waits again, in the order of arrival, and keeps its tokens."""
         self.preemptions += 1
         self.running.remove(sequence)
         self._drop(sequence)
@@ -193,6 +230,7 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def _drop(self, sequence: TokenSequence) -> None:
-        for page in reversed(sequence.pages):  # the end is given up first
-            self.pages.release(page)
-        sequence.pages, sequence.computed, sequence.node, sequence.known = [], 0, None, 0
+        """Give a sequence's blocks back to the pool."""
+        for page in reversed(sequence.pages):  # so that the last block is evicted first, and prefixes stay long
+            self.pool.release(page)
+        sequence.pages, sequence.computed, sequence.prefix, sequence.registered = [], 0, None, 0

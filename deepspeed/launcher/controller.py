@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
+from deepspeed.launcher.attempt import Attempt
 from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.event_loop import FORWARDED_SIGNALS, Loop, signal_socket
 from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.worker_group import WorkerGroup
 
 HELLO_SECONDS = 60.0
 """Longest time between the start of a starter and its agent's first word."""
@@ -52,7 +52,7 @@ class Control:
         self.loop = Loop()
         self.peers = [HostState(name, slots) for name, slots in job.slots.items()]
         self.hello_seconds = HELLO_SECONDS
-        self.attempt: WorkerGroup | None = None
+        self.attempt: Attempt | None = None
         self.starter = starter
         self._front = front
         self._processes: list[StarterProcess] = []
@@ -123,7 +123,7 @@ class Control:
 
     def one_attempt(self, members: list[HostState], number: int) -> tuple[int, str]:
         """Run the job on these hosts; returns the exit code and the report."""
-        attempt = WorkerGroup(self.job, members, number, self.loop)
+        attempt = Attempt(self.job, members, number, self.loop)
         first = members[0]
         port = self.job.port
         if port == 0 or number:

@@ -1,4 +1,4 @@
-"""All monitors of a run behind one `write_events`."""
+"""All monitors of a run behind one `write_events`; which there are is in `registry.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import current_rank, log_rank0
 from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
-from deepspeed.monitor.monitor_process import MONITORS, Feed, monitor_class
+from deepspeed.monitor.monitor_process import Feed
+from deepspeed.monitor.registry import MONITORS, monitor_class
 from deepspeed.monitor.top import LivePage
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]

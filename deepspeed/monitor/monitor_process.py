@@ -19,13 +19,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from importlib import import_module
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from deepspeed.foundation.log import log_rank0
-from deepspeed.monitor.base import Event, Monitor
+from deepspeed.monitor.base import Event
+from deepspeed.monitor.registry import monitor_class
 
 LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
 _PIPE = 1 << 20  # bytes that the kernel takes while the writer is busy
@@ -133,24 +133,6 @@ class Feed:
 
     def _warn(self, what: str) -> None:
         log_rank0(f"the monitor {self.block} {what}; training goes on", logging.WARNING)
-
-
-# block of the configuration: where its monitor is
-MONITORS = {
-    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor"),
-    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor"),
-    "comet": ("deepspeed.monitor.comet", "CometMonitor"),
-    "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor"),
-    "jsonl_monitor": ("deepspeed.monitor.base", "JsonlMonitor"),
-    "mlflow": ("deepspeed.monitor.base", "MLflowMonitor"),
-    "prometheus": ("deepspeed.monitor.base", "PrometheusMonitor"),
-}
-
-
-def monitor_class(block: str) -> type[Monitor]:
-    """The monitor that a block of the configuration is for; its package is not imported."""
-    module, name = MONITORS[block]
-    return getattr(import_module(module), name)
 
 
 def _read_lines(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]) -> None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from deepspeed.comm.collectives.p2p import Header, P2PChannel, Receiver, Sender, put_together, take_apart
+from deepspeed.comm.collectives.p2p import Header, P2PChannel, Receiver, Sender
 from deepspeed.comm.collectives.torch_api import all_gather_objects
-from deepspeed.comm.process_groups.axis import Axis, message_groups
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.foundation.fake_mode import Replaceable, enter
@@ -266,7 +266,7 @@ class Executor:
             (stage, (stage + 1) % axis.size) for stage in range(axis.size if ring else axis.size - 1) if axis.size > 1
         ]
         edges = [*forth, *((after, before) for before, after in forth)]
-        groups = message_groups(axis, edges)
+        groups = axis.message_groups(edges)
         sends = other_stages.current.sender(axis)
 
         def end(kind: type[Sender] | type[Receiver], edge: tuple[int, int], channel: int, forward: bool) -> Any:
@@ -357,7 +357,7 @@ class Executor:
             self._send(action, held)
         elif op == "<B":
             header, tensors = self._receive(action)
-            self._held[place].output_gradients = put_together(header, tensors)
+            self._held[place].output_gradients = header.put_together(tensors)
         elif op == "B":
             self._backward(action)
         elif op == "W":
@@ -380,7 +380,7 @@ class Executor:
                 self._split[action.micro, action.chunk], run = split, split.backward
             self._driver.backward(action.micro, held.roots, held.output_gradients, run)
         held.roots, held.output_gradients = [], None
-        held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
+        held.outgoing = Header.take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
         held.gradients = None
 
     def _receive(self, action: Action) -> tuple[Header, list[torch.Tensor]]:
@@ -412,7 +412,7 @@ class Executor:
             for index, tensor in zip(enter, entered, strict=True):
                 tensors[index] = tensor
             held.arrived = len(enter)
-        held.value = put_together(header, tensors)
+        held.value = header.put_together(tensors)
         return held
 
     def _forward(self, action: Action, training: bool, results: dict[int, Any] | None) -> None:
@@ -422,7 +422,7 @@ class Executor:
         with recorder.span(FORWARD, str(action)):
             outputs = self._driver.forward(action.chunk, action.micro, received)
         if results is None:
-            held.outgoing = take_apart(outputs)
+            held.outgoing = Header.take_apart(outputs)
             held.roots = [get_gradient_edge(t) for t in held.outgoing[1] if training and t.requires_grad]
             return
         if training:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives.p2p import Header, Receiver, Sender
-from deepspeed.comm.fake.fake_world import FakeMessage, SimulatedSender, UnheardError
+from deepspeed.comm.fake_world import FakeMessage, SimulatedSender, UnheardError
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.foundation.fake_mode import late, stage_outputs
 from deepspeed.pipe.executor import OtherStages

@@ -1,6 +1,6 @@
 """The fake world of a prediction: this process is one rank, the others do not exist, and tensors have no values.
 
-`comm/fake/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would use
+`comm/fake_world.py` replaces the other ranks; this module replaces functions of other packages that would use
 them, or values.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.fake.fake_world import fake_ranks
+from deepspeed.comm.fake_world import fake_ranks
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.engine import pipeline_setup
 from deepspeed.foundation.fake_mode import with_values

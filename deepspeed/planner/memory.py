@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.fake.fake_world import UnheardError, is_of_an_absent_peer
-from deepspeed.comm.shared_memory.transport import is_of_a_peer
+from deepspeed.comm.fake_world import FakeMessage, UnheardError
+from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
 from deepspeed.engine.memory.report import holdings
@@ -108,10 +108,10 @@ def predict_memory(
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
     program = Program(model, config, batch, loss, optimizer, updates)
-    found = simulate(program, rank, world_size)
+    prediction = simulate(program, rank, world_size)
     if world_size == 1:
-        return found
-    return replace(found, most=max(found.peak, simulate(program, rank, world_size, late=True).peak))
+        return prediction
+    return replace(prediction, most=max(prediction.peak, simulate(program, rank, world_size, late=True).peak))
 
 
 def simulate(
@@ -123,7 +123,7 @@ def simulate(
     late: bool = False,
     device: bool = False,
     per_host: int = 0,
-    said: dict[int, Any] | None = None,
+    stage_outputs: dict[int, Any] | None = None,
 ) -> MemoryCount:
     """A prediction. A stage of a pipeline is given what the stages before send: where that is not known, they are run
     first, but for `beside`.
@@ -137,23 +137,23 @@ def simulate(
         device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
             buffers where a CPU's ranks read each other's memory.
         per_host: ranks on each host, whose sums a device's ranks form first; 0: `LOCAL_WORLD_SIZE`, or all.
-        said: what parts of a pipeline hand on, from runs of other stages of this program; is added to.
+        stage_outputs: what parts of a pipeline hand on, from runs of other stages of this program; is added to.
     """
-    said = {} if said is None else said
+    stage_outputs = {} if stage_outputs is None else stage_outputs
 
     def run(rank: int, beside: Beside) -> MemoryCount:
         kernels = device_kernels() if device else contextlib.nullcontext()
-        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, stage_outputs=said)
+        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs)
         with _quiet(), kernels, world, Valueless() as valueless:
             return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
     waiting = [rank]  # each for the one behind it
     while True:
-        known = len(said)
+        known = len(stage_outputs)
         try:
-            found = run(waiting[-1], beside if len(waiting) == 1 else contextlib.nullcontext)
+            prediction = run(waiting[-1], beside if len(waiting) == 1 else contextlib.nullcontext)
         except UnheardError as unheard:
-            if len(waiting) > 1 and len(said) > known:
+            if len(waiting) > 1 and len(stage_outputs) > known:
                 waiting.pop()  # who waits for it can go on
             elif unheard.rank in waiting:
                 raise
@@ -161,7 +161,7 @@ def simulate(
                 waiting.append(unheard.rank)
             continue
         if len(waiting) == 1:
-            return found
+            return prediction
         waiting.pop()
 
 
@@ -180,11 +180,11 @@ def measure_memory(
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
     with _young_objects(), LiveMemory(category_of, _is_foreign) as live:
-        made = program.made_model()
-        trained = [param for param in made.parameters() if param.requires_grad]
-        count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
-        engine, *_ = initialize(model=made, model_parameters=trained, optimizer=optimizer, config=program.settings())
-        del made, trained
+        model = program.made_model()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        count, optimizer = sum(param.numel() for param in model.parameters()), program.optimizer
+        engine, *_ = initialize(model=model, model_parameters=trained, optimizer=optimizer, config=program.settings())
+        del model, trained
         try:
             live.mark(holdings(engine))
             gc.collect()
@@ -202,7 +202,7 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:
-    return is_of_a_peer(storage) or is_of_an_absent_peer(storage)
+    return SharedMemory.is_of_a_peer(storage) or FakeMessage.owns(storage)
 
 
 @contextlib.contextmanager
@@ -217,15 +217,15 @@ def _young_objects() -> Iterator[None]:
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
     """What of each category does not rest on the device that computes."""
-    parts, found = engine._components, Counter[str]()
-    found[POOLS] = at_peak.get(POOLS, 0)
+    parts, totals = engine._components, Counter[str]()
+    totals[POOLS] = at_peak.get(POOLS, 0)
     if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):
         whole = sum(b.local.nbytes for b in parts.reducer.buckets if b.local is not None) if parts.reducer else 0
-        found[MASTERS], found[OPTIMIZER] = at_peak.get(MASTERS, 0), at_peak.get(OPTIMIZER, 0)
-        found[GRADIENTS] = max(0, at_peak.get(GRADIENTS, 0) - whole)
+        totals[MASTERS], totals[OPTIMIZER] = at_peak.get(MASTERS, 0), at_peak.get(OPTIMIZER, 0)
+        totals[GRADIENTS] = max(0, at_peak.get(GRADIENTS, 0) - whole)
     values = [g.values.memory for g in parts.groups if g.tiers.parameters is not RESIDENT]
-    found[PARAMETERS] = min(at_peak.get(PARAMETERS, 0), bytes_of(values))
-    return {category: count for category, count in found.items() if count}
+    totals[PARAMETERS] = min(at_peak.get(PARAMETERS, 0), bytes_of(values))
+    return {category: count for category, count in totals.items() if count}
 
 
 def _on_disk(engine: Any) -> int:

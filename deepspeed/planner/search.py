@@ -281,11 +281,10 @@ def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
     messages, runs = dict[int, Any](), list[SimulatedRun]()
     for rank in plan.shape.firsts(machine.ranks):
         recording = Recording("plan", rank, machine.ranks)
-        memory = least = simulate(
-            program, rank, machine.ranks, partial(recorded, recording), late=True, device=on_device, said=messages
-        )
+        clock, world = partial(recorded, recording), machine.ranks
+        memory = least = simulate(program, rank, world, clock, late=True, device=on_device, stage_outputs=messages)
         if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
-            least = simulate(program, rank, machine.ranks, device=on_device, said=messages)
+            least = simulate(program, rank, machine.ranks, device=on_device, stage_outputs=messages)
         runs.append(SimulatedRun(memory, least, recording, steps, config))
     if messages and stages == 1:
         raise NotAvailableError("a model, or a JSON, that has its own pipeline stages cannot be planned: remove them")

@@ -139,7 +139,7 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
     entries, sizes = recording.entries, dict[int, tuple[int, str]]()
     seconds: dict[str, float] = defaultdict(float)
     for block in recording.blocks:
-        mark = entries[block.at].where if block.at < len(entries) else MICRO_BATCH
+        mark = entries[block.position].where if block.position < len(entries) else MICRO_BATCH
         known, where = sizes.get(block.number, (0, mark))
         if block.nbytes == 0:
             sizes.pop(block.number, None)

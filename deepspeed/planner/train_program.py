@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.config.load import load_raw
+from deepspeed.config.sections.monitor import MonitorSections
 from deepspeed.engine.pipeline_engine import PipelineEngine
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.foundation.fake_mode import STEP, following
@@ -20,10 +21,10 @@ from deepspeed.foundation.pytree import tensors_in
 MICRO_BATCH = "micro-batch"
 Loss = Callable[[Any, Any], torch.Tensor]
 # Blocks that act on the outside, or look at a run: a program has no use for them.
-OUTSIDE = (
-    "tensorboard", "wandb", "csv_monitor", "comet", "mlflow", "prometheus", "jsonl", "flops_profiler", "comms_logger",
-    "autotuning", "timeline", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state",
-)  # fmt: skip
+OUTSIDE = {
+    *MonitorSections.model_fields, "flops_profiler", "comms_logger", "autotuning", "timeline", "wall_clock_breakdown",
+    "memory_breakdown", "steps_per_print", "dump_state",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,12 @@ class LiveMemory(DispatchMode):
         plain, this = self._plain_resize, weakref.ref(self)
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
-            made = plain(storage, *size)
+            resized = plain(storage, *size)
             live = this()
             known = None if live is None else live._alive.get(storage._cdata)
             if live is not None and known is not None and known[1] >= 0:
                 live._resized(known[1], storage.nbytes())
-            return made
+            return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # no operator: nothing else is told of it
         return super().__enter__()
@@ -113,13 +113,13 @@ class LiveMemory(DispatchMode):
         Args:
             kinds: (category, tensors), the first that names a storage counts.
         """
-        found: dict[int, str] = {}
+        categories: dict[int, str] = {}
         for category, tensors in kinds:
             for tensor in tensors:
                 number = -1 if tensor is None else self.see(tensor)
                 if number >= 0:
-                    found.setdefault(number, category)
-        self._made_as.update(found)
+                    categories.setdefault(number, category)
+        self._made_as.update(categories)
 
     def restart_peak(self) -> None:
         """Look for the peak from here on."""
@@ -128,10 +128,10 @@ class LiveMemory(DispatchMode):
     def at_peak(self) -> dict[str, int]:
         """Bytes by category when most lived (since `restart_peak`)."""
         most, when, total = -1, 0, 0
-        for at, (_, grown) in enumerate(self._events):
+        for index, (_, grown) in enumerate(self._events):
             total += grown
-            if at + 1 >= self._first and total > most:
-                most, when = total, at + 1
+            if index + 1 >= self._first and total > most:
+                most, when = total, index + 1
         return self._by_category(self._events[:when])
 
     def now(self) -> dict[str, int]:
@@ -139,10 +139,10 @@ class LiveMemory(DispatchMode):
         return self._by_category(self._events)
 
     def _by_category(self, events: list[tuple[int, int]]) -> dict[str, int]:
-        found: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for number, grown in events:
-            found[self._made_as[number]] += grown
-        return {category: count for category, count in sorted(found.items()) if count}
+            totals[self._made_as[number]] += grown
+        return {category: count for category, count in sorted(totals.items()) if count}
 
 
 def _gone(live: weakref.ref[LiveMemory], key: int, number: int, _reference: Any) -> None:

@@ -170,7 +170,7 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
     waiting: list[tuple[float, _Piece]] = []
     by_step: list[tuple[int, int]] = []
     for block in recording.blocks:
-        while len(by_step) < len(ends) and block.at > ends[len(by_step)]:
+        while len(by_step) < len(ends) and block.position > ends[len(by_step)]:
             by_step.append((allocator.most_allocated, allocator.most_reserved))
         if block.used:
             users.setdefault(block.number, set()).add(block.stream)
@@ -203,10 +203,10 @@ class _Times:
 
     def of_host(self, block: MemoryEvent) -> float:
         """Seconds."""
-        return self._timeline.clocks[block.at - 1] if block.at else 0.0
+        return self._timeline.clocks[block.position - 1] if block.position else 0.0
 
     def of_stream(self, stream: int, block: MemoryEvent) -> float:
         """Seconds."""
         entries = self._on.get(stream, [])
-        index = bisect.bisect_left(entries, block.at)
+        index = bisect.bisect_left(entries, block.position)
         return self._timeline.ends[entries[index - 1]] if index else 0.0

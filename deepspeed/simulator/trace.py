@@ -59,7 +59,7 @@ class MemoryEvent:
     """A piece of device memory that comes, goes, or is used by another stream than its own.
 
     Args:
-        at: entries recorded before.
+        position: entries recorded before; "at" in files.
         number: of the storage; `EMPTIED`: free memory goes back to the system (`empty_cache`).
         nbytes: that it takes from now on; 0: it is freed.
         stream: that it was allocated on; or the other stream that uses it.
@@ -67,7 +67,7 @@ class MemoryEvent:
         new: an operator of the recording made it; else it was there before, or its size has changed.
     """
 
-    at: int
+    position: int
     number: int
     nbytes: int
     stream: int
@@ -81,8 +81,7 @@ class Recording:
 
     Args:
         name: what was recorded.
-        rank: as which rank.
-        size: of how many.
+        rank, size: as which rank of how many.
         entries: in the order of the host.
         blocks: of device memory, in the same order.
         host_time: seconds of the host per launch, measured apart; 0: unknown.
@@ -117,7 +116,8 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write the file that `load` reads; packed where its name ends in `.gz`."""
-        encoded = (json.dumps(asdict(self)) + "\n").encode()
+        blocks = [{"at": block.pop("position"), **block} for block in map(asdict, self.blocks)]
+        encoded = (json.dumps({**asdict(self), "blocks": blocks}) + "\n").encode()
         Path(path).write_bytes(gzip.compress(encoded, mtime=0) if str(path).endswith(".gz") else encoded)
 
     @classmethod
@@ -131,7 +131,7 @@ class Recording:
             held = Path(path).read_bytes()
             fields: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
             entries = [HostEvent(**{**each, "group": tuple(each["group"])}) for each in fields.pop("entries")]
-            blocks = [MemoryEvent(**each) for each in fields.pop("blocks")]
+            blocks = [MemoryEvent(position=each.pop("at"), **each) for each in fields.pop("blocks")]
             return cls(**fields, entries=entries, blocks=blocks)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"recording {path}: {error}; `Recording.save` writes one") from error

@@ -56,8 +56,13 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
         if name not in calls:
             calls[name] = call.apart()
 
-    with evaluating(model, use_cache=False):
-        return calls, _noted(model, names, inputs, note)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # encoder layers of torch call none of their modules in it
+    try:
+        with evaluating(model, use_cache=False):
+            return calls, _noted(model, names, inputs, note)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _noted(

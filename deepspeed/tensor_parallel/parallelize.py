@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.autograd import enter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively, sent_among
+from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively
 from deepspeed.comm.collectives.torch_api import all_gather_objects, object_exchange
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
@@ -23,6 +23,7 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
+from deepspeed.tensor_parallel.attention import become_heads
 from deepspeed.tensor_parallel.channel_dependencies import ChannelDependencies, changing
 from deepspeed.tensor_parallel.layers import SliceLocation
 from deepspeed.tensor_parallel.module_attributes import cut_region, set_numbers
@@ -34,7 +35,7 @@ from deepspeed.tensor_parallel.trace import join
 from deepspeed.tensor_parallel.vocab_parallel import cut_vocabulary
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.layout.placement import placement_of
-from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import is_managed
 
 
@@ -211,10 +212,10 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
 
 
 def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParallelPlan | str:
-    before = sent_among(axis)
+    before = axis.collectives_begun()
     try:
         plan = find()
-        plan.meets = sent_among(axis) != before
+        plan.meets = axis.collectives_begun() != before
         return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
@@ -277,7 +278,7 @@ def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
     """Cut some units, and compare each with its dense form."""
-    release(param for module in units for param in module.parameters())
+    unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
             ended = run_collectively(axis, functools.partial(_become_slices, module, unit, axis))
@@ -328,8 +329,8 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
         return own
     by_rank = object_exchange.current.gather_present(axis, own)
     forms: list[list[verify.UnitResult]] = []
-    for at, (low, high) in enumerate(itertools.pairwise(bounds)):
-        forms += by_rank.get(at) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
+    for position, (low, high) in enumerate(itertools.pairwise(bounds)):
+        forms += by_rank.get(position) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
     return forms
 
 
@@ -345,7 +346,10 @@ def _cut_and_run(
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for fitted in unit.regions:
         shares = fitted.shares
-        if shares.region.packed:
+        if shares.region.heads:
+            home = shares.region.home
+            become_heads(module.get_submodule(home), shares, axis.rank, SliceLocation(axis, join(unit.name, home)))
+        elif shares.region.packed:
             become_packed(module, shares, axis.rank, SliceLocation(axis, unit.name))
         else:
             cut_region(module, shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))

@@ -26,6 +26,7 @@ from deepspeed.foundation.equivalence import evaluating, example_inputs
 from deepspeed.foundation.fake_mode import Replaceable, with_values
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.transformers_model import head_counts
+from deepspeed.tensor_parallel.attention import attention_regions, share_heads
 from deepspeed.tensor_parallel.channel_dependencies import (
     ChannelDependencies,
     ModuleInputs,
@@ -153,6 +154,7 @@ class Fitted:
             for by_name in (shares.tensors, shares.inputs)
         )
         layers = (region.home, region.columns, region.rows, sorted(region.inner), region.tables, region.packed)
+        layers = (*layers, region.heads)
         return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
@@ -364,6 +366,7 @@ def make_plan(
     with OpTrace(model, inputs) as trace, evaluating(model, use_cache=False):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
+    regions += attention_regions(dict(model.named_modules()), trace.nodes)
     if specs is not None:
         regions = specs.without_skipped(regions, whole)
     of_units = _units_of(regions)
@@ -395,12 +398,24 @@ def make_plan(
         raise TensorParallelError(
             f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
-    drops, declared = dropped_in(model, inputs), declared_cuts(model, shapes)
+    drops, declared = dropped_in(model, inputs) | _dropped_by_heads(units, modules), declared_cuts(model, shapes)
     plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)
     for name in plan.unnamed():  # no figure leaves out the matrices of blocks that no region had
         node, why = trace.nodes.get(name), "no matrix product of the small input reads it"
         plan.whole[name] = why if node is None else _UNPAIRED[node.lookup]
+    plan.whole = {name: why for name, why in plan.whole.items() if name not in plan.cuts()}
     return plan
+
+
+def _dropped_by_heads(units: Sequence[Unit], modules: Mapping[str, nn.Module]) -> dict[str, list[frozenset[str]]]:
+    """What attentions that are shared out by heads drop: one call computes them, and nothing inside of it is seen."""
+    dropped: dict[str, list[frozenset[str]]] = {}
+    for unit in units:
+        for region in (fitted.shares.region for fitted in unit.regions):
+            home = join(unit.name, region.home)
+            if region.heads and getattr(modules[home], "dropout", 0.0) > 0:
+                dropped[home] = [frozenset(join(unit.name, column) for column in region.columns)]
+    return dropped
 
 
 _UNPAIRED = {True: "indices choose from it", False: "it has no pair in its block"}
@@ -464,7 +479,9 @@ def _fitted(
     ranks, rank = place
     shares: ChannelDependencies | str
     try:
-        if region.packed:
+        if region.heads:
+            shares = share_heads(module.get_submodule(region.home), region, ranks)
+        elif region.packed:
             module = module.get_submodule(region.home)
             shares = share_packed(module, region, calls[-1], ranks)
             numbers = shares if isinstance(shares, str) else fit_packed(module, shares, calls[-1], rank)
@@ -474,6 +491,8 @@ def _fitted(
         return f"it does not run alone: {describe_error(error)}"
     if isinstance(shares, str):
         return shares
-    if not region.packed:
+    if region.heads:
+        numbers = {}
+    elif not region.packed:
         numbers = fit(module, shares, calls, rank)
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)

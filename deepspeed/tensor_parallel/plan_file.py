@@ -333,6 +333,7 @@ class _PlanReader:
         region = ShardableRegion(
             home.value, columns.names(shapes, "parameter"), rows.names(shapes, "parameter"),
             set(inner.names(columns.value, "column")), tables.names(shapes, "parameter"), packed.of(bool),
+            isinstance(self.modules[join(unit, home.value)], nn.MultiheadAttention),
         )  # fmt: skip
         if not region.rows or not region.columns:
             raise entry.wrong("it has no rows or no columns")
@@ -365,7 +366,7 @@ class _PlanReader:
                 raise entry.wrong(f"'{name}' is not in the region's home '{region.home}'")
             if (name in shares.tensors) is not (name in region.columns or region.packed):
                 raise tensors.wrong(f"{name!r} is {'a row, cut by the channels' if name in region.rows else 'missing'}")
-            if not region.packed and not is_linear(layer):
+            if not region.packed and not region.heads and not is_linear(layer):
                 raise entry.wrong(f"'{join(unit, owner(name))}' is no linear layer")
             turned = not region.packed and is_transposed(layer)
             share = shares.tensors.get(name)

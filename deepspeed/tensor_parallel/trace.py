@@ -149,6 +149,7 @@ class ShardableRegion:
         inner: those of the columns that read other columns.
         tables: parameters that indices choose from, whose results the rows read too.
         packed: matrices are parameters of `home` itself, as of experts.
+        heads: `home` is an `nn.MultiheadAttention`, shared out by heads.
     """
 
     home: str
@@ -157,6 +158,7 @@ class ShardableRegion:
     inner: set[str] = field(default_factory=set)
     tables: list[str] = field(default_factory=list)
     packed: bool = False
+    heads: bool = False
 
     def row_size(self, module: nn.Module) -> int:
         """Channels that a row-parallel matrix reads."""
@@ -170,7 +172,9 @@ class ShardableRegion:
     def renamed(self, change: Callable[[str], str]) -> ShardableRegion:
         """The region under other names."""
         columns, rows, tables = (list(map(change, names)) for names in (self.columns, self.rows, self.tables))
-        return ShardableRegion(change(self.home), columns, rows, set(map(change, self.inner)), tables, self.packed)
+        return ShardableRegion(
+            change(self.home), columns, rows, set(map(change, self.inner)), tables, self.packed, self.heads
+        )
 
     def inside(self, home: str) -> ShardableRegion:
         """The region with names inside a module."""

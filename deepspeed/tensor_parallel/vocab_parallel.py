@@ -28,7 +28,7 @@ from deepspeed.tensor_parallel.layers import (
     even_sizes,
     is_linear,
 )
-from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.grouping import unshard
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -246,7 +246,7 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
         TensorParallelError: a slice does not compute what the whole did.
     """
     embedding, head = _parts(model)
-    release([*embedding.parameters(), *head.parameters()])
+    unshard([*embedding.parameters(), *head.parameters()])
     tied, vocabulary = head.weight is embedding.weight, embedding.num_embeddings
     dense = [None if t is None else t.detach().clone() for t in (embedding.weight, head.weight, head.bias)]
     names = {module: name for name, module in model.named_modules()}

@@ -88,8 +88,9 @@ def test_targets_of_lightnings_mocks_are_in_use() -> None:
 
 def test_transformers_wrapper_of_constructors_is_in_use() -> None:
     """A model born under zero.Init asks for its tensors by way of what Transformers put in place."""
-    from deepspeed.runtime.zero import partition_parameters
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+    from deepspeed.runtime.zero import partition_parameters
 
     asked = []
     own = partition_parameters.zero_wrapper_for_fp_tensor_constructor

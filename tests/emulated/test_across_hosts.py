@@ -53,7 +53,7 @@ def summed(dtype: torch.dtype, whole: bool, in_rank_order: bool) -> dict[str, ob
     """The sum of this rank's slice, twice in a row over the same buffers, and what it cost."""
     with on_hosts_of(PER_HOST):
         world = axes.world_axis("dp", torch.device("cuda", torch.cuda.current_device()))
-        axes.separate_reductions([world], world)
+        axes.axes_here().separate_reductions([world], world)
         reducing, size = world.reductions, world.size
         given = everybodys(dtype, whole)
         cuts = [rank * SHARE for rank in range(size + 1)]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 from deepspeed.comm.process_groups.mesh import Mesh
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.zero.layout.placement import placement_of
 
 LossOf = Callable[[Any, int, int], torch.Tensor]  # model, micro-step, data-parallel rank

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 from pytest import MonkeyPatch
 from torch import nn
 
@@ -18,6 +17,7 @@ from deepspeed.engine import tensor_parallel
 from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.api import reshard
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import batches, beside_dense, config_of, deep, engine_of

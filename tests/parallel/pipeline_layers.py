@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 from pytest import MonkeyPatch
 from torch import nn
 
@@ -16,6 +15,7 @@ from deepspeed.comm import get_rank
 from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, PipelineError
 from deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, config_of, engine_of, replica
 from tests.parallel.tiny import raises

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed.comm import get_rank
 from deepspeed.comm.process_groups.mesh import Mesh, current_mesh
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, adamw, momentum
 from tests.parallel.tensor_runs import batch_of, loss_of, model_of
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch import nn
 
 from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import model_of
 

@@ -21,14 +21,13 @@ from deepspeed.comm.process_groups.axis import (
     axis_of,
     forget_axes,
     group_axis,
-    hybrid_axes,
     make_axes,
     world_axis,
 )
 from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.comm.shared_memory.doorbell import groups
-from deepspeed.comm.shared_memory.transport import require
+from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.native import library
 from tests.parallel.tiny import micro_step, raises, start
@@ -56,9 +55,10 @@ def one_axis_per_set() -> None:
     assert make_axes([[r] for r in range(4)], "pp") is axis_of([rank], "self")
     assert axis_of([rank], "self").group is None
     assert axis_of(range(4), "dp", META) is not world and axis_of(range(4), "dp", META).group is None
-    shard, replicas = hybrid_axes(2)
+    shards, copies = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    shard, replicas = make_axes(shards, "shard"), make_axes(copies, "replicate")
     before = groups_so_far()
-    assert hybrid_axes(2) == (shard, replicas) and make_axes([[0, 2], [1, 3]], "dp") is replicas
+    assert make_axes(shards, "shard") is shard and make_axes(copies, "dp") is replicas
     assert make_axes(ROWS, "again") is client and groups_so_far() == before
     for rows in ([[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 3, 4]], [[0, 1], [2, 2]]):
         with raises(ArgumentError, "tp", "does not hold each of the 4 ranks once"):
@@ -151,7 +151,7 @@ class Reader:
         self.axis, self.giver, self.left = axis, giver, list(range(turns))
 
     def progress(self) -> None:
-        shared = require(self.axis.shared)
+        shared = SharedMemory.require(self.axis.shared)
         if self.left and shared.posted(self.left[0], [self.giver]).within(0):
             shared.read(self.giver, self.left[0], torch.float32)
             shared.acknowledge(self.left.pop(0), [self.giver])
@@ -179,23 +179,23 @@ def _one_wait(rank: int, left: Axis, right: Axis, turns: int, native: bool) -> f
     if rank == 0:
         groups.workers.add(reader)
     if rank == 1:
-        require(right.shared).posted(token, [2]).wait()
-        require(right.shared).acknowledge(token, [2])
+        SharedMemory.require(right.shared).posted(token, [2]).wait()
+        SharedMemory.require(right.shared).acknowledge(token, [2])
         if not native:
-            require(left.shared).post(token, word, [0])
-            require(left.shared).acknowledged(token, [0]).wait()
+            SharedMemory.require(left.shared).post(token, word, [0])
+            SharedMemory.require(left.shared).acknowledged(token, [0]).wait()
     if rank == 3:
         for turn in range(turns):
-            require(right.shared).post(turn, word, [0])
-            require(right.shared).acknowledged(turn, [0]).wait()
+            SharedMemory.require(right.shared).post(turn, word, [0])
+            SharedMemory.require(right.shared).acknowledged(turn, [0]).wait()
             time.sleep(0.002)  # the one that waits falls asleep in between
-        require(right.shared).post(token, word, [1])
-        require(right.shared).acknowledged(token, [1]).wait()
+        SharedMemory.require(right.shared).post(token, word, [1])
+        SharedMemory.require(right.shared).acknowledged(token, [1]).wait()
     if native and rank < 3:
-        require(left.shared).all_reduce(word)
+        SharedMemory.require(left.shared).all_reduce(word)
     if not native and rank == 0:
-        require(left.shared).posted(token, [1]).wait()
-        require(left.shared).acknowledge(token, [1])
+        SharedMemory.require(left.shared).posted(token, [1]).wait()
+        SharedMemory.require(left.shared).acknowledge(token, [1])
     seconds = time.monotonic() - begun
     assert rank != 0 or reader.left == []
     groups.workers.discard(reader)
@@ -250,7 +250,7 @@ def test_hundreds_of_engines_leave_nothing(workers: Any, settings: dict[str, Any
 
 
 def _in_the_child(axis: Axis, held: torch.Tensor, pipe: Any) -> None:
-    shared = require(axis.shared)
+    shared = SharedMemory.require(axis.shared)
     mine = axis.empty(1000, torch.float32, torch.device("cpu")).fill_(9)
     pipe.send((shared.allocator.place(mine), held.sum().item()))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.utils import RepeatingLoader
 
+from deepspeed.utils import RepeatingLoader
 from tests.parallel.checkpointing import differences, everything, make, train
 
 RANKS = 2

@@ -53,9 +53,8 @@ def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:
 
 
 def in_both_layouts(folder: str, stage: int, precision: str) -> tuple[dict[str, Any], list[float]]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     model = upstream.small(seed=5)
     optimizer = torch.optim.AdamW(upstream.groups(model), lr=1e-2, eps=1e-4)

@@ -19,9 +19,8 @@ GATHER: dict[str, Any] = {"zero": {"stage3_gather_16bit_weights_on_model_save": 
 
 def edit(engine: Any, how: str) -> None:
     """Ones everywhere in a masked weight."""
-    from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
-
     import deepspeed
+    from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
     param = engine.module.get_parameter(WEIGHTS[1])
     if how == "full":

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from deepspeed.runtime.zero.partitioned_param_profiler import PartitionedParameterProfiler
-from deepspeed.utils import debug
 
 from deepspeed.errors import UsageError
+from deepspeed.runtime.zero.partitioned_param_profiler import PartitionedParameterProfiler
+from deepspeed.utils import debug
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import micro_step, raises, start, tiny
 

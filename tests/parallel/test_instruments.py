@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 
 from deepspeed.errors import UsageError
 from deepspeed.monitor.top import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from deepspeed.zero.gradients import grad_norm
 from deepspeed.zero.optimizer import optimizer as zero_optimizer
 from tests.harness.pool import WorkerPool

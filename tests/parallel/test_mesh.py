@@ -176,10 +176,10 @@ class Unit:
 
 def with_unit(family: str, tp: int, pp: int, stage: int) -> tuple[float, ...]:
     import deepspeed
-    from deepspeed.comm.process_groups.mesh import mesh_of_unit
+    from deepspeed.comm.process_groups.mesh import Mesh
 
     unit = Unit(tp, pp, family)
-    mesh = mesh_of_unit(unit)
+    mesh = Mesh.of_unit(unit)
     assert (mesh.size("tp"), mesh.size("pp")) == (tp, pp)
     twin = Twin(mesh, 2, True, True, 1.0, momentum)
     model = Slices(mesh, 2, True, False, True)

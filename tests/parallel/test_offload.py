@@ -84,7 +84,6 @@ def touched_state(stage: int, tier: str) -> dict[str, torch.Tensor]:
         safe_set_local_fp32_param,
         safe_set_local_optimizer_state,
     )
-
     from deepspeed.zero import GatheredParameters
 
     engine = begin(stage, tier, precision="bf16")

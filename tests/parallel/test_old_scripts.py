@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor
 from torch import nn
 
 import deepspeed
 from deepspeed.errors import UsageError
+from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor
 from tests.parallel.tiny import loss_of, micro_step, raises, rows, said, sgd, start, tiny, with_words
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
+import deepspeed
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from torch import nn
-
-import deepspeed
 from tests.parallel.tiny import sgd, start
 
 WIDTH, OPERATIONS = 6, 12

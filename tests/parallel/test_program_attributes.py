@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import all_gather_dp_groups
-from deepspeed.utils import groups
 
 import deepspeed
 from deepspeed.errors import NotAvailableError
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.utils import groups
 from tests.parallel.tiny import STAGES, adamw, loss_of, raises, rows, start, tiny
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from deepspeed.errors import ShardedParameterError, UsageError
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.tiny import STAGES, adamw, loss_of, masters, raises, rows, said, start, tiny, with_words
 
 RANKS = 2

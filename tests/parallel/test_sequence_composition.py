@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.batches import slice_batch
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.sequence_runs import Tiled, batch_of, close, config_of, loss_of, start, tile, trained
 from tests.parallel.tensor_runs import model_of

@@ -9,6 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.nn.functional import all_gather
+
+import deepspeed
+from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.engine import sequence_parallel
+from deepspeed.errors import ArgumentError, DataError, MeshError, SequenceParallelError, UsageError
 from deepspeed.runtime.sequence_parallel.parallel_state_sp import (
     get_data_parallel_world_size,
     get_sequence_parallel_rank,
@@ -16,12 +22,6 @@ from deepspeed.runtime.sequence_parallel.parallel_state_sp import (
     initialize_sequence_parallel,
 )
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-from torch.distributed.nn.functional import all_gather
-
-import deepspeed
-from deepspeed.comm.process_groups.mesh import current_mesh
-from deepspeed.engine import sequence_parallel
-from deepspeed.errors import ArgumentError, DataError, MeshError, SequenceParallelError, UsageError
 from deepspeed.sequence.batches import slice_batch
 from tests.parallel.dense import Dense, apart, compared, momentum
 from tests.parallel.sequence_runs import LENGTH, batch_of, close, config_of, loss_of, start

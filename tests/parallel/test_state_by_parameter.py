@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from torch import nn
 
 from deepspeed.errors import UsageError
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from tests.parallel.tiny import STAGES, loss_of, raises, rows, start, tiny
 
 RANKS = 2

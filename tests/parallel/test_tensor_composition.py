@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
 from deepspeed.tensor_parallel.plan import shapes_of
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.checkpointing import differences, everything
 from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of

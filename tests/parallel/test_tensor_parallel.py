@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad
 
+from deepspeed.utils import safe_get_full_grad
 from tests.parallel.dense import momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of, trained
 

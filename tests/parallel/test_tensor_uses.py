@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed.checkpoint import huggingface
 from deepspeed.checkpoint.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.errors import CheckpointError, DataError, OptimizerError
 from deepspeed.tensor_parallel.parallelize import cut_model
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of
 from tests.parallel.tiny import raises

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
@@ -17,6 +16,7 @@ from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import DeepSpeedError, NotAvailableError
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.pipe.split_backward import SplitBackward
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.parallel.dense import adamw
 from tests.parallel.pipeline_runs import _items, _Sums, batches, config_of, deep, engine_of, replica
 from tests.parallel.tiny import raises

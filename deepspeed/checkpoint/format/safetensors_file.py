@@ -326,7 +326,8 @@ class TensorFile:
 
     def read_blocks(self, blocks: list[Block]) -> None:
         """Read ascending blocks, through a descriptor of their own: the kernel reads ahead for each of them."""
-        fd, scratch = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), torch.empty(BLOCK, dtype=torch.uint8)
+        scratch = torch.empty(BLOCK, dtype=torch.uint8)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

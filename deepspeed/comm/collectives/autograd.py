@@ -16,6 +16,7 @@ All ranks of the axis call in one order, forward and backward. A second derivati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,15 +42,13 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return ctx.back(gradient), None, None
 
+    @staticmethod
+    def same(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def _call(tensor: torch.Tensor, axis: Axis, there: _Way, back: _Way) -> torch.Tensor:
-    if axis.size == 1:
-        return tensor
-    return _Collective.apply(tensor, there, back)  # type: ignore[no-any-return]
+    @classmethod
+    def over(cls, axis: Axis, tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+        return tensor if axis.size == 1 else cls.apply(tensor, there, back)  # type: ignore[no-any-return]
 
 
 def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
@@ -67,12 +66,7 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
 def gathered(
     tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """A new tensor: the ranks' slices one after the other; autograd does not see it.
-
-    Args:
-        tensor: this rank's slice, any dtype.
-        sizes: of each rank's slice along it; None: all alike.
-    """
+    """A new tensor: the ranks' slices one after the other, of `sizes` along `dim` (None: all alike); no autograd."""
     if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
@@ -94,13 +88,7 @@ def gathered(
 
 
 def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
-    """A new tensor: cut along one dim, whole along another; autograd does not see it.
-
-    Args:
-        tensor: whole along `cut`, which the ranks divide; this rank's slice along `join`, all alike; any dtype.
-        cut: dim of which each rank keeps its slice.
-        join: dim along which the ranks' slices come together.
-    """
+    """A new tensor: this rank's slice along `cut`, the ranks' slices along `join` put together; no autograd."""
     if axis.size == 1:
         return tensor.detach().clone()
     cut, join = cut % tensor.dim(), join % tensor.dim()
@@ -116,67 +104,73 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
     return every.movedim(0, join).flatten(join, join + 1).contiguous()  # of one entry for each rank it is a view
 
 
-def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
-    sizes = [tensor.shape[dim] // axis.size] * axis.size if sizes is None else list(sizes)
-    return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+@dataclass
+class _Slices:
+    """How the ranks of an axis share a dim, as the directions of a collective."""
 
+    axis: Axis
+    dim: int
+    sizes: Sequence[int] | None
+    label: str
 
-def _ways(axis: Axis, dim: int, sizes: Sequence[int] | None, label: str) -> tuple[_Way, _Way, _Way]:
-    """(slices joined, the own slice of what is equal everywhere, the own slice of the sum)."""
-    return (
-        lambda part: gathered(part, axis, dim, sizes, label),
-        lambda whole: _own(whole, axis, dim, sizes),
-        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
-    )
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        return gathered(part, self.axis, self.dim, self.sizes, self.label)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        sizes = [whole.shape[self.dim] // self.axis.size] * self.axis.size if self.sizes is None else list(self.sizes)
+        return whole.narrow(self.dim, sum(sizes[: self.axis.rank]), sizes[self.axis.rank]).contiguous()
+
+    def own_of_sum(self, whole: torch.Tensor) -> torch.Tensor:
+        return self.own(summed(whole, self.axis, self.label))
 
 
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """The tensor; its gradient is the sum of the ranks' gradients."""
-    return _call(tensor, axis, _same, lambda gradient: summed(gradient, axis, label))
+    return _Collective.over(axis, tensor, _Collective.same, lambda gradient: summed(gradient, axis, label))
 
 
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """The sum over the ranks; each rank's part has the sum's gradient."""
-    return _call(tensor, axis, lambda part: summed(part, axis, label), _same)
+    return _Collective.over(axis, tensor, lambda part: summed(part, axis, label), _Collective.same)
 
 
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """The ranks' slices joined along `dim`, for computations that are equal on all of them."""
-    join, own, _ = _ways(axis, dim, sizes, label)
-    return _call(tensor, axis, join, own)
+    slices = _Slices(axis, dim, sizes, label)
+    return _Collective.over(axis, tensor, slices.join, slices.own)
 
 
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """This rank's slice of a tensor that is equal on all ranks."""
-    join, own, _ = _ways(axis, dim, sizes, label)
-    return _call(tensor, axis, own, join)
+    slices = _Slices(axis, dim, sizes, label)
+    return _Collective.over(axis, tensor, slices.own, slices.join)
 
 
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """The ranks' slices joined along `dim`, for computations of each rank's own: their gradients are summed."""
-    join, _, own_of_sum = _ways(axis, dim, sizes, label)
-    return _call(tensor, axis, join, own_of_sum)
+    slices = _Slices(axis, dim, sizes, label)
+    return _Collective.over(axis, tensor, slices.join, slices.own_of_sum)
 
 
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """This rank's slice of the sum over the ranks."""
-    join, _, own_of_sum = _ways(axis, dim, sizes, label)
-    return _call(tensor, axis, own_of_sum, join)
+    slices = _Slices(axis, dim, sizes, label)
+    return _Collective.over(axis, tensor, slices.own_of_sum, slices.join)
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
     """This rank's slice along `cut` of what the ranks' slices along `join` are together; see `exchanged`."""
     there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
     back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
-    return _call(tensor, axis, there, back)
+    return _Collective.over(axis, tensor, there, back)
 
 
 _entered: list[torch.Tensor] = []
@@ -201,7 +195,7 @@ def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
         _entered.clear()
         return summed(gradient, axis, label)
 
-    entered = _call(tensor, axis, _same, back)
+    entered = _Collective.over(axis, tensor, _Collective.same, back)
     if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
         # So would these two, by the copy's base, where no collector looks: the tensor knows its copy weakly.
         tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]

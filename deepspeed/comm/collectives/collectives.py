@@ -41,12 +41,9 @@ _BLOCK = 1 << 16
 def sum_in_rank_order(
     parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
 ) -> None:
-    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32.
+    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32; any floating dtypes.
 
     Args:
-        parts: one contribution per rank, any floating dtype.
-        out: the accumulator, any floating dtype.
-        scale: factor on the sum.
         any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
             same in every run; a kernel per part reads and writes several times as much.
     """
@@ -86,7 +83,12 @@ def sum_in_rank_order(
 
 def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
     """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
-    table = _as_table(parts) if any_order else None
+    table, first, count = None, parts[0], parts[0].numel()
+    if any_order and len(parts) > 1 and count and all(part.is_contiguous() and part.numel() == count for part in parts):
+        places = [(part.untyped_storage()._cdata, part.storage_offset()) for part in parts]
+        (storage, begin), rows = places[0], range(len(parts))
+        if places == [(storage, begin + row * count) for row in rows]:  # behind each other in one storage
+            table = first.as_strided((len(parts), count), (count, 1))
     if table is not None and not add and out.dtype == torch.float32:
         torch.sum(table, 0, dtype=torch.float32, out=out)
         if scale != 1.0:
@@ -102,18 +104,6 @@ def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: floa
     out.copy_(total)
 
 
-def _as_table(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Parts that lie behind each other in one storage as its rows; None where they do not."""
-    first, count = parts[0], parts[0].numel()
-    if len(parts) < 2 or not count or not all(part.is_contiguous() and part.numel() == count for part in parts):
-        return None
-    begin, key = first.storage_offset(), first.untyped_storage()._cdata
-    for row, part in enumerate(parts):
-        if part.untyped_storage()._cdata != key or part.storage_offset() != begin + row * count:
-            return None
-    return first.as_strided((len(parts), count), (count, 1))
-
-
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 
@@ -127,13 +117,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def has_host_backend(axis: Axis) -> bool:
-    """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
-    return axis.group is not None and torch.device("cpu") in axis.group._device_types
-
-
 def delay(label: str) -> None:
-    """A point where tests may plant a delay."""
     if PLANTED_DELAY is not None:
         PLANTED_DELAY(label)
 
@@ -240,7 +224,6 @@ class Handle:
         return self
 
     def wait(self) -> None:
-        """Wait until all phases are over."""
         following = self.advance()
         while following is not None:
             following = following.advance()
@@ -265,17 +248,9 @@ def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
 def exchange(
     axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
 ) -> tuple[list, list]:
-    """Send every peer its slice of `flat`, receive theirs of mine.
-
-    Args:
-        flat: 1-D, all slices, any dtype.
-        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
-
-    Returns:
-        (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
-    """
+    """Send each peer r its slice flat[cuts[r] : cuts[r + 1]]: backend handles, and the contributions to the own one."""
     own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
-    if group is not None and not axis.tagged and own.numel() and is_even(cuts):
+    if group is not None and not axis.tagged and own.numel() and axis.is_even(cuts):
         parts = list(scratch(flat[: cuts[-1]]).split(own.numel()))  # one buffer, which one kernel can sum
     else:
         parts = [own if r == axis.rank else scratch(own) for r in range(axis.size)]
@@ -293,12 +268,6 @@ def exchange(
         return works + [group.send([part], r, tag) for part, r in sends if part.numel()]
 
     return post(axis, label, start), parts
-
-
-def is_even(cuts: Sequence[int]) -> bool:
-    """Whether every rank owns as much, from the first element on."""
-    share = cuts[1]
-    return all(cut == r * share for r, cut in enumerate(cuts))
 
 
 def reduce_to_owners(
@@ -320,9 +289,9 @@ def reduce_to_owners(
         in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
     """
     if axis.shared is not None:
-        return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
+        return _reduce_in_place(axis, axis.shared, flat, cuts, tag, label, finish)
     native = not in_rank_order and not axis.tagged and axis.group is not None
-    if native and flat.dtype == torch.float32 and is_even(cuts):
+    if native and flat.dtype == torch.float32 and axis.is_even(cuts):
         own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
         flat = flat[: cuts[-1]]
         works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place
@@ -331,7 +300,7 @@ def reduce_to_owners(
     return Handle(axis, label, works, lambda: finish(parts), flat, parts[axis.rank].nbytes * (axis.size - 1))
 
 
-def _read_posts(
+def _reduce_in_place(
     axis: Axis,
     shared: SharedMemory,
     flat: torch.Tensor,
@@ -355,18 +324,14 @@ def _read_posts(
     return Handle(axis, label, works, arrived, flat, len(givers) * (high - low) * flat.itemsize)
 
 
-def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str, ordered: bool = True) -> Handle:
     """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
 
     Args:
-        full: 1-D; holds the own slice, receives the others.
-        cuts: slice boundaries.
+        ordered: enter it in the desync trail.
     """
-    CollectiveEvent(label).order("internal", axis, full.numel())
-    return _spread(axis, full, cuts, tag, label)
-
-
-def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    if ordered:
+        CollectiveEvent(label).order("internal", axis, full.numel())
     group = axis.group
     if group is None:
         return Handle(axis, label, [])
@@ -397,7 +362,7 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
     """`spread` for ranks that may call in different orders, where the axis allows it."""
     shared = axis.shared
     if shared is None:
-        return _spread(axis, full, cuts, tag, label)
+        return spread(axis, full, cuts, tag, label, ordered=False)
     slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
     own = slices[axis.rank]
     givers = [r for r in axis.peers if slices[r].numel()]
@@ -441,14 +406,6 @@ def swap(
     return Handle(axis, label, works, lambda: finish(parts), flat, flat.nbytes)
 
 
-def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
-    """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
-
-    The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without tags.
-    """
-    return axis.shared is not None or (dtype == torch.float32 and axis.size == 2 and not axis.tagged)
-
-
 def all_reduce_sum(
     axis: Axis,
     flat: torch.Tensor,
@@ -457,12 +414,7 @@ def all_reduce_sum(
     label: str,
     then: Callable[[], Handle | None],
 ) -> Handle:
-    """The sum in place, where `can_all_reduce` says so: the backend's own, or reduce to owners, then share.
-
-    Args:
-        flat: 1-D.
-        then: called once, when `flat` holds the sum.
-    """
+    """The sum in place, where `Axis.can_all_reduce` says so; then calls `then` once."""
     if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it holds the sum.
         def add(parts: list[torch.Tensor]) -> Handle:
@@ -486,11 +438,7 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
-
-    Args:
-        chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
-    """
+    """All ranks get the values of axis rank 0; tensors of less than chunk / 16 elements in flat pieces of `chunk`."""
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -498,24 +446,19 @@ def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, c
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for same in by_dtype.values():
         large = [tensor for tensor in same if tensor.numel() >= chunk // 16]
-        small = [tensor for tensor in same if tensor.numel() < chunk // 16]
-        for batch in [[tensor] for tensor in large] + _batches(small, chunk):
+        batches, filled = [[tensor] for tensor in large], chunk + 1
+        for tensor in same:
+            if tensor.numel() >= chunk // 16:
+                continue
+            if filled + tensor.numel() > chunk:
+                batches.append([])
+                filled = 0
+            batches[-1].append(tensor)
+            filled += tensor.numel()
+        for batch in batches:
             # Of one that lies as it is, this is no copy; on some ranks it may lie otherwise.
             flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])
             broadcast(axis, flat, 0, label)
             if axis.rank and flat.data_ptr() != batch[0].data_ptr():
                 for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Neighbours, of at most `limit` elements together."""
-    batches: list[list[torch.Tensor]] = []
-    filled = limit + 1
-    for tensor in tensors:
-        if filled + tensor.numel() > limit:
-            batches.append([])
-            filled = 0
-        batches[-1].append(tensor)
-        filled += tensor.numel()
-    return batches

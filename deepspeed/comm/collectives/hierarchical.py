@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import collectives
-from deepspeed.comm.collectives.collectives import Handle, Scratch, is_even, post, sum_in_rank_order
-from deepspeed.comm.process_groups.axis import Axis, Hosts
+from deepspeed.comm.collectives.collectives import Handle, Scratch, post, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import Axis
 
 _all_to_all: Any = dist.all_to_all_single
 _together: Any = dist.distributed_c10d._coalescing_manager  # what torch's own batches of messages use
@@ -53,27 +53,24 @@ def reduce_to_owners(
 
     `finish` then gets one fp32 contribution per host instead of one per rank.
     """
-    hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not is_even(cuts) else axis.hosts
+    hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not axis.is_even(cuts) else axis.hosts
     if hosts is None:
         return collectives.reduce_to_owners(axis, flat, cuts, tag, label, finish, scratch, in_rank_order)
-    return _in_two_steps(axis, hosts, flat[: cuts[-1]], cuts[1], label, finish, scratch)
+    within, count, share = hosts.within, hosts.count, cuts[1]
+    flat = flat[: cuts[-1]]
 
+    def exchange_within() -> list[Any]:
+        """The ranks of a host exchange the slices of each host's ranks."""
+        with _together(within.group, flat.device, async_ops=True) as group:
+            for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
+                _all_to_all(out, stretch, group=within.group, async_op=True)
+        return group.works
 
-def _in_two_steps(
-    axis: Axis,
-    hosts: Hosts,
-    flat: torch.Tensor,
-    share: int,
-    label: str,
-    finish: Callable[[list], Handle | None],
-    scratch: Scratch,
-) -> Handle:
-    within, count = hosts.within, hosts.count
     sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
     received = scratch(sums)
     with aside(flat.device):
         table = torch.empty_like(flat)  # by host, and what comes from each rank of this one
-        collectives.wait_all(within, label, post(within, label, lambda: _each_hosts(within, table, flat, count)))
+        collectives.wait_all(within, label, post(within, label, exchange_within))
         torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
         alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]
         works = post(axis, label, lambda: [_all_to_all(received, sums, alike, alike, group=axis.group, async_op=True)])
@@ -97,12 +94,11 @@ def reduce_to_copies(
     finish: Callable[[list], Handle | None],
     in_rank_order: bool = False,
 ) -> Handle:
-    """Sum slices at their owners, and then over the ranks that own a copy of the slice, where messages have no tags.
+    """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; without message tags.
 
     Args:
-        copies: ranks that own this slice; the sum over them is in fp32, with equal bits on all of them.
+        copies: the sum over them is in fp32, with equal bits on all of them.
         flat: 1-D contribution of this rank, not to be touched until the handle is done.
-        cuts: slice boundaries.
         scale: factor on the first sum.
         finish: called with the sum, fp32, as the only contribution; in rank order with the first sum of each copy.
     """
@@ -123,14 +119,6 @@ def reduce_to_copies(
         works = post(copies, across, send)
     nbytes = total.nbytes * (copies.size - 1 if in_rank_order else 1)
     return Handle(copies, across, works, lambda: finish(list(table.split(total.numel()))), total, nbytes)
-
-
-def _each_hosts(within: Axis, table: torch.Tensor, flat: torch.Tensor, count: int) -> list[Any]:
-    """The ranks of a host exchange the slices of each host's ranks."""
-    with _together(within.group, flat.device, async_ops=True) as group:
-        for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
-            _all_to_all(out, stretch, group=within.group, async_op=True)
-    return group.works
 
 
 @contextlib.contextmanager

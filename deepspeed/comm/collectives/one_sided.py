@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.collectives.collectives import PULL, SMALL, Handle, delay, post, spread
 from deepspeed.comm.process_groups.axis import Axis, tag_of
-from deepspeed.comm.shared_memory.transport import require
+from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, StorageError
@@ -86,7 +87,6 @@ class FetchService:
         self._token = bytes.fromhex(address[2])
 
     def serve(self, channel: int, slice_: Served) -> None:
-        """Let others pull `slice_` on `channel`."""
         with self._lock:
             self._served[channel] = _Served(slice_)
 
@@ -112,16 +112,10 @@ class FetchService:
                 self._send(channel, served, rank, seq)
 
     def version(self, channel: int) -> int:
-        """The version of the own slice."""
         return self._served[channel].version
 
     def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Ask every owner for its slice of `full`.
-
-        Args:
-            full: 1-D; the slices of the others are received into it.
-            cuts: slice boundaries.
-        """
+        """Ask every owner for its slice of `full` (1-D), and receive it there."""
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
         if group is None:
@@ -137,7 +131,7 @@ class FetchService:
             return works
 
         return Handle(
-            self.axis, label, post(self.axis, label, start), None, full, bytes_of_others(self.axis, full, cuts)
+            self.axis, label, post(self.axis, label, start), None, full, self.axis.bytes_of_others(full, cuts)
         )
 
     def _ask(self, rank: int, request: bytes, label: str) -> None:
@@ -241,18 +235,15 @@ class SharedSlices:
     """The same where the ranks share memory: slices are read where they lie, and nobody has to answer."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self._window = axis, require(axis.shared)
+        self.axis, self._window = axis, SharedMemory.require(axis.shared)
 
     def serve(self, channel: int, slice_: torch.Tensor) -> None:
-        """Let others pull `slice_` on `channel`."""
         self._window.serve(channel, slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Nobody pulls any more."""
         self._window.serving.pop(channel, None)
 
     def advance(self, channel: int) -> None:
-        """The own slice of `channel` has its next version."""
         self._window.advance(channel)
 
     def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
@@ -266,20 +257,12 @@ class SharedSlices:
                 if not shared.level(r, channel):
                     raise watchdog.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 
-        received = bytes_of_others(self.axis, full, cuts)
+        received = self.axis.bytes_of_others(full, cuts)
         return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full, received)
 
 
-def bytes_of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
-    return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
-
-
 def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
-    """Wait until every rank has come to this point: what they pulled before it, they have. All ranks call together.
-
-    Args:
-        seq: tells meetings on the channel apart, the same on all ranks.
-    """
+    """Wait until every rank is here, with what it has pulled; `seq` tells meetings on a channel apart."""
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
 
@@ -290,25 +273,20 @@ def release_abandoned(axes: Iterable[Axis]) -> None:
     A rank that has dropped its engine must serve on: others, which have not, may still pull.
     """
     for axis in dict.fromkeys(axes):
-        if axis.group is not None and axis.tagged:
-            _release(axis, _services.get(id(axis)))
-
-
-def _release(axis: Axis, service: FetchService | None) -> None:
-    shared = axis.shared
-    if (shared is not None and shared.serving) or (service is not None and service.serves):
-        gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
-    abandoned: list[Any] = [None] * axis.size
-    own_abandoned, group = list(axis.abandoned), axis.group
-    post(
-        axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, own_abandoned, group=group) or []
-    )
-    for channel in sorted(set.intersection(*map(set, abandoned))):
-        axis.abandoned.remove(channel)
-        if shared is not None:
-            shared.serving.pop(channel, None)
-        if service is not None:
-            service.withdraw(channel)
+        if axis.group is None or not axis.tagged:
+            continue
+        shared, service = axis.shared, _services.get(id(axis))
+        if (shared is not None and shared.serving) or (service is not None and service.serves):
+            gc.collect()  # dropped engines are cycles; a rank that collects late keeps all others waiting
+        abandoned: list[Any] = [None] * axis.size
+        start = partial(dist.all_gather_object, abandoned, list(axis.abandoned), group=axis.group)
+        post(axis, "release of dropped engines", lambda start=start: start() or [])
+        for channel in sorted(set.intersection(*map(set, abandoned))):
+            axis.abandoned.remove(channel)
+            if shared is not None:
+                shared.serving.pop(channel, None)
+            if service is not None:
+                service.withdraw(channel)
 
 
 fetch_services: Replaceable[type[FetchService]] = Replaceable(FetchService)

@@ -9,6 +9,7 @@ separate communicator for each direction, and the rest uses the gloo backend. A 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import weakref
 from collections import deque
@@ -18,16 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import (
-    EXCHANGE,
-    READ,
-    SMALL,
-    Handle,
-    delay,
-    has_host_backend,
-    post,
-    wait_all,
-)
+from deepspeed.comm.collectives.collectives import EXCHANGE, READ, SMALL, Handle, delay, post, wait_all
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import CommError, NotAvailableError
 
@@ -36,25 +28,18 @@ _NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; byte
 
 
 class _TensorRef(NamedTuple):
-    """A tensor in a header."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
     offset: int
 
-
-@dataclass(frozen=True)
-class Header:
-    """What a message says of itself."""
-
-    tree: bytes
-    leaves: tuple[_TensorRef, ...]
-
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors, each at a multiple of `_ALIGN`."""
-        return _end(self.leaves[-1]) if self.leaves else 0
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor, where it lies in the bytes of all."""
+        return buffer[self.offset : self.end].view(self.dtype).view(self.shape)
 
 
 class _Writer(pickle.Pickler):
@@ -81,35 +66,35 @@ class _TreeUnpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def take_apart(value: Any) -> tuple[Header, list[torch.Tensor]]:
-    """A nest as its header and its tensors.
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself."""
 
-    Raises:
-        CommError: something in it cannot be pickled.
-    """
-    file = io.BytesIO()
-    writer = _Writer(file)
-    try:
-        writer.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise CommError(f"a {type(value).__name__} cannot be sent to another rank: {error}") from error
-    leaves: list[_TensorRef] = []
-    for tensor in writer.tensors:
-        offset = -(-(_end(leaves[-1]) if leaves else 0) // _ALIGN) * _ALIGN
-        leaves.append(_TensorRef(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
-    return Header(file.getvalue(), tuple(leaves)), writer.tensors
+    tree: bytes
+    leaves: tuple[_TensorRef, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, each at a multiple of `_ALIGN`."""
+        return self.leaves[-1].end if self.leaves else 0
 
-def _end(leaf: _TensorRef) -> int:
-    numel = 1
-    for size in leaf.shape:
-        numel *= size
-    return leaf.offset + numel * leaf.dtype.itemsize
+    @classmethod
+    def take_apart(cls, value: Any) -> tuple[Header, list[torch.Tensor]]:
+        """A nest as its header and its tensors; raises CommError where something in it cannot be pickled."""
+        file = io.BytesIO()
+        writer = _Writer(file)
+        try:
+            writer.dump(value)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise CommError(f"a {type(value).__name__} cannot be sent to another rank: {error}") from error
+        leaves: list[_TensorRef] = []
+        for tensor in writer.tensors:
+            offset = -(-(leaves[-1].end if leaves else 0) // _ALIGN) * _ALIGN
+            leaves.append(_TensorRef(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
+        return cls(file.getvalue(), tuple(leaves)), writer.tensors
 
-
-def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
-    """The nest again."""
-    return _TreeUnpickler(header.tree, tensors).load()
+    def put_together(self, tensors: list[torch.Tensor]) -> Any:
+        return _TreeUnpickler(self.tree, tensors).load()
 
 
 @dataclass(frozen=True)
@@ -119,18 +104,22 @@ class P2PChannel:
     group: Any
     device: torch.device
 
+    @staticmethod
+    def require(axis: Axis, link: P2PChannel | None) -> None:
+        """Raise NotAvailableError when headers cannot go from host to host."""
+        if not axis.tagged and not (link is not None and axis.has_host_backend):
+            raise NotAvailableError(
+                "stages of a pipeline send what describes their messages from host to host, and the process group has "
+                'no backend for that: start it with init_distributed(dist_backend="cpu:gloo,cuda:nccl")'
+            )
+
 
 class Sender:
-    """Sends to one rank.
+    """Sends to the rank at position `peer`; tensors go over `link` between devices, else they are in host memory."""
 
-    Args:
-        peer: position of the receiver.
-        wire: between devices; None: tensors are in host memory.
-    """
-
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
-        _check(axis, wire)
-        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+    def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
+        P2PChannel.require(axis, link)
+        self.axis, self.peer, self.channel, self.link = axis, peer, channel, link
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
@@ -138,27 +127,27 @@ class Sender:
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
-        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once."""
+        """Send a nest that `Header.take_apart` has taken apart; its tensors may be changed at once."""
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
         self.headers_sent += bool(header_bytes)
         self.bytes_sent += header.nbytes
         self._collect()
-        wire, start = self.wire, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
-        whole = self._buffer(start + header.nbytes) if wire is None else torch.empty(start, dtype=torch.uint8)
+        link, start = self.link, -(-(_NOTICE + len(header_bytes)) // _ALIGN) * _ALIGN
+        whole = self._buffer(start + header.nbytes) if link is None else torch.empty(start, dtype=torch.uint8)
         buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(header_bytes), header.nbytes]))
         if header_bytes:
             buffer[_NOTICE : _NOTICE + len(header_bytes)] = torch.frombuffer(bytearray(header_bytes), dtype=torch.uint8)
-        staging = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
+        staging = self._buffer(header.nbytes) if link is not None and header.nbytes else buffer[start:]
         payload = staging[: header.nbytes]
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
-            place(payload, leaf).copy_(tensor.detach())
+            leaf.view(payload).copy_(tensor.detach())
         self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(header_bytes), start)), whole))
-        if wire is not None and header.nbytes:
+        if link is not None and header.nbytes:
             target = self.axis.ranks[self.peer]
-            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
+            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=link.group)])
             self._underway.append((works, staging))
 
     def _start(self, buffer: torch.Tensor, header_bytes: int, start: int) -> list[Any]:
@@ -191,7 +180,7 @@ class Sender:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu") if self.wire is None else self.wire.device
+        return torch.device("cpu") if self.link is None else self.link.device
 
     def _collect(self) -> None:
         if self.axis.shared is not None:
@@ -227,26 +216,22 @@ class Sender:
 class Receiver:
     """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
 
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
-        _check(axis, wire)
-        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+    def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
+        P2PChannel.require(axis, link)
+        self.axis, self.peer, self.channel, self.link = axis, peer, channel, link
         self._sequence = 0
         self._header: Header | None = None
         self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
 
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """The next message; see `put_together`. Its tensors may lie in the sender's memory, and are this rank's alone.
-
-        Raises:
-            CommError: it did not come in time; says what all ranks were doing.
-        """
+        """The next message, for `Header.put_together`. Its tensors are this rank's, perhaps in the sender's memory."""
         delay(label)
         self._sequence += 1
         payload = self._from_memory(label) if self.axis.shared is not None else self._from_group(label)
         header = self._header
         if header is None:
             raise CommError(f"{label}: the first message has no header")
-        return header, [place(payload, leaf) for leaf in header.leaves]
+        return header, [leaf.view(payload) for leaf in header.leaves]
 
     def _from_memory(self, label: str) -> torch.Tensor:
         shared, tag = self.axis.shared, tag_of(self.channel, EXCHANGE, self._sequence)
@@ -275,13 +260,13 @@ class Receiver:
             header = torch.empty(header_bytes, dtype=torch.uint8)
             self._take(header, READ, label)
             self._learn(header)
-        wire = self.wire
-        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if wire is None else wire.device)
-        if nbytes and wire is None:
+        link = self.link
+        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if link is None else link.device)
+        if nbytes and link is None:
             self._take(payload, EXCHANGE, label)
-        elif nbytes and wire is not None:
+        elif nbytes and link is not None:
             source = self.axis.ranks[self.peer]
-            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)])
+            works = post(self.axis, label, lambda: [dist.irecv(payload, source, group=link.group)])
             # The host goes on: it would block where it reads the first value.
             Handle(self.axis, label, works, None, payload).unrecorded().wait()
         return payload
@@ -301,16 +286,3 @@ class Receiver:
         shared = self.axis.shared
         while self._read and shared is not None:
             shared.acknowledge(self._read.popleft(), [self.peer])
-
-
-def place(buffer: torch.Tensor, leaf: _TensorRef) -> torch.Tensor:
-    """A tensor of a message: where it lies in the bytes of all."""
-    return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
-
-
-def _check(axis: Axis, wire: P2PChannel | None) -> None:
-    if not axis.tagged and not (wire is not None and has_host_backend(axis)):
-        raise NotAvailableError(
-            "stages of a pipeline send what describes their messages from host to host, and the process group has no "
-            'backend for that: start it with init_distributed(dist_backend="cpu:gloo,cuda:nccl")'
-        )

@@ -19,11 +19,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.collectives.collectives import SMALL, has_host_backend
+from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog import watchdog
@@ -55,15 +54,10 @@ class Outcome(Generic[T]):
 
     @property
     def ok(self) -> bool:
-        """Whether all ranks have a result."""
         return not any(self.texts)
 
     def result_or_raise(self, wrong: Callable[[list[str]], Exception]) -> T:
-        """This rank's result.
-
-        Raises:
-            Exception: `wrong`, on every rank, from what this one raised.
-        """
+        """This rank's result; on every rank the error `wrong` makes of the texts where one has raised."""
         if self.ok:
             return self.result  # type: ignore[return-value]
         raise wrong(self.texts) from self.error
@@ -77,11 +71,7 @@ class CollectiveRun:
         self.ranks = frozenset(axis.ranks)
 
     def meet(self, label: str, error: str = "") -> None:
-        """Before a collective, and at the end.
-
-        Raises:
-            _Apart: not all ranks are here; nothing more may be sent in this run.
-        """
+        """Before a collective, and at the end; raises _Apart where not all are here: then nothing more may be sent."""
         if any(self.texts):
             raise _Apart
         axis = self.axis
@@ -141,28 +131,10 @@ comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda
 """Calls a function that compares values with expected ones and says in words what differs."""
 
 
-def sent_among(axis: Axis) -> int:
-    """How many collectives this process has begun, of anybody's, in groups with another rank of the axis."""
-    if axis.group is None:
-        return 0
-    count, of_axis = 0, set(axis.ranks)
-    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-        # torch lists groups that this rank is not in too, under a number.
-        if isinstance(group, dist.ProcessGroup) and len(of_axis.intersection(ranks)) > 1:
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return count
-
-
 def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
-    """What an action returns, where it raises on no rank; all ranks of the axis call together.
+    """The result of an action that raises on no rank; all ranks of the axis call together.
 
-    Args:
-        elsewhere: the error of this rank where another one raised; gets its global rank, and its words.
-
-    Raises:
-        Exception: what the action raised here, or `elsewhere`.
-        CommError: a rank is gone.
+    Where this rank raised, its own error; where another did, `elsewhere` of its global rank and its words.
     """
     result: Any = None
     error: Exception | None = None
@@ -215,17 +187,10 @@ class OrderCheck:
     @staticmethod
     def possible(axis: Axis) -> bool:
         """Whether the ranks of an axis can and need to compare."""
-        return axis.size > 1 and not axis.tagged and has_host_backend(axis)
+        return axis.size > 1 and not axis.tagged and axis.has_host_backend
 
     def compare(self, what: str) -> None:
-        """All ranks are about to do the same. All of them call together, and all of them raise.
-
-        Args:
-            what: in words, equal on all ranks.
-
-        Raises:
-            OrderError: they are not; it says what each rank is about to do.
-        """
+        """All ranks call together; raises OrderError on all where what they are about to do is not equal."""
         self.compared += 1
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
@@ -260,13 +225,10 @@ class BatchCheck:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
     def compare(self, inputs: Any, in_parts: bool = False) -> None:
-        """One micro-batch. All ranks of the axis call together.
+        """Compare one micro-batch; all ranks call together, and raise DataError together.
 
         Args:
             in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
-
-        Raises:
-            DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
         everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
@@ -298,11 +260,9 @@ class BatchCheck:
 
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
-    """What a rank of an axis lists otherwise than its first one; all call together.
+    """Position, expected and own line of the first rank that lists otherwise than rank 0; None where all are the same.
 
-    Returns:
-        Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line
-        that is not there. None where all are the same.
+    All call together; a line that is not there is None.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None

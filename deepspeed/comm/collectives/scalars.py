@@ -10,7 +10,7 @@ from array import array
 
 import torch
 
-from deepspeed.comm.collectives.collectives import has_host_backend, spread
+from deepspeed.comm.collectives.collectives import spread
 from deepspeed.comm.process_groups.axis import Axis
 
 
@@ -20,7 +20,6 @@ class Scalars:
     device: torch.device | None = None  # where models live instead of on the accelerator
 
     def value(self, tensor: torch.Tensor) -> float:
-        """The number in a 0-d tensor."""
         return float(tensor)
 
     def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
@@ -29,16 +28,12 @@ class Scalars:
         return [array("d", row_bytes).tolist() for row_bytes in rows]
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
-        """As `table`, of rows that are packed: what is equal everywhere need not be unpacked.
-
-        Args:
-            row: this rank's, a multiple of eight bytes, as many on every rank.
-        """
+        """As `table`, of packed rows of equal length, a multiple of eight bytes."""
         if axis.group is None or not row:
             return [row] * axis.size
         n = len(row) // 8
         # Beside the device's stream: a table through the device would make the host wait for all that is queued there.
-        where = torch.device("cpu") if axis.tagged or has_host_backend(axis) else device
+        where = torch.device("cpu") if axis.tagged or axis.has_host_backend else device
         flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
         flat[axis.rank * n : (axis.rank + 1) * n] = torch.frombuffer(bytearray(row), dtype=torch.float64)
         spread(axis, flat, [r * n for r in range(axis.size + 1)], tag, label).wait()
@@ -51,11 +46,14 @@ class FakeScalars(Scalars):
 
     device = torch.device("meta")
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        if device is not None:
+            self.device = device
+
     def value(self, tensor: torch.Tensor) -> float:
         return 1.0
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
-        """This rank's row for everybody."""
         return [row] * axis.size
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order
-from deepspeed.comm.process_groups.axis import PUBLIC, Axis, group_axis, tag_of
+from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.comm.process_groups.process_group import require_group
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
@@ -83,7 +83,7 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
                 where = "" if caller is None else f" from {caller.f_code.co_filename}:{caller.f_lineno}"
                 event.time(operation, message, group, label + where)
             if operation in _ORDERED:
-                _note_order(event, group, log_name or operation if operation in _UNEVEN else label)
+                event.note_order(group, log_name or operation if operation in _UNEVEN else label)
         with event:
             result = func(*args, **kwargs)
         if isinstance(result, dist.Work):
@@ -92,13 +92,6 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
-
-
-def _note_order(event: ClientCollective, group: Any, label: str) -> None:
-    """Note a call in this rank's desync trail; a rank outside the group takes no part."""
-    group = dist.group.WORLD if group is None else group
-    if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
-        event.order("public", group, 0, label)
 
 
 def _shape(message: Any) -> str:
@@ -137,15 +130,6 @@ def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
     return None if known[1].size == 1 else known[1]
 
 
-def _tag(axis: Axis, kind: int) -> int:
-    """The tag of the axis's next public message; ranks call the collectives of one axis in one order."""
-    return tag_of(PUBLIC, kind, axis.next_public())
-
-
-def _even(numel: int, ranks: int) -> list[int]:
-    return [numel * r // ranks for r in range(ranks + 1)]
-
-
 @timed_op
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
@@ -156,12 +140,12 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     if axis.shared is not None:
         axis.shared.all_reduce(tensor)
         return None
-    label = watchdog.current_collective()
-    flat, cuts = tensor.detach().view(-1), _even(tensor.numel(), axis.size)
+    label = watchdog.here.page.label
+    flat, cuts = tensor.detach().view(-1), axis.even_cuts(tensor.numel())
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
     finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), label, finish).unrecorded().wait()
-    spread(axis, flat, cuts, _tag(axis, SPREAD), label).unrecorded().wait()
+    reduce_to_owners(axis, flat, cuts, axis.public_tag(EXCHANGE), label, finish).unrecorded().wait()
+    spread(axis, flat, cuts, axis.public_tag(SPREAD), label).unrecorded().wait()
     return None
 
 
@@ -174,14 +158,14 @@ def reduce_scatter_tensor(
     axis = None if plain else _route(group, output, input)
     if axis is None or output.numel() * axis.size != input.numel():
         return _reduce_scatter(output, input, op, group, async_op)
-    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    cuts, flat = axis.even_cuts(input.numel()), input.detach().view(-1)
     if axis.shared is not None:
         axis.shared.reduce_scatter(flat, cuts, output)
         return None
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
-    tag = _tag(axis, EXCHANGE)
-    reduce_to_owners(axis, flat, cuts, tag, watchdog.current_collective(), finish).unrecorded().wait()
+    tag = axis.public_tag(EXCHANGE)
+    reduce_to_owners(axis, flat, cuts, tag, watchdog.here.page.label, finish).unrecorded().wait()
     return None
 
 
@@ -193,12 +177,12 @@ def all_gather_into_tensor(
     axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
     if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
         return _all_gather(output_tensor, input_tensor, group, async_op)
-    cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
+    cuts, full = axis.even_cuts(output_tensor.numel()), output_tensor.detach().view(-1)
     if axis.shared is not None:
         axis.shared.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
-    spread(axis, full, cuts, _tag(axis, SPREAD), watchdog.current_collective()).unrecorded().wait()
+    spread(axis, full, cuts, axis.public_tag(SPREAD), watchdog.here.page.label).unrecorded().wait()
     return None
 
 
@@ -216,14 +200,14 @@ def all_to_all_single(
     axis = _route(group, output, input) if even else None
     if axis is None or output.numel() != input.numel() or input.numel() % axis.size:
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    cuts, flat = axis.even_cuts(input.numel()), input.detach().view(-1)
     slots = output.detach().view(axis.size, -1)
 
     def finish(parts: list[torch.Tensor]) -> None:
         for slot, part in zip(slots, parts, strict=True):
             slot.copy_(part)
 
-    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), watchdog.current_collective(), finish).unrecorded().wait()
+    reduce_to_owners(axis, flat, cuts, axis.public_tag(EXCHANGE), watchdog.here.page.label, finish).unrecorded().wait()
     return None
 
 
@@ -249,7 +233,6 @@ def broadcast(
 
 @released_in(Phase.ROUTES)
 def forget_routes() -> None:
-    """The process groups are gone."""
     _axes.clear()
 
 
@@ -275,7 +258,6 @@ class ObjectExchange:
     """How ranks exchange pickled objects."""
 
     def gather(self, axis: Axis, local: Any) -> list[Any]:
-        """The object of each rank, by position."""
         everyone: list[Any] = [local] * axis.size
         if axis.size > 1:
             all_gather_object(everyone, local, group=axis.group)
@@ -331,6 +313,14 @@ class _All:
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._pending)
 
+    @classmethod
+    def start(cls, starts: list[Callable[[], Pending]], async_op: bool) -> _All | None:
+        pending = cls([start() for start in starts])
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
 
 def all_reduce_coalesced(
     tensors: list[torch.Tensor],
@@ -340,7 +330,7 @@ def all_reduce_coalesced(
     **labels: Any,
 ) -> _All | None:
     """`all_reduce` of every tensor, in place."""
-    return _together([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
+    return _All.start([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
 
 
 def all_gather_coalesced(
@@ -353,15 +343,45 @@ def all_gather_coalesced(
     """`all_gather_into_tensor` for every pair of output and input."""
     start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together([partial(start, output, tensor) for output, tensor in pairs], async_op)
+    return _All.start([partial(start, output, tensor) for output, tensor in pairs], async_op)
 
 
-def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | None:
-    pending = _All([start() for start in starts])
-    if async_op:
-        return pending
-    pending.wait()
-    return None
+class TorchBackend:
+    """The collectives by what they do; process groups come from `init_distributed`."""
+
+    @classmethod
+    def get_all_gather_function(cls) -> Any:
+        """The all-gather into one tensor."""
+        return all_gather_into_tensor
+
+    @classmethod
+    def get_reduce_scatter_function(cls) -> Any:
+        """The reduce-scatter of one tensor."""
+        return reduce_scatter_tensor
+
+
+def all_gather_dp_groups(
+    groups_flat: Sequence[torch.Tensor] | None,
+    partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
+    dp_process_group: Sequence[Any],
+    start_alignment_factor: int,
+    allgather_bucket_size: int,
+) -> None:
+    """Fill the shards of all ranks in each parameter group from the ranks that own them, in place.
+
+    Args:
+        groups_flat: flat buffers that the shards are views of; None where there are none. They are not looked at.
+        partitioned_param_groups: for each group the shards by rank: 1-D, equal sizes; the rank's own one is sent.
+        dp_process_group: for each group its process group; None for all ranks.
+        start_alignment_factor: accepted, without effect: shards are sent as they lie.
+        allgather_bucket_size: largest number of elements that one message fills over all ranks.
+    """
+    for shards, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        length = max(1, allgather_bucket_size // size)
+        for start in range(0, shards[rank].numel() if size > 1 else 0, length):
+            pieces = [shard.detach().view(-1)[start : start + length] for shard in shards]
+            all_gather(pieces, pieces[rank].clone(), group=group)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

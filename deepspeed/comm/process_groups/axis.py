@@ -14,6 +14,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,6 @@ from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.collective_event import CollectiveEvent
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.fake_mode import Replaceable
-from deepspeed.foundation.spans import WAIT
 
 PUBLIC = 1  # the channel of the public collectives of each axis
 # Ranks of a host from which on sums are formed within hosts first: with two, as many bytes cross hosts in fp32 (half
@@ -75,12 +75,11 @@ class Axis:
 
     @property
     def reductions(self) -> Axis:
-        """The same ranks, over the communicator of their own that `separate_reductions` has made; else this axis."""
+        """The same ranks, over the communicator that `AxisRegistry.separate_reductions` has made; else this axis."""
         return self._reductions or self
 
     @property
     def size(self) -> int:
-        """Number of ranks on the axis."""
         return len(self.ranks)
 
     @property
@@ -92,9 +91,9 @@ class Axis:
         """A new message channel. Ranks open channels in the same order, so numbers agree without a message."""
         return next(self._channels)
 
-    def next_public(self) -> int:
-        """The number of the next message on the channel `PUBLIC`."""
-        return next(self._public)
+    def public_tag(self, kind: int) -> int:
+        """The tag of the next message on the channel `PUBLIC`; ranks call the collectives of an axis in one order."""
+        return tag_of(PUBLIC, kind, next(self._public))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
@@ -108,6 +107,63 @@ class Axis:
             self.name += f"+{name}"
         return self
 
+    def even_cuts(self, numel: int) -> list[int]:
+        """Boundaries of slices of `numel` elements, as equal as they can be."""
+        return [numel * r // self.size for r in range(self.size + 1)]
+
+    @staticmethod
+    def is_even(cuts: Sequence[int]) -> bool:
+        """Whether every rank owns as much, from the first element on."""
+        return all(cut == r * cuts[1] for r, cut in enumerate(cuts))
+
+    def can_all_reduce(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
+
+        The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without.
+        """
+        return self.shared is not None or (dtype == torch.float32 and self.size == 2 and not self.tagged)
+
+    def collectives_begun(self) -> int:
+        """How many collectives this process has begun, of anybody's, in groups with another rank of the axis."""
+        if self.group is None:
+            return 0
+        count, ranks_here = 0, set(self.ranks)
+        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+            # torch lists groups that this rank is not in too, under a number.
+            if isinstance(group, dist.ProcessGroup) and len(ranks_here.intersection(ranks)) > 1:
+                with suppress(RuntimeError):  # a backend that does not count
+                    count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return count
+
+    def bytes_of_others(self, full: torch.Tensor, cuts: Sequence[int]) -> int:
+        return (cuts[-1] - cuts[0] - cuts[self.rank + 1] + cuts[self.rank]) * full.itemsize
+
+    @property
+    def has_host_backend(self) -> bool:
+        """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
+        return self.group is not None and torch.device("cpu") in self.group._device_types
+
+    def message_groups(self, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
+        """A communicator for each edge (sender, receiver), by position. All ranks of the world call together.
+
+        Messages without tags pass each other only on different communicators: two stages that send to each other over
+        one would each wait for the other to receive first. Where messages carry tags nothing is made: None for each.
+        """
+        if self.tagged or self.group is None:
+            return [None] * len(edges)
+        known = self._messages.get(tuple(edges))
+        if known is None:
+            rows: list[Any] = [None] * axes_here().size
+            with CollectiveEvent.of_world("all_gather_object of the axes that send messages"):
+                dist.all_gather_object(rows, self.ranks)
+            backend, known = AxisRegistry.device_backend(self.group), []
+            for ranks in sorted(set(rows)):
+                pairs = [[ranks[position] for position in edge] for edge in edges]
+                groups = [make_group(pair, watchdog.timeout(), backend) for pair in pairs]
+                known = groups if ranks == self.ranks else known
+            self._messages[tuple(edges)] = known
+        return list(known)
+
 
 def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
     """The axis of all ranks of the process group; of this process alone where there is no group."""
@@ -117,57 +173,37 @@ def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
 def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
     """The axis of the ranks of a client's process group (an mpu's or data_parallel_group); its ranks call together."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    return _registry().axis(ranks, name, device, group)
+    return axes_here().axis(ranks, name, device, group)
 
 
 def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
-    """The axis of this process over exactly these ranks, which call together.
-
-    Args:
-        ranks: global ranks in any order, this one among them; all ranks, one rank, or a set that `make_axes` or
-            `group_axis` has met before.
-        device: where its tensors live; None is the CPU.
+    """The axis of this process over exactly these ranks, which call together; on the CPU unless `device` is given.
 
     Raises:
         ArgumentError: `ranks` repeats a rank, leaves the world, or lacks this one.
         UsageError: these ranks have no process group yet.
     """
-    return _registry().axis(_checked(ranks, name), name, device)
+    registry, key = axes_here(), tuple(sorted(ranks))
+    if len(set(key)) < len(key) or not set(key) <= set(range(registry.size)) or registry.rank not in key:
+        raise ArgumentError(
+            f"axis {name!r}: {list(ranks)} must be different ranks of the world of {registry.size}, "
+            f"rank {registry.rank} among them"
+        )
+    return registry.axis(key, name, device)
 
 
 def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
     """Cut the world into rows, and get the axis of the own one. All ranks of the world call together.
 
-    Args:
-        rows: global ranks; every rank of the world is in exactly one row. The same on every rank.
-        device: where tensors live; None is the CPU.
-
     Raises:
         ArgumentError: the rows are no partition of the world.
     """
-    registry = _registry()
+    registry = axes_here()
     cut = [tuple(sorted(row)) for row in rows]
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
     registry.make_groups(cut, "cpu" if device is None else device.type)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
-
-
-def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Axis, Axis]:
-    """Split the world into a shard axis of `shard_size` neighbours and a replicate axis across them (MiCS, HSDP).
-
-    Returns:
-        (shard axis, replicate axis) of this process.
-
-    Raises:
-        ArgumentError: when `shard_size` does not divide the world.
-    """
-    world = dist.get_world_size()
-    if shard_size < 1 or world % shard_size:
-        raise ArgumentError(f"mics_shard_size {shard_size} does not divide the world of {world} ranks")
-    shards = [range(i, i + shard_size) for i in range(0, world, shard_size)]
-    replicas = [range(i, world, shard_size) for i in range(shard_size)]
-    return make_axes(shards, "shard", device), make_axes(replicas, "replicate", device)
 
 
 def require_group() -> None:
@@ -181,100 +217,11 @@ def require_group() -> None:
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
     """torch's new_group under the watch; all ranks of the world call it in the same order."""
-    with _watched(f"new_group {ranks or 'of all ranks'}"):
+    with CollectiveEvent.of_world(f"new_group {ranks or 'of all ranks'}"):
         return dist.new_group(ranks, timeout, backend, **options)
 
 
-def _watched(label: str) -> CollectiveEvent:
-    """The record of a call that all ranks of the world make together."""
-    event = CollectiveEvent(label, category=WAIT)
-    event.order("groups", dist.group.WORLD)
-    return event
-
-
-def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
-    """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
-
-    Where messages carry tags they pass each other anyway, and nothing is made. Ranks may need different ones (a stage
-    of a pipeline has none of another's), and torch names groups by how many there are: so all ranks say what they
-    need, and make all of it together.
-
-    Args:
-        axes: in any order; all of `everyone` call together.
-    """
-    lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
-    _registry().separate_reductions(lacking, everyone)
-
-
-def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
-    """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
-    rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
-    alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
-    return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
-
-
-def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-    """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
-    return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
-
-
-def reducing_axis(
-    axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]
-) -> Axis:
-    """An axis for reductions, over communicators that were made for it."""
-    hosts, me = None, axis.ranks[axis.rank]
-    for row in rows:
-        if me in row:
-            hosts = Hosts(len(rows), Axis(f"{axis.name} within a host", row, row.index(me), groups[1, row], False))
-    return replace(axis, group=groups[0, axis.ranks], hosts=hosts)
-
-
-def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
-    """A communicator for each edge between two ranks of an axis. All ranks of the world call together.
-
-    Messages without tags pass each other only on different communicators: two stages that send to each other over one
-    would each wait for the other to receive first. Where messages carry tags nothing is made.
-
-    Args:
-        edges: (sender, receiver) as positions on the axis; the same on all ranks.
-
-    Returns:
-        By edge; None where messages carry tags.
-    """
-    if axis.tagged or axis.group is None:
-        return [None] * len(edges)
-    known = axis._messages.get(tuple(edges))
-    if known is None:
-        rows: list[Any] = [None] * _registry().size
-        with _watched("all_gather_object of the axes that send messages"):
-            dist.all_gather_object(rows, axis.ranks)
-        backend, known = device_backend(axis.group), []
-        for ranks in sorted(set(rows)):
-            groups = [make_group([ranks[position] for position in edge], watchdog.timeout(), backend) for edge in edges]
-            known = groups if ranks == axis.ranks else known
-        axis._messages[tuple(edges)] = known
-    return list(known)
-
-
-def device_backend(group: dist.ProcessGroup | None) -> str | None:
-    """What moves the tensors of a group's device; None where nothing does."""
-    devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
-    return group._get_backend(devices[0]).name() if group is not None and devices else None
-
-
-def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
-    registry, key = _registry(), tuple(sorted(ranks))
-    if len(set(key)) < len(key) or not set(key) <= set(range(registry.size)) or registry.rank not in key:
-        raise ArgumentError(
-            f"axis {name!r}: {list(ranks)} must be different ranks of the world of {registry.size}, "
-            f"rank {registry.rank} among them"
-        )
-    return key
-
-
 class AxisRegistry:
-    """The axes and groups of one world."""
-
     def __init__(self, world: dist.ProcessGroup | None) -> None:
         self.world = world
         self.rank, self.size = (0, 1) if world is None else (dist.get_rank(), dist.get_world_size())
@@ -282,10 +229,9 @@ class AxisRegistry:
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
-        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands.
+        """Make the groups that are missing: every rank makes each, in one order, as torch demands.
 
-        Args:
-            where: type of the device of the tensors; those of "meta" have no bytes that could travel.
+        On "meta" nothing has bytes that could travel.
         """
         for row in rows if where != "meta" else ():
             if 1 < len(row) < self.size and row not in self.made:
@@ -322,21 +268,59 @@ class AxisRegistry:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
         return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
-    def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
-        """See the function of the same name; `lacking` have no communicator for reductions."""
-        backend = device_backend(everyone.group)
+    def separate_reductions(self, axes: Iterable[Axis], everyone: Axis) -> None:
+        """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
+
+        Where messages carry tags they pass each other anyway, and nothing is made. Ranks may need different ones (a
+        stage of a pipeline has none of another's), and torch names groups by how many there are: so all ranks of
+        `everyone` say what they need, and make all of it together.
+        """
+        self._make_reductions(
+            [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None], everyone
+        )
+
+    def _make_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
+        backend = self.device_backend(everyone.group)
         if everyone.tagged or everyone.size < self.size or backend in (None, "fake", "mpi"):
             return
-        lacking = [axis for axis in lacking if device_backend(axis.group) == backend]
+        lacking = [axis for axis in lacking if self.device_backend(axis.group) == backend]
         needs: list[Any] = [None] * self.size
-        with _watched("all_gather_object of the axes that reduce"):
+        with CollectiveEvent.of_world("all_gather_object of the axes that reduce"):
             dist.all_gather_object(needs, (self._own_place(), [axis.ranks for axis in lacking]))
         hosts = self._hosts([place for place, _ in needs])
         rank_sets = {ranks for _, sets in needs for ranks in sets}
-        wanted = {each for ranks in rank_sets for each in communicators_of(ranks, by_host(ranks, hosts))}
+        wanted = {each for ranks in rank_sets for each in self.communicators_of(ranks, self.by_host(ranks, hosts))}
         groups = {ranks: make_group(list(ranks[1]), watchdog.timeout(), backend) for ranks in sorted(wanted)}
         for axis in lacking:
-            axis._reductions = reducing_axis(axis, by_host(axis.ranks, hosts), groups)
+            axis._reductions = self.reducing_axis(axis, self.by_host(axis.ranks, hosts), groups)
+
+    @staticmethod
+    def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+        """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
+        rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
+        alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
+        return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
+
+    @staticmethod
+    def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+        """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
+        return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
+
+    @staticmethod
+    def reducing_axis(
+        axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]
+    ) -> Axis:
+        hosts, me = None, axis.ranks[axis.rank]
+        for row in rows:
+            if me in row:
+                hosts = Hosts(len(rows), Axis(f"{axis.name} within a host", row, row.index(me), groups[1, row], False))
+        return replace(axis, group=groups[0, axis.ranks], hosts=hosts)
+
+    @staticmethod
+    def device_backend(group: dist.ProcessGroup | None) -> str | None:
+        """What moves the tensors of a group's device; None where nothing does."""
+        devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
+        return group._get_backend(devices[0]).name() if group is not None and devices else None
 
     @staticmethod
     def _moves(group: dist.ProcessGroup, where: str) -> bool:
@@ -345,7 +329,6 @@ class AxisRegistry:
 
     @staticmethod
     def _alive(group: dist.ProcessGroup | None) -> bool:
-        """Whether a group has not been destroyed by its maker."""
         return group is None or group in dist.distributed_c10d._world.pg_map
 
     @staticmethod
@@ -367,18 +350,13 @@ registries: Replaceable[type[AxisRegistry]] = Replaceable(AxisRegistry)
 _registries: dict[dist.ProcessGroup | None, AxisRegistry] = {}  # by world; one at a time
 
 
-def _registry() -> AxisRegistry:
-    """The registry of this world; that of an earlier world goes."""
+def axes_here() -> AxisRegistry:
+    """The registry of this world, the same until its axes are forgotten; that of an earlier world goes."""
     world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     if world not in _registries:
         forget_axes()
         _registries[world] = registries.current(world)
     return _registries[world]
-
-
-def axes_here() -> object:
-    """Stands for the axes of this world, until they are forgotten."""
-    return _registry()
 
 
 @released_in(Phase.AXES)
@@ -398,13 +376,3 @@ def get_own_group() -> Any:
     if world not in _groups:
         _groups[world] = make_group([dist.get_rank()], watchdog.timeout(), use_local_synchronization=True)
     return _groups[world]
-
-
-def get_own_rank() -> int:
-    """This process's rank in its own group."""
-    return 0
-
-
-def get_own_world_size() -> int:
-    """Number of processes in its own group."""
-    return 1

@@ -9,13 +9,14 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.process_groups.launch_env import DEFAULT_PORT, World, discover, meeting_address
+from deepspeed.comm.process_groups.launch_env import DEFAULT_PORT, World, discover
 from deepspeed.comm.shutdown import Phase, released_in, wind_up, wind_up_with_the_groups
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.comms_logger import configure
@@ -42,133 +43,129 @@ _JOB_NAMES = (
 _stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there
 
 
-def meet(world: World, limit: timedelta, init_method: str | None) -> Store:
-    """The store of a new group, with keys of its own. A world of one needs no port.
-
-    Raises:
-        CommTimeoutError: not all ranks arrived in time.
-        CommError: see `shake`.
-    """
-    if world.size == 1 and init_method is None:
-        return dist.HashStore()
-    url = init_method or f"{world.address}:{world.port}"
-    end = time.monotonic() + limit.total_seconds()
-    while True:
-        try:
-            if url not in _stores:
-                _stores[url] = open_store(world, limit, init_method)
-            store = _stores[url]
-            store.set_timeout(limit)
-            return dist.PrefixStore(shake(store, world.rank, world.size, limit), store)
-        except dist.DistNetworkError:
-            # The server of the group before, which rank 0 had not ended yet: its next one comes to the same place.
-            _stores.pop(url, None)
-            if world.rank == 0 or time.monotonic() > end:
-                raise
-            time.sleep(_POLL_S[1])
+released_in(Phase.STORES)(_stores.clear)
 
 
-@released_in(Phase.STORES)
-def forget_stores() -> None:
-    """The process groups are gone."""
-    _stores.clear()
+class _Rendezvous:
+    """One rank's way into a new group: finds the store and agrees there with the other ranks on who is there."""
 
+    def __init__(self, world: World, limit: timedelta, init_method: str | None) -> None:
+        self._world, self._limit, self._init_method = world, limit, init_method
+        names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
+        self._job = names[0] if names else "unnamed"
 
-def open_store(world: World, limit: timedelta, init_method: str | None) -> Store:
-    """The store of the run, before anything is agreed on."""
-    if init_method is not None and not init_method.startswith("tcp://"):
-        return next(dist.rendezvous(init_method, world.rank, world.size, timeout=limit))[0]
-    host, port = meeting_address(world), world.port
-    if init_method is not None:
-        host, _, number = init_method.removeprefix("tcp://").partition("?")[0].rpartition(":")
-        host, port = host.strip("[]"), int(number)
-    # torch's own way puts torchrun's restart count into the keys; it differs between hosts
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = world.rank == 0 and not agent
-    return dist.TCPStore(host, port, is_master=keeps, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    def meet(self) -> Store:
+        """The store of the new group, with keys of its own. A world of one needs no port."""
+        world, limit = self._world, self._limit
+        if world.size == 1 and self._init_method is None:
+            return dist.HashStore()
+        url = self._init_method or f"{world.address}:{world.port}"
+        end = time.monotonic() + limit.total_seconds()
+        while True:
+            try:
+                if url not in _stores:
+                    _stores[url] = self._open_store()
+                store = _stores[url]
+                store.set_timeout(limit)
+                return dist.PrefixStore(self._agree(store), store)
+            except dist.DistNetworkError:
+                # The server of the group before, which rank 0 had not ended yet: its next one comes to the same place.
+                _stores.pop(url, None)
+                if world.rank == 0 or time.monotonic() > end:
+                    raise
+                time.sleep(_POLL_S[1])
 
+    def _open_store(self) -> Store:
+        """The store of the run, before anything is agreed on."""
+        world, init_method = self._world, self._init_method
+        if init_method is not None and not init_method.startswith("tcp://"):
+            return next(dist.rendezvous(init_method, world.rank, world.size, timeout=self._limit))[0]
+        host, port = world.meeting_address(), world.port
+        if init_method is not None:
+            host, _, number = init_method.removeprefix("tcp://").partition("?")[0].rpartition(":")
+            host, port = host.strip("[]"), int(number)
+        # torch's own way puts torchrun's restart count into the keys; it differs between hosts
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = world.rank == 0 and not agent
+        return dist.TCPStore(
+            host, port, is_master=serves, timeout=self._limit, wait_for_workers=False, multi_tenant=True
+        )
 
-def shake(store: Store, rank: int, size: int, limit: timedelta) -> str:
-    """Agree with the other ranks on who is there.
+    def _agree(self, store: Store) -> str:
+        """A name that these processes alone know, for the prefix of their keys.
 
-    Returns:
-        A name that these processes alone know, for the prefix of their keys.
+        Raises:
+            CommTimeoutError: not all ranks arrived; names the missing ones.
+            CommError: two processes say that they are one rank, or the store belongs to another job.
+        """
+        rank, limit = self._world.rank, self._limit.total_seconds()
+        own = dist.PrefixStore(f"deepspeed.meet/{self._job}", store)
+        nonce = secrets.token_hex(8)
+        if rank == 0:
+            store.set("deepspeed.meet.owner", self._job)  # whose store this is
+        own.set(f"hello/{rank}", nonce)
+        end = time.monotonic() + limit
+        pause, end_pause = _POLL_S
+        look = self._lead(own) if rank == 0 else self._follow(own, store, nonce)
+        while (agreed := look()) is None:
+            if time.monotonic() > end:
+                absent = [other for other in range(self._world.size) if not own.check([f"hello/{other}"])]
+                shown = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
+                who = f"rank(s) {shown} did not arrive" if absent else "not all ranks confirmed"
+                raise CommTimeoutError(f"timed out: {who} within {limit:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, end_pause)
+        return agreed
 
-    Raises:
-        CommTimeoutError: not all ranks arrived; names the missing ones.
-        CommError: two processes say that they are one rank, or the store belongs to another job.
-    """
-    names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name) not in (None, "", "none")]
-    job = names[0] if names else "unnamed"
-    own = dist.PrefixStore(f"deepspeed.meet/{job}", store)
-    nonce = secrets.token_hex(8)
-    if rank == 0:
-        store.set("deepspeed.meet.owner", job)  # whose store this is
-    own.set(f"hello/{rank}", nonce)
-    end = time.monotonic() + limit.total_seconds()
-    pause, end_pause = _POLL_S
-    look = _lead(own, rank, size) if rank == 0 else _follow(own, store, rank, nonce, job)
-    while (agreed := look()) is None:
-        if time.monotonic() > end:
-            raise CommTimeoutError(_missing(own, rank, size, limit))
-        time.sleep(pause)
-        pause = min(pause * 1.5, end_pause)
-    return agreed
+    def _lead(self, own: Store) -> Callable[[], str | None]:
+        """Rank 0's look: names rosters until one is confirmed by all."""
+        rank, size = self._world.rank, self._world.size
+        hellos = [f"hello/{other}" for other in range(size)]
+        named: dict[str, Any] = {"nonces": [], "id": ""}
 
+        def look() -> str | None:
+            if not own.check(hellos):
+                return None
+            nonces = [value.decode() for value in own.multi_get(hellos)] if own.has_extended_api() else []
+            nonces = nonces or [own.get(key).decode() for key in hellos]
+            if nonces != named["nonces"]:
+                named.update(nonces=nonces, id=secrets.token_hex(8))
+                own.set("roster", json.dumps(named))
+            acks = [f"ack/{named['id']}/{other}" for other in range(size) if other != rank]
+            if not own.check(acks):
+                return None
+            own.set(f"go/{named['id']}", "")
+            return named["id"]
 
-def _lead(own: Store, rank: int, size: int) -> Callable[[], str | None]:
-    """Rank 0's look: names rosters until one is confirmed by all."""
-    hellos = [f"hello/{other}" for other in range(size)]
-    named: dict[str, Any] = {"nonces": [], "id": ""}
+        return look
 
-    def look() -> str | None:
-        if not own.check(hellos):
-            return None
-        nonces = [value.decode() for value in own.multi_get(hellos)] if own.has_extended_api() else []
-        nonces = nonces or [own.get(key).decode() for key in hellos]
-        if nonces != named["nonces"]:
-            named.update(nonces=nonces, id=secrets.token_hex(8))
-            own.set("roster", json.dumps(named))
-        acks = [f"ack/{named['id']}/{other}" for other in range(size) if other != rank]
-        if not own.check(acks):
-            return None
-        own.set(f"go/{named['id']}", "")
-        return named["id"]
+    def _follow(self, own: Store, store: Store, nonce: str) -> Callable[[], str | None]:
+        """Another rank's look: confirms the roster that has its number."""
+        rank, job = self._world.rank, self._job
+        confirmed: set[str] = set()
 
-    return look
+        def look() -> str | None:
+            if own.get(f"hello/{rank}").decode() != nonce:
+                raise CommError(
+                    f"two processes say that they are rank {rank} of job {job!r}: two jobs on one port, or one started "
+                    "twice. Give each job a MASTER_PORT of its own."
+                )
+            if store.check(["deepspeed.meet.owner"]) and (owner := store.get("deepspeed.meet.owner").decode()) != job:
+                raise CommError(
+                    f"job {owner!r} meets at this address and port, and this is job {job!r}: take another port"
+                )
+            if not own.check(["roster"]):
+                return None
+            roster = json.loads(own.get("roster").decode())
+            if len(roster["nonces"]) <= rank or roster["nonces"][rank] != nonce:
+                return None
+            name = roster["id"]
+            if name not in confirmed:
+                own.set(f"ack/{name}/{rank}", "")
+                confirmed.add(name)
+            return name if own.check([f"go/{name}"]) else None
 
-
-def _follow(own: Store, store: Store, rank: int, nonce: str, job: str) -> Callable[[], str | None]:
-    """Another rank's look: confirms the roster that has its number."""
-    confirmed: set[str] = set()
-
-    def look() -> str | None:
-        if own.get(f"hello/{rank}").decode() != nonce:
-            raise CommError(
-                f"two processes claim to be rank {rank} of job {job!r}: two jobs on one port, or one started "
-                "twice. Give each job a MASTER_PORT of its own."
-            )
-        if store.check(["deepspeed.meet.owner"]) and (owner := store.get("deepspeed.meet.owner").decode()) != job:
-            raise CommError(f"job {owner!r} meets at this address and port, and this is job {job!r}: take another port")
-        if not own.check(["roster"]):
-            return None
-        roster = json.loads(own.get("roster").decode())
-        if len(roster["nonces"]) <= rank or roster["nonces"][rank] != nonce:
-            return None
-        name = roster["id"]
-        if name not in confirmed:
-            own.set(f"ack/{name}/{rank}", "")
-            confirmed.add(name)
-        return name if own.check([f"go/{name}"]) else None
-
-    return look
-
-
-def _missing(own: Store, rank: int, size: int, limit: timedelta) -> str:
-    absent = [other for other in range(size) if not own.check([f"hello/{other}"])]
-    shown = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
-    who = f"rank(s) {shown} did not arrive" if absent else "not all ranks confirmed"
-    return f"timed out: {who} within {limit.total_seconds():g} s"
+        return look
 
 
 def init_distributed(
@@ -208,7 +205,7 @@ def init_distributed(
     """
     if config is not None:
         configure(config)
-    limit = _checked(timeout) if timeout is not None else default_timeout()
+    limit = default_timeout(timeout)
     if dist.is_initialized():
         _adopt(rank, world_size)
     elif dist_init_required is not False:
@@ -220,21 +217,20 @@ def init_distributed(
             log_rank0(f"{world.size} rank(s) by {world.source}, backend {backend}, timeout {limit.total_seconds():g} s")
 
 
-def default_timeout() -> timedelta:
-    """DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes."""
+def default_timeout(timeout: timedelta | None = None) -> timedelta:
+    """`timeout`, else DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes."""
     text = os.environ.get("DEEPSPEED_TIMEOUT")
-    if not text:
+    if timeout is None and not text:
         return watchdog.DEFAULT_TIMEOUT
-    try:
-        return _checked(timedelta(minutes=float(text)))
-    except (ValueError, OverflowError) as error:
-        raise ArgumentError(f"DEEPSPEED_TIMEOUT={text!r} is not a positive number of minutes.") from error
-
-
-def _checked(timeout: timedelta) -> timedelta:
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ArgumentError(f"timeout={timeout!r} is not a positive datetime.timedelta.")
-    return timeout
+    limit: Any = timeout
+    if timeout is None:
+        with suppress(ValueError, OverflowError):
+            limit = timedelta(minutes=float(text or ""))
+    if isinstance(limit, timedelta) and limit > timedelta(0):
+        return limit
+    if timeout is None:
+        raise ArgumentError(f"DEEPSPEED_TIMEOUT={text!r} is not a positive number of minutes.")
+    raise ArgumentError(f"timeout={timeout!r} is not a positive datetime.timedelta.")
 
 
 def choose_backend(asked: str | None) -> str:
@@ -271,7 +267,7 @@ def _bind_device(world: World) -> None:
 
 def _join(world: World, backend: str, limit: timedelta, init_method: str | None) -> None:
     try:
-        store = meet(world, limit, init_method)
+        store = _Rendezvous(world, limit, init_method).meet()
         watchdog.start(store, world.rank, world.size, limit)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except (RuntimeError, OSError) as error:
@@ -284,7 +280,7 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
             f"{limit.total_seconds():g} s: {str(error).strip().splitlines()[0]}. "
             "Check that every rank was started, that the address is rank 0's and that the port is free."
         ) from error
-    watchdog.wait_for_peers()
+    watchdog.here.wait_for_peers()
     wind_up_with_the_groups()
     atexit.unregister(_leave)
     atexit.register(_leave)

@@ -31,6 +31,51 @@ class World:
     port: int = DEFAULT_PORT
     source: str = "no launcher"
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, str], source: str, port: int) -> World:
+        """Parse and check RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+
+        def number(name: str, default: int | None) -> int:
+            text = values.get(name) or (None if default is None else str(default))
+            if text is None:
+                raise ArgumentError(f"{name} is not set ({source}). Set it, or unset RANK and WORLD_SIZE to run alone.")
+            if not re.fullmatch(r"\s*\d+\s*", text):
+                raise ArgumentError(f"{name}={text!r} is not a whole number from 0 up ({source}).")
+            return int(text)
+
+        rank, size = number("RANK", None), number("WORLD_SIZE", None)
+        if rank >= size:
+            raise ArgumentError(f"RANK={rank} does not exist in WORLD_SIZE={size} ({source}): ranks are 0 to size - 1.")
+        listen = number("MASTER_PORT", port)
+        if listen > 65535:
+            raise ArgumentError(f"MASTER_PORT={listen} is not a port ({source}): ports end at 65535.")
+        local = number("LOCAL_RANK", rank % max(1, get_accelerator().device_count()))
+        return cls(rank, size, local, values.get("MASTER_ADDR") or "", listen, source)
+
+    @classmethod
+    def of_one(cls, env: Environment, port: int) -> World:
+        """This process alone. A batch script's own process is not rank 0 of the job: nobody has started the others."""
+        tasks = env.get("SLURM_NTASKS", "")
+        in_step = any(name.startswith("SLURM_STEP") for name in env)
+        if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
+            raise ArgumentError(
+                f"SLURM_NTASKS={tasks}, and no SLURM_STEP_ID: this is the batch script itself, run once, not one of "
+                f"{tasks} tasks. Start it by `srun python …` or by `deepspeed …`; RANK=0 WORLD_SIZE=1 runs it alone."
+            )
+        return cls(port=port)
+
+    def meeting_address(self, env: Environment = os.environ) -> str:
+        """Where rank 0 is met; ArgumentError where nothing says so and the ranks may be on several machines."""
+        if self.address:
+            return self.address
+        local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ""
+        if self.size == 1 or local == str(self.size) or self.source == "arguments":
+            return "127.0.0.1"
+        raise ArgumentError(
+            f"MASTER_ADDR is not set, and WORLD_SIZE={self.size} ({self.source}) does not say where rank 0 is. Set "
+            "MASTER_ADDR to the address of rank 0's machine on every rank (127.0.0.1 when they all run on this one)."
+        )
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -40,7 +85,7 @@ class Claim:
     values: dict[str, str]
     names: dict[str, str] = field(default_factory=dict[str, str])
 
-    def said(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """The value with the variable it came from."""
         return f"{self.names.get(name, name)}={self.values.get(name, '(not set)')}"
 
@@ -48,6 +93,33 @@ class Claim:
         """Rank and size, when both are numbers."""
         rank, size = self.values.get("RANK", ""), self.values.get("WORLD_SIZE", "")
         return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
+
+    @classmethod
+    def from_variables(cls, env: Environment, source: str, **names: str) -> Claim:
+        values = {name: env[variable] for name, variable in names.items() if env.get(variable)}
+        return cls(source, values, dict(names))
+
+    def on_one_machine(self) -> Claim:
+        """Rank 0 is met here where all ranks run on this machine."""
+        if self.values.get("LOCAL_WORLD_SIZE") == self.values.get("WORLD_SIZE"):
+            self.values["MASTER_ADDR"] = "127.0.0.1"
+        return self
+
+    def compare(self, others: list[Claim]) -> None:
+        """Two sources that both know of several ranks must say the same."""
+        own = self.place()
+        others = [
+            other for other in others if (other.place() or (0, 1))[1] > 1
+        ]  # one task of its own may hold any world
+        for other in others:
+            place = other.place()
+            if own is None or place is None or place == own:
+                continue
+            name = "WORLD_SIZE" if place[1] != own[1] else "RANK"
+            raise ArgumentError(
+                f"{self.describe(name)} ({self.source}) contradicts {other.describe(name)} ({other.source}): "
+                "this process cannot be both. Unset the wrong one, or start the script by one launcher only."
+            )
 
 
 def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
@@ -70,13 +142,13 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
     elif others:
         claim, others = others[0], others[1:]
     if claim is None:
-        if look_further:
-            _check_started_by_launcher(env)
-        return World(port=port)
-    _compare(claim, others)
+        return World.of_one(env if look_further else {}, port)
+    claim.compare(others)
     for other in others:  # what one does not say, another may
         claim = Claim(claim.source, {**other.values, **claim.values}, {**other.names, **claim.names})
-    place = _check({**claim.values, **{key: value for key, value in env.items() if value}}, claim.source, port)
+    place = World.from_values(
+        {**claim.values, **{key: value for key, value in env.items() if value}}, claim.source, port
+    )
     if place.size != size > 0 or (place.rank != rank >= 0):
         raise ArgumentError(
             f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
@@ -109,70 +181,6 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
     return valid
 
 
-def _compare(claim: Claim, others: list[Claim]) -> None:
-    """Two sources that both know of several ranks must say the same."""
-    own = claim.place()
-    others = [other for other in others if (other.place() or (0, 1))[1] > 1]  # one task of its own may hold any world
-    for other in others:
-        place = other.place()
-        if own is None or place is None or place == own:
-            continue
-        name = "WORLD_SIZE" if place[1] != own[1] else "RANK"
-        raise ArgumentError(
-            f"{claim.said(name)} ({claim.source}) contradicts {other.said(name)} ({other.source}): "
-            "this process cannot be both. Unset the wrong one, or start the script by one launcher only."
-        )
-
-
-def _check_started_by_launcher(env: Environment) -> None:
-    """A batch script's own process is not rank 0 of the job: nobody has started the others."""
-    tasks = env.get("SLURM_NTASKS", "")
-    in_step = any(name.startswith("SLURM_STEP") for name in env)
-    if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
-        raise ArgumentError(
-            f"SLURM_NTASKS={tasks}, and no SLURM_STEP_ID: this is the batch script itself, run once, not one of "
-            f"{tasks} tasks. Start it by `srun python …` or by `deepspeed …`; RANK=0 WORLD_SIZE=1 runs it alone."
-        )
-
-
-def _check(values: Mapping[str, str], source: str, port: int) -> World:
-    """Turn the words RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT into a World that makes sense."""
-
-    def number(name: str, default: int | None) -> int:
-        text = values.get(name) or (None if default is None else str(default))
-        if text is None:
-            raise ArgumentError(f"{name} is not set ({source}). Set it, or unset RANK and WORLD_SIZE to run alone.")
-        if not re.fullmatch(r"\s*\d+\s*", text):
-            raise ArgumentError(f"{name}={text!r} is not a whole number from 0 up ({source}).")
-        return int(text)
-
-    rank, size = number("RANK", None), number("WORLD_SIZE", None)
-    if rank >= size:
-        raise ArgumentError(f"RANK={rank} does not exist in WORLD_SIZE={size} ({source}): ranks are 0 to size - 1.")
-    listen = number("MASTER_PORT", port)
-    if listen > 65535:
-        raise ArgumentError(f"MASTER_PORT={listen} is not a port ({source}): ports end at 65535.")
-    local = number("LOCAL_RANK", rank % max(1, get_accelerator().device_count()))
-    return World(rank, size, local, values.get("MASTER_ADDR") or "", listen, source)
-
-
-def meeting_address(world: World, env: Environment = os.environ) -> str:
-    """Where rank 0 is met.
-
-    Raises:
-        ArgumentError: nothing says so, and the ranks are not known to share this machine.
-    """
-    if world.address:
-        return world.address
-    local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ""
-    if world.size == 1 or local == str(world.size) or world.source == "arguments":
-        return "127.0.0.1"
-    raise ArgumentError(
-        f"MASTER_ADDR is not set, and WORLD_SIZE={world.size} ({world.source}) does not say where rank 0 is. Set "
-        "MASTER_ADDR to the address of rank 0's machine on every rank (127.0.0.1 when they all run on this one)."
-    )
-
-
 # -- sources -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +194,10 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
         filed = json.loads(Path(root, RESOURCES).read_text())
     except (OSError, ValueError):
         filed = {}
-    hosts = sorted(named or filed.get("hosts", []), key=_natural)
+    hosts = named or filed.get("hosts", [])
+    parts = {host: re.split(r"(\d+)", host) for host in hosts}
+    numbered = {h: [(int(part), "") if part.isdigit() else (-1, part) for part in parts[h]] for h in hosts}
+    hosts = sorted(hosts, key=numbered.__getitem__)  # algo-2 before algo-10
     current = env.get("SM_CURRENT_HOST") or filed.get("current_host", "")
     if not hosts:
         return None
@@ -204,21 +215,12 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
     return Claim("SageMaker", {**place, "MASTER_ADDR": hosts[0]}, names)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _ranks(env: Environment, source: str, **names: str) -> Claim:
-    values = {ours: env[variable] for ours, variable in names.items() if env.get(variable)}
-    return Claim(source, values, dict(names))
-
-
 def from_open_mpi(env: Environment) -> Claim | None:
     """Open MPI's mpirun, Azure ML's use of it included."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"
-    claim = _ranks(
+    claim = Claim.from_variables(
         env, "Open MPI", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK",
         LOCAL_WORLD_SIZE=f"{prefix}LOCAL_SIZE",
     )  # fmt: skip
@@ -243,7 +245,8 @@ def from_mvapich(env: Environment) -> Claim | None:
         return None
     prefix = "MV2_COMM_WORLD_"
     names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-    return _alone_here(_ranks(env, "MVAPICH2", **{ours: prefix + variable for ours, variable in names.items()}))
+    names = {name: prefix + variable for name, variable in names.items()}
+    return Claim.from_variables(env, "MVAPICH2", **names).on_one_machine()
 
 
 def from_jsm(env: Environment) -> Claim | None:
@@ -251,7 +254,9 @@ def from_jsm(env: Environment) -> Claim | None:
     if "JSM_NAMESPACE_SIZE" not in env:
         return None
     prefix = "JSM_NAMESPACE_"
-    claim = _ranks(env, "jsrun", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK")
+    claim = Claim.from_variables(
+        env, "jsrun", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK"
+    )
     words = env.get("LSB_MCPU_HOSTS", "").split()
     hosts = list(zip(words[::2], words[1::2], strict=False))
     compute = [name for name, slots in hosts if slots != "1"] or [name for name, _ in hosts]
@@ -266,17 +271,8 @@ def from_pmi(env: Environment) -> Claim | None:
         return None
     local = "PALS_LOCAL_RANKID" if "PALS_LOCAL_RANKID" in env else "MPI_LOCALRANKID"
     source = "PALS" if "PALS_RANKID" in env else "hydra"
-    return _alone_here(
-        _ranks(
-            env, source, RANK="PMI_RANK", WORLD_SIZE="PMI_SIZE", LOCAL_RANK=local, LOCAL_WORLD_SIZE="MPI_LOCALNRANKS"
-        )
-    )
-
-
-def _alone_here(claim: Claim) -> Claim:
-    if claim.values.get("LOCAL_WORLD_SIZE") == claim.values.get("WORLD_SIZE"):
-        claim.values["MASTER_ADDR"] = "127.0.0.1"
-    return claim
+    names = {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS"}
+    return Claim.from_variables(env, source, **names).on_one_machine()
 
 
 def from_slurm(env: Environment) -> Claim | None:
@@ -286,7 +282,7 @@ def from_slurm(env: Environment) -> Claim | None:
         return None
     if size == "SLURM_NTASKS" and env["SLURM_PROCID"] == "0" and not any(n.startswith("SLURM_STEP") for n in env):
         return None  # the batch script itself
-    claim = _ranks(env, "SLURM", RANK="SLURM_PROCID", WORLD_SIZE=size, LOCAL_RANK="SLURM_LOCALID")
+    claim = Claim.from_variables(env, "SLURM", RANK="SLURM_PROCID", WORLD_SIZE=size, LOCAL_RANK="SLURM_LOCALID")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
     first = re.match(r"([^,\[]+)(?:\[(\d+))?(?:[^\]]*\]([^,\[]*))?", nodes)
     if first:
@@ -298,8 +294,9 @@ def from_pods(env: Environment) -> Claim | None:
     """Kubeflow's PyTorchJob and Trainer, whose numbers count pods: one process in each."""
     if not (env.get("PET_NNODES", "").isdigit() and env.get("PET_NODE_RANK")):
         return None
-    claim = _ranks(env, "PyTorchJob", RANK="PET_NODE_RANK", WORLD_SIZE="PET_NNODES", MASTER_ADDR="PET_MASTER_ADDR",
-                   MASTER_PORT="PET_MASTER_PORT")  # fmt: skip
+    names = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
+    names |= {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
+    claim = Claim.from_variables(env, "PyTorchJob", **names)
     claim.values["LOCAL_RANK"] = "0"
     return claim
 
@@ -317,7 +314,7 @@ def from_indexed_job(env: Environment) -> Claim | None:
             f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job, and WORLD_SIZE is not set: only the "
             "manifest knows how many there are. Set WORLD_SIZE there to `completions` (1 to run alone)."
         )
-    claim = _ranks(env, "Kubernetes", RANK="JOB_COMPLETION_INDEX", WORLD_SIZE="WORLD_SIZE")
+    claim = Claim.from_variables(env, "Kubernetes", RANK="JOB_COMPLETION_INDEX", WORLD_SIZE="WORLD_SIZE")
     claim.values["LOCAL_RANK"] = "0"
     name, dot, domain = socket.getfqdn().partition(".")
     if name.endswith(f"-{index}"):

@@ -75,18 +75,15 @@ class Mesh:
         return self._at[self.rank]
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands, by dim."""
         return self._at[rank]
 
     def size(self, *dims: str) -> int:
-        """Ranks along these dims together."""
         return math.prod(self.sizes[dim] for dim in dims)
 
     def axis(self, *dims: str, stages: frozenset[int] | None = None) -> Axis:
         """The ranks that differ from this one in the named dims only. All ranks ask for an axis at the same moment.
 
         Args:
-            dims: names of dims.
             stages: with "pp" among the dims, the stages that take part; ranks of others stand alone. None: all.
         """
         key = (tuple(dim for dim in DIMS if dim in dims), stages)
@@ -105,16 +102,9 @@ class Mesh:
         return [tuple(sorted(row)) for row in rows.values()]
 
     def experts(self, size: int) -> tuple[Axis, Axis]:
-        """Cut the ranks that hold the same model slice anew. All ranks call together.
+        """Axes of `size` neighbours that share the experts out, and of ranks with the same experts; cut dp x sp.
 
-        Args:
-            size: ranks that the experts of a layer are shared out to (`ep`); divides dp x sp.
-
-        Returns:
-            Those ranks, neighbours; and the ranks that have the same experts.
-
-        Raises:
-            MeshError: it does not divide them.
+        All ranks call together; raises MeshError where `size` does not divide dp x sp.
         """
         rows = [[rank for rank in self.ranks if rank in row] for row in map(set, self.rows(*REPLICATED))]
         length = len(rows[0])
@@ -143,6 +133,59 @@ class Mesh:
             cells.append(f"{dim} {size}" + (f" ({self._shortened(row)})" if size > 1 else ""))
         return " | ".join(cells)
 
+    @classmethod
+    def of_unit(cls, mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
+        """The mesh that a client's model-parallel unit describes. All ranks call together.
+
+        It is a `Mesh`, or has `get_data_parallel_group` and, for each model-parallel dim, the call that names its
+        group. `asked`: see `resolve`.
+
+        Raises:
+            MeshError: its groups are no mesh, or contradict what was asked for.
+        """
+        if isinstance(mpu, cls):
+            groups = [
+                (dim, size, "mpu")
+                for dim, size in mpu.sizes.items()
+                if dim not in DATA or mpu.sizes["dp_replicate"] > 1
+            ]
+            return mesh_for(resolve(mpu.world, [*groups, *asked]), mpu.ranks, device)
+        if not callable(getattr(mpu, "get_data_parallel_group", None)):
+            raise MeshError(
+                f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the "
+                "gradients"
+            )
+        ranks_by_dim = {dim: cls._ranks_of_unit(mpu, calls) for dim, calls in _GROUPS.items()}
+        size = ranks_started()
+        if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
+            named = [(dim, len(row), "mpu") for dim, row in ranks_by_dim.items() if dim != "dp"]
+            return mesh_for(resolve(size, [*named, *asked]), None, device)
+        everyone: list[Any] = [ranks_by_dim]
+        if size > 1:
+            everyone = [None] * size
+            dist.all_gather_object(everyone, ranks_by_dim)
+        places: dict[tuple[int, ...], int] = {}
+        for rank, rows in enumerate(everyone):
+            place = tuple(row.index(rank) for row in rows.values())
+            if places.setdefault(place, rank) != rank or any(len(rows[dim]) != len(ranks_by_dim[dim]) for dim in rows):
+                raise MeshError(
+                    f"mpu ({type(mpu).__name__}) describes no mesh: ranks {places[place]} and {rank} both stand at "
+                    f"{dict(zip(rows, place, strict=True))}, or their groups differ in size"
+                )
+        sizes = resolve(size, [*((dim, len(row), "mpu") for dim, row in ranks_by_dim.items()), *asked])
+        order = sorted(places, key=lambda place: (place[1], place[3], place[2], place[0]))  # pp, dp, sp, tp
+        return mesh_for(sizes, [places[place] for place in order], device)
+
+    @staticmethod
+    def _ranks_of_unit(mpu: Any, calls: Sequence[str]) -> list[int]:
+        call: Any = next((method for name in calls if callable(method := getattr(mpu, name, None))), None)
+        group = call() if call is not None else None
+        if group is not None:
+            return list(dist.get_process_group_ranks(group))
+        if not dist.is_initialized():
+            return [0]
+        return list(range(dist.get_world_size())) if calls == _GROUPS["dp"] else [dist.get_rank()]
+
     # -- the names by which scripts ask a model-parallel unit ------------------------------------------------------
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
@@ -150,7 +193,14 @@ class Mesh:
         if match is None:
             raise AttributeError(f"a mesh has no {name!r}")
         dims, what = match
-        return lambda: _ask(self.axis(*dims), what)
+        return lambda: self.answer(dims, what)
+
+    def answer(self, dims: tuple[str, ...], question: str) -> Any:
+        """The `group`, `rank` or `world_size` along these dims."""
+        axis = self.axis(*dims)
+        if question == "group":
+            return axis.group if axis.group is not None else get_own_group()
+        return axis.rank if question == "rank" else axis.size
 
     @staticmethod
     def _unit_name(name: str) -> tuple[tuple[str, ...], str] | None:
@@ -188,15 +238,10 @@ _QUESTIONS = ("group", "rank", "world_size")
 
 
 def ask_current(unit: str, question: str) -> Callable[[], Any]:
-    """A function that asks the mesh of the newest engine.
-
-    Args:
-        unit: a key of `UNITS`.
-        question: `group`, `rank` or `world_size`.
-    """
+    """A function that asks the mesh of the newest engine for the `group`, `rank` or `world_size` of a unit."""
 
     def ask() -> Any:
-        return _ask(current_mesh().axis(*UNITS[unit]), question)
+        return current_mesh().answer(UNITS[unit], question)
 
     ask.__name__ = f"get_{unit}_{question}"
     ask.__doc__ = f"The {question.replace('_', ' ')} of {unit.replace('_', ' ')} on the current mesh."
@@ -206,12 +251,6 @@ def ask_current(unit: str, question: str) -> Callable[[], Any]:
 def _broadcast_source() -> int:
     """Global rank of the first of the ranks with the same slice of the model: the one whose parameters are sent."""
     return current_mesh().axis(*UNITS["sequence_data_parallel"]).ranks[0]
-
-
-def _ask(axis: Axis, what: str) -> Any:
-    if what == "group":
-        return axis.group if axis.group is not None else get_own_group()
-    return axis.rank if what == "rank" else axis.size
 
 
 # what scripts ask by name: `get_data_parallel_group()`, with an underscore in front too
@@ -246,7 +285,6 @@ def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, devic
 
 @released_in(Phase.MESHES)
 def forget_meshes() -> None:
-    """The process groups are gone."""
     _meshes.clear()
 
 
@@ -274,59 +312,6 @@ _GROUPS = {
 }
 
 
-def mesh_of_unit(mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
-    """The mesh that a client's model-parallel unit describes. All ranks call together.
-
-    Args:
-        mpu: a `Mesh`, or an object with `get_data_parallel_group` and, for each model-parallel dim, the call that names
-            its group.
-        asked: what was asked for besides, see `resolve`.
-        device: where messages start.
-
-    Raises:
-        MeshError: its groups are no mesh, or contradict what was asked for.
-    """
-    if isinstance(mpu, Mesh):
-        groups = [
-            (dim, size, "mpu") for dim, size in mpu.sizes.items() if dim not in DATA or mpu.sizes["dp_replicate"] > 1
-        ]
-        return mesh_for(resolve(mpu.world, [*groups, *asked]), mpu.ranks, device)
-    if not callable(getattr(mpu, "get_data_parallel_group", None)):
-        raise MeshError(
-            f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the gradients"
-        )
-    ranks_by_dim = {dim: _ranks_of(mpu, calls) for dim, calls in _GROUPS.items()}
-    size = ranks_started()
-    if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
-        named = [(dim, len(row), "mpu") for dim, row in ranks_by_dim.items() if dim != "dp"]
-        return mesh_for(resolve(size, [*named, *asked]), None, device)
-    everyone: list[Any] = [ranks_by_dim]
-    if size > 1:
-        everyone = [None] * size
-        dist.all_gather_object(everyone, ranks_by_dim)
-    places: dict[tuple[int, ...], int] = {}
-    for rank, rows in enumerate(everyone):
-        place = tuple(row.index(rank) for row in rows.values())
-        if places.setdefault(place, rank) != rank or any(len(rows[dim]) != len(ranks_by_dim[dim]) for dim in rows):
-            raise MeshError(
-                f"mpu ({type(mpu).__name__}) describes no mesh: ranks {places[place]} and {rank} both stand at "
-                f"{dict(zip(rows, place, strict=True))}, or their groups differ in size"
-            )
-    sizes = resolve(size, [*((dim, len(row), "mpu") for dim, row in ranks_by_dim.items()), *asked])
-    order = sorted(places, key=lambda place: (place[1], place[3], place[2], place[0]))  # pp, dp, sp, tp
-    return mesh_for(sizes, [places[place] for place in order], device)
-
-
-def _ranks_of(mpu: Any, calls: Sequence[str]) -> list[int]:
-    call: Any = next((method for name in calls if callable(method := getattr(mpu, name, None))), None)
-    group = call() if call is not None else None
-    if group is not None:
-        return list(dist.get_process_group_ranks(group))
-    if not dist.is_initialized():
-        return [0]
-    return list(range(dist.get_world_size())) if calls == _GROUPS["dp"] else [dist.get_rank()]
-
-
 # -- from what was asked to sizes -----------------------------------------------------------------------------------
 
 
@@ -341,110 +326,103 @@ def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
     Raises:
         MeshError: two askers disagree (both are named), or the product cannot be had (the nearest ones are named).
     """
-    sizes, origins = _merged(asked)
-    open_ = [dim for dim, size in sizes.items() if size == -1]
-    if len(open_) > 1:
-        raise MeshError(f"only one axis of a mesh may be -1, and {' and '.join(open_)} are")
-    for dim in ("pp", "sp", "tp"):
-        sizes.setdefault(dim, 1)
-    data = _data_size(world, sizes, origins)
-    replicate = sizes.get("dp_replicate")
-    if "shard" in sizes:
-        _fold_shard(sizes, origins, data)
-    shard = sizes.get("dp_shard", -1)
-    if shard == -1 or replicate == -1:
-        known_size = replicate if shard == -1 else shard
-        known_size = known_size if known_size and known_size > 0 else 1
-        if data % known_size:
-            raise _impossible(
-                world,
-                (sizes, origins),
-                f"{data} data-parallel rank(s) do not divide into {known_size}",
-                data,
-                known_size,
+    return _Sizes(world, asked).resolve()
+
+
+class _Sizes:
+    """The sizes that were asked for, and by whom; `resolve` fills in the others."""
+
+    def __init__(self, world: int, asked: Iterable[Asked]) -> None:
+        self.world = world
+        self.sizes: dict[str, int] = {}
+        self.origins: dict[str, str] = {}
+        sizes, origins = self.sizes, self.origins
+        for dim, size, origin in asked:
+            if dim not in (*DIMS, "dp", "shard"):
+                raise MeshError(f"{origin}: a mesh has no axis {dim!r}; its axes are {', '.join(DIMS)} (and dp)")
+            if size < 1 and size != -1:
+                raise MeshError(f"{origin}: axis {dim} has {size} ranks; a size is 1 or more, or -1 for what is left")
+            if sizes.setdefault(dim, size) != size:
+                raise MeshError(
+                    f"axis {dim} is {sizes[dim]} by {origins[dim]} and {size} by {origin}; drop one of them"
+                )
+            origins.setdefault(dim, origin)
+
+    def resolve(self) -> dict[str, int]:
+        sizes = self.sizes
+        open_ = [dim for dim, size in sizes.items() if size == -1]
+        if len(open_) > 1:
+            raise MeshError(f"only one axis of a mesh may be -1, and {' and '.join(open_)} are")
+        for dim in ("pp", "sp", "tp"):
+            sizes.setdefault(dim, 1)
+        data = self._data_size()
+        replicate = sizes.get("dp_replicate")
+        if "shard" in sizes:
+            self._fold_shard(data)
+        shard = sizes.get("dp_shard", -1)
+        if shard == -1 or replicate == -1:
+            known_size = replicate if shard == -1 else shard
+            known_size = known_size if known_size and known_size > 0 else 1
+            if data % known_size:
+                why = f"{data} data-parallel rank(s) do not divide into {known_size}"
+                raise self._impossible(why, data, known_size)
+            shard, replicate = (data // known_size, known_size) if shard == -1 else (known_size, data // known_size)
+        replicate = data // shard if replicate is None and not data % shard else replicate
+        if replicate is None or shard * replicate != data:
+            raise self._impossible(f"dp_shard {shard} does not divide {data} data-parallel rank(s)", data, shard)
+        return {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
+
+    def _data_size(self) -> int:
+        """Data-parallel ranks; fills in the model dim that was left open."""
+        world, sizes = self.world, self.sizes
+        model = [dim for dim in ("pp", "sp", "tp") if sizes[dim] != -1]
+        known = math.prod(sizes[dim] for dim in model)
+        open_ = next((dim for dim in ("pp", "sp", "tp") if sizes[dim] == -1), None)
+        data = sizes.get("dp", -1)
+        both = [sizes.get(dim, -1) for dim in DATA]
+        if data == -1 and -1 not in both:
+            data = math.prod(both)
+            self.origins["dp"] = " and ".join(self.origins[dim] for dim in DATA)
+        if open_ is not None:
+            data = data if data != -1 else max(both[0], 1) * max(both[1], 1)
+            if world % (known * data):
+                raise self._impossible(f"{known * data} rank(s) of the other axes do not divide {world}", world, data)
+            sizes[open_] = world // (known * data)
+            return data
+        if world % known:
+            largest = max(model, key=lambda dim: sizes[dim])
+            product = " x ".join(f"{dim} {sizes[dim]}" for dim in model if sizes[dim] > 1)
+            raise self._impossible(f"{product} does not divide {world} rank(s)", world, sizes[largest], largest)
+        if data not in (-1, world // known):
+            raise MeshError(
+                f"axis dp is {data} by {self.origins['dp']}, and {world} rank(s) leave {world // known} for it "
+                f"(pp {sizes['pp']} x sp {sizes['sp']} x tp {sizes['tp']})"
             )
-        shard, replicate = (data // known_size, known_size) if shard == -1 else (known_size, data // known_size)
-    replicate = data // shard if replicate is None and not data % shard else replicate
-    if replicate is None or shard * replicate != data:
-        raise _impossible(
-            world, (sizes, origins), f"dp_shard {shard} does not divide {data} data-parallel rank(s)", data, shard
+        return world // known
+
+    def _fold_shard(self, data: int) -> None:
+        """`mics_shard_size` counts dp_shard x sp."""
+        sizes, origins = self.sizes, self.origins
+        asked, sp = sizes.pop("shard"), sizes["sp"]
+        if asked % sp:
+            raise MeshError(
+                f"{origins['shard']} {asked} counts the {sp} rank(s) of a sequence, so it is a multiple of {sp}"
+            )
+        shard = min(asked // sp, data)
+        if sizes.setdefault("dp_shard", shard) not in (shard, -1):
+            raise MeshError(
+                f"axis dp_shard is {sizes['dp_shard']} by {origins['dp_shard']} and {shard} by {origins['shard']}; "
+                "drop one"
+            )
+        sizes["dp_shard"] = shard
+        origins.setdefault("dp_shard", origins["shard"])
+
+    def _impossible(self, why: str, of: int, near: int, dim: str = "") -> MeshError:
+        """The error for a size that does not divide `of`, with the divisors that are nearest to it."""
+        fits = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - near), d))[:2]
+        known = [(name, size) for name, size in self.sizes.items() if name in self.origins]
+        asked = ", ".join(f"{name} {size} (by {self.origins[name]})" for name, size in known)
+        return MeshError(
+            f"no mesh of {self.world} rank(s) has {asked}: {why}; the nearest sizes that fit"
+            f"{' for ' + dim if dim else ''} are {' and '.join(map(str, sorted(fits)))}"
         )
-    resolved = {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
-    return {dim: resolved[dim] for dim in DIMS}
-
-
-def _merged(asked: Iterable[Asked]) -> tuple[dict[str, int], dict[str, str]]:
-    sizes: dict[str, int] = {}
-    origins: dict[str, str] = {}
-    for dim, size, origin in asked:
-        if dim not in (*DIMS, "dp", "shard"):
-            raise MeshError(f"{origin}: a mesh has no axis {dim!r}; its axes are {', '.join(DIMS)} (and dp)")
-        if size < 1 and size != -1:
-            raise MeshError(f"{origin}: axis {dim} has {size} ranks; a size is 1 or more, or -1 for what is left")
-        if sizes.setdefault(dim, size) != size:
-            raise MeshError(f"axis {dim} is {sizes[dim]} by {origins[dim]} and {size} by {origin}; drop one of them")
-        origins.setdefault(dim, origin)
-    return sizes, origins
-
-
-def _data_size(world: int, sizes: dict[str, int], origins: dict[str, str]) -> int:
-    """Data-parallel ranks; fills in the model dim that was left open."""
-    model = [dim for dim in ("pp", "sp", "tp") if sizes[dim] != -1]
-    known = math.prod(sizes[dim] for dim in model)
-    open_ = next((dim for dim in ("pp", "sp", "tp") if sizes[dim] == -1), None)
-    data = sizes.get("dp", -1)
-    both = [sizes.get(dim, -1) for dim in DATA]
-    if data == -1 and -1 not in both:
-        data = math.prod(both)
-        origins["dp"] = " and ".join(origins[dim] for dim in DATA)
-    if open_ is not None:
-        data = data if data != -1 else max(both[0], 1) * max(both[1], 1)
-        if world % (known * data):
-            why = f"{known * data} rank(s) of the other axes do not divide {world}"
-            raise _impossible(world, (sizes, origins), why, world, data)
-        sizes[open_] = world // (known * data)
-        return data
-    if world % known:
-        largest = max(model, key=lambda dim: sizes[dim])
-        raise _impossible(
-            world,
-            (sizes, origins),
-            f"{' x '.join(f'{d} {sizes[d]}' for d in model if sizes[d] > 1)} does not divide {world} rank(s)",
-            world,
-            sizes[largest],
-            largest,
-        )
-    if data not in (-1, world // known):
-        raise MeshError(
-            f"axis dp is {data} by {origins['dp']}, and {world} rank(s) leave {world // known} for it "
-            f"(pp {sizes['pp']} x sp {sizes['sp']} x tp {sizes['tp']})"
-        )
-    return world // known
-
-
-def _fold_shard(sizes: dict[str, int], origins: dict[str, str], data: int) -> None:
-    """`mics_shard_size` counts dp_shard x sp."""
-    asked, sp = sizes.pop("shard"), sizes["sp"]
-    if asked % sp:
-        raise MeshError(
-            f"{origins['shard']} {asked} counts the {sp} rank(s) of a sequence, so it is a multiple of {sp}"
-        )
-    shard = min(asked // sp, data)
-    if sizes.setdefault("dp_shard", shard) not in (shard, -1):
-        raise MeshError(
-            f"axis dp_shard is {sizes['dp_shard']} by {origins['dp_shard']} and {shard} by {origins['shard']}; drop one"
-        )
-    sizes["dp_shard"] = shard
-    origins.setdefault("dp_shard", origins["shard"])
-
-
-def _impossible(
-    world: int, wanted: tuple[Mapping[str, int], Mapping[str, str]], why: str, of: int, near: int, dim: str = ""
-) -> MeshError:
-    fits = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - near), d))[:2]
-    sizes, origins = wanted
-    asked = ", ".join(f"{name} {size} (by {origins[name]})" for name, size in sizes.items() if name in origins)
-    return MeshError(
-        f"no mesh of {world} rank(s) has {asked}: {why}; the nearest sizes that fit"
-        f"{' for ' + dim if dim else ''} are {' and '.join(map(str, sorted(fits)))}"
-    )

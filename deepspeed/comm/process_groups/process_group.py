@@ -86,7 +86,7 @@ def new_group(
     """
     require_group()
     limit = timeout or watchdog.timeout()
-    watchdog.allow(limit)
+    watchdog.here.allow(limit)
     return make_group(None if ranks is None else list(ranks), limit, backend, **options)
 
 

@@ -102,11 +102,7 @@ class SharedAllocator:
         self._busy = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor with any values; in a forked child one of its own memory.
-
-        Args:
-            numel: elements.
-        """
+        """A 1-D tensor with any values; in a forked child one of its own memory."""
         wanted = numel * dtype.itemsize
         if wanted == 0 or os.getpid() != self._owner:
             return torch.empty(numel, dtype=dtype)

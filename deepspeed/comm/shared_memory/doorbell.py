@@ -8,7 +8,6 @@ lets all `workers` make progress, whichever memory it waits in.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import select
@@ -34,26 +33,18 @@ class Worker(Protocol):
         """Do what can be done without waiting."""
 
 
-class Doorbell:
-    """The bell of this process, seen through one of its groups."""
-
-    def __init__(self, native: ctypes.CDLL, context: ctypes.c_void_p) -> None:
-        self._native, self._context = native, context
-
-    def rung(self) -> int:
-        """How often it has rung."""
-        return self._native.ds_shm_bell(self._context)
-
-    def nap(self, seen: int, microseconds: int) -> None:
-        """Sleep until it has rung more often than `seen`, or the time is over."""
-        self._native.ds_shm_nap(self._context, seen, microseconds)
-
-
 class GroupSharedMemory(Protocol):
     """The shared memory of one group, as a wait sees it."""
 
-    bell: Doorbell
     alive: Alive
+
+    def bell_count(self) -> int:
+        """How often the bell of this process has rung."""
+        ...
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        """Sleep until the bell has rung more often than `seen`, or the time is over."""
+        ...
 
     def drain(self) -> bool:
         """Take in the messages that have arrived; False when another thread is at it."""
@@ -77,11 +68,7 @@ class Groups:
         return self._bell[1:]
 
     def bell_of(self, process: int, descriptor: int) -> mmap.mmap:
-        """The bell of another process, mapped once.
-
-        Raises:
-            OSError: the process is gone or hidden from this one.
-        """
+        """The bell of another process, mapped once; OSError where it is gone or hidden from this one."""
         if (process, descriptor) not in self._bells:
             self._bells[process, descriptor] = open_shared(process, descriptor, _BELL_BYTES)
         return self._bells[process, descriptor]
@@ -115,7 +102,7 @@ class Groups:
             CommError: another rank has reported a failure.
         """
         while True:
-            seen = memory.bell.rung()
+            seen = memory.bell_count()
             drained = memory.drain()
             if ready():
                 return True
@@ -127,8 +114,8 @@ class Groups:
             if now >= deadline:
                 return False
             memory.alive.check()
-            watchdog.raise_if_alarmed()
-            memory.bell.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
+            watchdog.here.raise_if_alarmed()
+            memory.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
 
 
 groups = Groups()
@@ -153,11 +140,7 @@ class Until:
         return groups.until(self._memory, self.ready, time.monotonic() + seconds)
 
     def wait(self) -> None:
-        """Block until it is true.
-
-        Raises:
-            RuntimeError: time ran out or a peer ended.
-        """
+        """Block until it is true; RuntimeError where time ran out or a peer ended."""
         limit = watchdog.timeout().total_seconds()
         if not groups.until(self._memory, self.ready, time.monotonic() + limit):
             raise RuntimeError(f"timed out after {limit:g} s")
@@ -183,7 +166,6 @@ class Alive:
             raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
 
     def close(self) -> None:
-        """The group is destroyed."""
         self._closed = True
         for descriptor in self._of:
             self._poll.unregister(descriptor)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.comm.shared_memory.allocator import SharedAllocator, open_shared, shared_memory
-from deepspeed.comm.shared_memory.doorbell import Alive, Doorbell, Until, groups
+from deepspeed.comm.shared_memory.doorbell import Alive, Until, groups
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.errors import CommError
@@ -66,7 +66,8 @@ class SharedMemory:
         self._trouble: BaseException | None = None
         self._deadline = 0.0  # of the running collective, once it has to wait
         this = weakref.ref(self)
-        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: _while_waiting(this()))  # kept: native code calls it
+        # Kept: native code calls it.
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: SharedMemory._call_back(this()))
         self._context = ctypes.c_void_p(
             native.ds_shm_open(
                 rank,
@@ -80,7 +81,6 @@ class SharedMemory:
             )
         )
         weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
-        self.bell = Doorbell(native, self._context)
         self.peers = [r for r in range(self.size) if r != rank]
         self._posts: list[dict[int, Location]] = [{} for _ in segments]
         self._acks: dict[int, int] = defaultdict(int)
@@ -98,13 +98,23 @@ class SharedMemory:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
+    def bell_count(self) -> int:
+        return self._native.ds_shm_bell(self._context)
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        self._native.ds_shm_nap(self._context, seen, microseconds)
+
+    @staticmethod
+    def _call_back(memory: SharedMemory | None) -> int:
+        return _STOPPED if memory is None else memory.while_waiting()
+
     def while_waiting(self) -> int:
         """What native code calls while a collective waits; anything but 0 ends it."""
         try:
             groups.drain()
             groups.work()
             self.alive.check()
-            watchdog.raise_if_alarmed()
+            watchdog.here.raise_if_alarmed()
             now, limit = time.monotonic(), watchdog.timeout().total_seconds()
             self._deadline = self._deadline or now + limit
             if now > self._deadline:
@@ -146,11 +156,7 @@ class SharedMemory:
         return None if place is None else (*place, tensor.numel() * tensor.itemsize)
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
-        """Let `peers` read `flat` where it lies (or a copy), until all have acknowledged.
-
-        Args:
-            flat: contiguous; not to be changed meanwhile.
-        """
+        """Let `peers` read contiguous `flat`, unchanged until all have acknowledged, where it lies (or a copy)."""
         where = self._locate(flat)
         if where is None:
             copied = self._staged[tag] = self.empty(flat.numel(), flat.dtype)
@@ -161,15 +167,12 @@ class SharedMemory:
                 self._push(peer, _POST, tag, *where)
 
     def posted(self, tag: int, peers: Sequence[int]) -> Until:
-        """All of `peers` have posted under `tag`."""
         return Until(self, lambda: all(tag in self._posts[peer] for peer in peers))
 
     def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
-        """What a peer has posted, where it lies."""
         return self._view(peer, self._posts[peer][tag]).view(dtype)
 
     def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
-        """What `peers` posted under `tag` has been read."""
         for peer in peers:
             del self._posts[peer][tag]
             self._push(peer, _ACK, tag)
@@ -187,8 +190,18 @@ class SharedMemory:
         return Until(self, ready)
 
     def maps(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is memory of a peer."""
         return any(low <= storage.data_ptr() < high for low, high in self._mapped)
+
+    @staticmethod
+    def require(shared: SharedMemory | None) -> SharedMemory:
+        if shared is None:
+            raise CommError("these ranks share no memory")
+        return shared
+
+    @staticmethod
+    def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of another rank, mapped here."""
+        return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
 
     def _view(self, peer: int, where: Location) -> torch.Tensor:
         descriptor, size, offset, nbytes = where
@@ -221,11 +234,9 @@ class SharedMemory:
             self._push(peer, _SERVE, channel, *(where or ()))
 
     def advance(self, channel: int) -> None:
-        """What is served on `channel` has its next version."""
         self._native.ds_shm_advance(self._context, channel)
 
     def reached(self, channel: int, peers: Sequence[int]) -> Until:
-        """The peers' slices have this rank's version."""
         version = self._native.ds_shm_version
 
         def ready() -> bool:
@@ -237,12 +248,10 @@ class SharedMemory:
         return Until(self, ready)
 
     def level(self, peer: int, channel: int) -> bool:
-        """Whether a peer's slice has this rank's version."""
         version = self._native.ds_shm_version
         return version(self._context, peer, channel) == version(self._context, self.rank, channel)
 
     def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A peer's slice, where it lies."""
         return self._view(peer, self._served[peer][channel]).view(dtype)
 
     # -- ordered collectives --------------------------------------------------------------------------------------
@@ -264,25 +273,13 @@ class SharedMemory:
         self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), KINDS[tensor.dtype])
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
-        """out = the sum of everybody's contribution to the own slice.
-
-        Args:
-            flat: contiguous, all slices; fp32, bf16 or fp16.
-            cuts: size + 1 boundaries, in elements.
-            out: contiguous, of the own slice's size and the dtype of `flat`.
-        """
+        """out = the sum of everybody's contribution to the own slice of `flat`; contiguous fp32, bf16 or fp16."""
         bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
         run = self._native.ds_shm_reduce_scatter
         self._run(run, flat.data_ptr(), bounds, KINDS[flat.dtype], out.data_ptr())
 
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
-        """full = everybody's slices; any dtype.
-
-        Args:
-            full: contiguous.
-            cuts: size + 1 boundaries, in elements.
-            own: contiguous, this rank's slice; may lie in its place in `full`.
-        """
+        """full = everybody's slices; contiguous, any dtype; `own` may lie in its place in `full`."""
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
         self._run(self._native.ds_shm_all_gather, full.data_ptr(), bounds, own.data_ptr(), mark)
@@ -302,12 +299,32 @@ class SharedMemory:
             groups.memories.remove(self)
 
     @staticmethod
+    def declare(native: ctypes.CDLL) -> None:
+        pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
+        functions: dict[str, tuple[list[Any], Any]] = {
+            "ds_shm_bytes": ([u64, u64], u64),
+            "ds_shm_open": ([u64, u64, u64, u64, i64, pointer, pointer, ctypes.CFUNCTYPE(i32)], pointer),
+            "ds_shm_close": ([pointer], None),
+            "ds_shm_push": ([pointer, u64, ctypes.c_char_p], i32),
+            "ds_shm_pop": ([pointer, pointer], i32),
+            "ds_shm_bell": ([pointer], ctypes.c_uint32),
+            "ds_shm_nap": ([pointer, ctypes.c_uint32, i64], None),
+            "ds_shm_advance": ([pointer, u64], None),
+            "ds_shm_version": ([pointer, u64, u64], u64),
+            "ds_shm_channels": ([], u64),
+            "ds_shm_all_reduce": ([pointer, pointer, u64, i32], i32),
+            "ds_shm_reduce_scatter": ([pointer, pointer, pointer, i32, pointer], i32),
+            "ds_shm_all_gather": ([pointer, pointer, pointer, pointer, u64], i32),
+            "ds_shm_broadcast": ([pointer, pointer, u64, u64, u64], i32),
+            "ds_sum": ([pointer, i32, u64, i32, pointer, i32, ctypes.c_float, i32], None),
+        }
+        for name, (arguments, result) in functions.items():
+            function = getattr(native, name)
+            function.argtypes, function.restype = arguments, result
+
+    @staticmethod
     def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
         return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
-
-
-def _while_waiting(memory: SharedMemory | None) -> int:
-    return _STOPPED if memory is None else memory.while_waiting()
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
@@ -317,73 +334,13 @@ def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float,
     if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
         return False
     pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
-    _declare(native)
+    SharedMemory.declare(native)
     native.ds_sum(pointers, len(parts), out.numel(), kinds[0], out.data_ptr(), KINDS[out.dtype], scale, add)
     return True
 
 
-def _declare(native: ctypes.CDLL) -> None:
-    pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
-    functions: dict[str, tuple[list[Any], Any]] = {
-        "ds_shm_bytes": ([u64, u64], u64),
-        "ds_shm_open": ([u64, u64, u64, u64, i64, pointer, pointer, ctypes.CFUNCTYPE(i32)], pointer),
-        "ds_shm_close": ([pointer], None),
-        "ds_shm_push": ([pointer, u64, ctypes.c_char_p], i32),
-        "ds_shm_pop": ([pointer, pointer], i32),
-        "ds_shm_bell": ([pointer], ctypes.c_uint32),
-        "ds_shm_nap": ([pointer, ctypes.c_uint32, i64], None),
-        "ds_shm_advance": ([pointer, u64], None),
-        "ds_shm_version": ([pointer, u64, u64], u64),
-        "ds_shm_channels": ([], u64),
-        "ds_shm_all_reduce": ([pointer, pointer, u64, i32], i32),
-        "ds_shm_reduce_scatter": ([pointer, pointer, pointer, i32, pointer], i32),
-        "ds_shm_all_gather": ([pointer, pointer, pointer, pointer, u64], i32),
-        "ds_shm_broadcast": ([pointer, pointer, u64, u64, u64], i32),
-        "ds_sum": ([pointer, i32, u64, i32, pointer, i32, ctypes.c_float, i32], None),
-    }
-    for name, (arguments, result) in functions.items():
-        function = getattr(native, name)
-        function.argtypes, function.restype = arguments, result
-
-
-_shared_memories: dict[
-    int, tuple[Any, SharedMemory | None]
-] = {}  # by process group, with the group: ids are used again
-
-
-def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together."""
-    known = _shared_memories.get(id(group))
-    if known is None or known[0] is not group:
-        known = _shared_memories[id(group)] = (group, _open(group))
-    return known[1]
-
-
-def _open(group: dist.ProcessGroup) -> SharedMemory | None:
-    native, size, rank = library(), dist.get_world_size(group), dist.get_rank(group)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    crowded = size > cores
-    slot = _CROWDED_SLOT if crowded else _SLOT
-    descriptor, memory, token = -1, None, secrets.token_bytes(_TOKEN)
-    if native is not None and hasattr(os, "memfd_create"):
-        _declare(native)
-        descriptor, memory = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
-        memory[-_TOKEN:] = token
-    bell = groups.bell() if memory is not None else (-1, None)
-    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(memory) if memory else 0, bell[0], token)
-    offers: list[Any] = [None] * size
-    dist.all_gather_object(offers, offer, group=group)
-    mapped = _map(offers, rank, memory, bell[1])
-    votes: list[Any] = [None] * size
-    dist.all_gather_object(votes, mapped is not None, group=group)
-    if descriptor >= 0:
-        os.close(descriptor)  # everybody who can has mapped it
-    if mapped is None or not all(votes):
-        machines = len({offer.boot for offer in offers})
-        why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
-        log_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
-        return None
-    return SharedMemory(rank, *mapped, [offer.process for offer in offers], slot, 0 if crowded else _SPIN_NS)
+# By process group, with the group: ids are used again.
+_shared_memories: dict[int, tuple[Any, SharedMemory | None]] = {}
 
 
 class _Offer(NamedTuple):
@@ -397,42 +354,63 @@ class _Offer(NamedTuple):
     bell: int
     token: bytes
 
-
-def _map(
-    offers: list[_Offer], rank: int, memory: mmap | None, bell: mmap | None
-) -> tuple[list[mmap], list[mmap]] | None:
-    """Everybody's segment and bell, or None when one cannot be had."""
-    if memory is None or bell is None or len({offer[:2] for offer in offers}) > 1:
-        return None
-    segments, bells = [], []
-    for peer, offer in enumerate(offers):
-        try:
-            segment = memory if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
-            if segment[-_TOKEN:] != offer.token:
-                return None
-            bells.append(bell if peer == rank else groups.bell_of(offer.process, offer.bell))
-        except OSError:
+    @staticmethod
+    def map_all(
+        offers: list[_Offer], rank: int, memory: mmap | None, bell: mmap | None
+    ) -> tuple[list[mmap], list[mmap]] | None:
+        """Everybody's segment and bell, or None when one cannot be had."""
+        if memory is None or bell is None or len({offer[:2] for offer in offers}) > 1:
             return None
-        segments.append(segment)
-    return segments, bells
+        segments, bells = [], []
+        for peer, offer in enumerate(offers):
+            try:
+                segment = memory if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
+                if segment[-_TOKEN:] != offer.token:
+                    return None
+                bells.append(bell if peer == rank else groups.bell_of(offer.process, offer.bell))
+            except OSError:
+                return None
+            segments.append(segment)
+        return segments, bells
+
+
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
+    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together."""
+    known = _shared_memories.get(id(group))
+    if known is not None and known[0] is group:
+        return known[1]
+    native, size, rank = library(), dist.get_world_size(group), dist.get_rank(group)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    crowded = size > cores
+    slot = _CROWDED_SLOT if crowded else _SLOT
+    descriptor, memory, token = -1, None, secrets.token_bytes(_TOKEN)
+    if native is not None and hasattr(os, "memfd_create"):
+        SharedMemory.declare(native)
+        descriptor, memory = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
+        memory[-_TOKEN:] = token
+    bell = groups.bell() if memory is not None else (-1, None)
+    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(memory) if memory else 0, bell[0], token)
+    offers: list[Any] = [None] * size
+    dist.all_gather_object(offers, offer, group=group)
+    mapped = _Offer.map_all(offers, rank, memory, bell[1])
+    votes: list[Any] = [None] * size
+    dist.all_gather_object(votes, mapped is not None, group=group)
+    if descriptor >= 0:
+        os.close(descriptor)  # everybody who can has mapped it
+    if mapped is None or not all(votes):
+        machines = len({offer.boot for offer in offers})
+        why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
+        log_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
+        shared = None
+    else:
+        shared = SharedMemory(rank, *mapped, [offer.process for offer in offers], slot, 0 if crowded else _SPIN_NS)
+    _shared_memories[id(group)] = (group, shared)
+    return shared
 
 
 def forget_shared_memory() -> None:
-    """The process groups are gone."""
     for _, shared in _shared_memories.values():
         if shared is not None:
             shared.close()
     _shared_memories.clear()
     groups.forget()
-
-
-def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is memory of another rank, mapped here."""
-    return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
-
-
-def require(shared: SharedMemory | None) -> SharedMemory:
-    """The shared memory of an axis that has one."""
-    if shared is None:
-        raise CommError("these ranks share no memory")
-    return shared

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.watchdog import watchdog
-from deepspeed.comm.watchdog.comms_logger import comms_logger, received_in
+from deepspeed.comm.watchdog.comms_logger import comms_logger
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.last_collective import INSIDE, OUTSIDE, underway
 from deepspeed.comm.watchdog.watchdog import here
@@ -55,6 +55,13 @@ class CollectiveEvent:
             ranks = (lambda: dist.get_process_group_ranks(owner)) if world else (lambda: owner.ranks)
             trail.enter(owner, kind, ranks, label or self.label, size)
 
+    @classmethod
+    def of_world(cls, label: str) -> CollectiveEvent:
+        """The record of a call that all ranks of the world make together."""
+        event = cls(label, category=WAIT)
+        event.order("groups", dist.group.WORLD)
+        return event
+
     def begin(self) -> None:
         """The host enters the collective.
 
@@ -64,14 +71,14 @@ class CollectiveEvent:
         if here.resting and here.watcher is not None:
             here.watcher.go_on()
         if here.verdict is not None:
-            watchdog.raise_if_alarmed(self.label)
+            here.raise_if_alarmed(self.label)
         if recorder.on:
             recorder.enter(self.category, self.label)
         here.page.number += 1
         here.page.write(self.label, INSIDE)
 
     __enter__ = begin
-    end = staticmethod(watchdog.leave_collective)
+    end = staticmethod(here.leave_collective)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
         if error is None:
@@ -83,7 +90,7 @@ class CollectiveEvent:
             if self.is_remote(error):
                 raise watchdog.failed(self.label, error, self.ranks) from error
         finally:
-            watchdog.leave_collective()
+            here.leave_collective()
 
     def is_remote(self, error: BaseException) -> bool:
         """Whether an error inside is the network's or another rank's, and becomes the report of all ranks."""
@@ -100,21 +107,29 @@ class ClientCollective(CollectiveEvent):
         self._timed: tuple[Any, str, int, int, str, Any] | None = None
 
     def time(self, operation: str, message: Any, group: Any, note: str) -> None:
-        """Have the comms logger time it.
-
-        Args:
-            group: as the client gave it; None: all ranks.
-        """
+        """Have the comms logger time it; `group` as the client gave it."""
         begun, count = comms_logger.begin(message), dist.get_world_size(group)
-        self._timed = (begun, operation, _nbytes(message), count, note, dist.group.WORLD if group is None else group)
+        self._timed = (begun, operation, self._size(message), count, note, dist.group.WORLD if group is None else group)
+
+    @classmethod
+    def _size(cls, message: Any) -> int:
+        if isinstance(message, torch.Tensor):
+            return message.numel() * message.element_size()
+        return sum(map(cls._size, message)) if isinstance(message, list) else 0
+
+    def note_order(self, group: Any, label: str) -> None:
+        """Note the call in this rank's desync trail; a rank outside the group takes no part."""
+        group = dist.group.WORLD if group is None else group
+        if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
+            self.order("public", group, 0, label)
 
     def complete(self) -> None:
-        """The message has arrived."""
         if self._timed is not None:
             begun, operation, size, count, note, group = self._timed
             comms_logger.end(begun, operation, size, count, note)
             if count > 1:
-                comms_logger.arrived(sorted(dist.get_process_group_ranks(group)), received_in(operation, size, count))
+                received = comms_logger.received_in(operation, size, count)
+                comms_logger.arrived(sorted(dist.get_process_group_ranks(group)), received)
 
     def is_remote(self, error: BaseException) -> bool:
         text = str(error).lower()
@@ -124,14 +139,7 @@ class ClientCollective(CollectiveEvent):
 
 
 class MessageEvent(CollectiveEvent):
-    """A message of this package's own, which has started.
-
-    Args:
-        ranks: global ranks between which it travels.
-        payload: the tensor that travels; None: nothing to record.
-        received: bytes that come from other ranks.
-        began: when it did, on the recorder's clock; 0: now.
-    """
+    """A message of this package's own, which has started; `received` bytes come from other ranks."""
 
     __slots__ = ("_payload", "_nbytes", "_received", "_began", "_clock")
 
@@ -157,7 +165,6 @@ class MessageEvent(CollectiveEvent):
             self._payload = None
 
     def complete(self) -> None:
-        """What the message brought has been taken in."""
         if not self._nbytes:
             return
         operation = self.label.partition(" ")[0]
@@ -172,9 +179,3 @@ class MessageEvent(CollectiveEvent):
     def unrecorded(self) -> None:
         """Leave it out of the comms logger and the spans: a part of a call that is recorded as a whole."""
         self._nbytes = 0
-
-
-def _nbytes(message: Any) -> int:
-    if isinstance(message, torch.Tensor):
-        return message.numel() * message.element_size()
-    return sum(map(_nbytes, message)) if isinstance(message, list) else 0

@@ -40,20 +40,13 @@ _KEPT = 1 << 13  # newest calls of one operation and size whose times are kept o
 
 
 class CallTimes(deque[float]):
-    """Milliseconds of the newest calls of one operation and size, in call order, and sums over all of them.
-
-    Attributes:
-        calls: how many there were in all.
-        total: milliseconds of all calls.
-        received: bytes that came from other ranks, where that is known.
-    """
+    """Milliseconds of the newest calls of one operation and size, and how many, how long and how many bytes in all."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_KEPT)
         self.calls, self.total, self.received = 0, 0.0, 0
 
     def note(self, milliseconds: float, received: int = 0) -> None:
-        """One more."""
         self.append(milliseconds)
         self.calls += 1
         self.total += milliseconds
@@ -220,13 +213,13 @@ class CommsLogger:
         if print_log:
             rows = self._rows(summary)
             if self.curve:
-                curve = read_curve(self.curve)
+                curve = Curve.read(self.curve)
                 sizes = [(op, size) for op, figures in sorted(summary.items()) for size in sorted(figures)]
                 for row, (op, size) in zip(rows, sizes, strict=True):
                     row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
-            log_rank0("collectives of this rank\n" + as_table(rows))
+            log_rank0("collectives of this rank\n" + self.as_table(rows))
             if waits is not None:
-                log_rank0("time lost to waiting\n" + as_table(self._rows(waits)))
+                log_rank0("time lost to waiting\n" + self.as_table(self._rows(waits)))
         if not return_dict:
             return None
         when = datetime.now().astimezone().isoformat()
@@ -308,6 +301,25 @@ class CommsLogger:
         ]
 
     @staticmethod
+    def received_in(operation: str, size: int, ranks: int) -> int:
+        """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
+        if operation in ("broadcast", "recv", "irecv"):
+            return size
+        return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
+
+    @staticmethod
+    def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
+        """Rows as text, one line each under a heading."""
+        if not rows:
+            return "no collective was timed"
+        columns = list(rows[0])
+        cells = [columns, *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
+        )
+
+    @staticmethod
     def _fastest(
         times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
     ) -> dict[tuple[str, int, int], list[float]]:
@@ -325,13 +337,6 @@ class CommsLogger:
         }
 
 
-def received_in(operation: str, size: int, ranks: int) -> int:
-    """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
-    if operation in ("broadcast", "recv", "irecv"):
-        return size
-    return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
-
-
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -345,22 +350,21 @@ _TITLES = {
 
 
 class Curve:
-    """What `ds_bench` measured: bandwidths by operation and size.
-
-    Args:
-        rows: by operation: bytes and busbw (10⁹ bytes per second), the smallest first.
-    """
+    """Bandwidths that `ds_bench` measured: by operation rows with bytes and busbw (10⁹ B/s), the smallest first."""
 
     def __init__(self, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
         self._rows = rows
 
-    def busbw(self, operation: str, size: int) -> float:
-        """10⁹ bytes per second of a message of `size` bytes, between the sizes that were measured; 0: not known.
+    @classmethod
+    def read(cls, path: str) -> Curve:
+        """The curve in a file of `ds_bench`; ArgumentError where it is none."""
+        try:
+            return cls(json.loads(Path(path).read_text())["curve"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
-        Args:
-            operation: a collective, or the first word of an engine's own message (reduce, gather, publish, …).
-            size: bytes on a rank; of an all-gather what it gives.
-        """
+    def busbw(self, operation: str, size: int) -> float:
+        """10⁹ bytes per second of a message of `size` bytes, between the sizes that were measured; 0: not known."""
         rows = self._rows.get(_LIKE.get(operation, operation), ())
         below = [row for row in rows if row["bytes"] <= size]
         above = [row for row in rows if row["bytes"] >= size]
@@ -379,18 +383,6 @@ _LIKE = {
     "all_to_all_single": "all_to_all", "send": "pt2pt", "recv": "pt2pt", "reduce": "reduce_scatter",
     "gather": "all_gather", "publish": "all_gather", "share": "all_gather", "agreement": "all_gather",
 }  # fmt: skip
-
-
-def read_curve(path: str) -> Curve:
-    """The curve in a file of `ds_bench`.
-
-    Raises:
-        ArgumentError: it is not there, or holds something else.
-    """
-    try:
-        return Curve(json.loads(Path(path).read_text())["curve"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
 
 def convert_size(size_bytes: float) -> str:
@@ -414,16 +406,6 @@ def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = No
     share = (n - 1) / n if comm_op in _BUS_FACTOR else 1.0
     speed = moved * size * 8 / max(duration, 1e-9) / 1e6
     return speed, speed * share
-
-
-def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as text, one line each under a heading."""
-    if not rows:
-        return "no collective was timed"
-    columns = list(rows[0])
-    cells = [columns, *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 comms_logger = CommsLogger()  # of this process

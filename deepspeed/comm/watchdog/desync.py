@@ -22,7 +22,7 @@ from itertools import islice
 from types import CodeType
 from typing import Any
 
-from deepspeed.comm.watchdog.last_collective import is_users
+from deepspeed.comm.watchdog.last_collective import users_frame
 
 _LEVELS = (1, 16, 256)  # of marks: every one, every 16th, every 256th
 _MARKS = 16  # of each level
@@ -35,8 +35,6 @@ Mark = tuple[int, int]
 
 
 class _CollectiveLog:
-    """The collectives of one set of ranks."""
-
     def __init__(self, ranks: Sequence[int], entries: int) -> None:
         self.ranks = tuple(ranks)
         self.count = self.hash = 0
@@ -60,25 +58,18 @@ class DesyncDetector:
         self.interval = self.interval or interval
 
     def forget(self) -> None:
-        """Another world begins."""
         with self._lock:
             self._streams.clear()
             self._known.clear()
 
     def enter(self, owner: Any, kind: str, ranks: Callable[[], Sequence[int]], label: str, size: int = 0) -> None:
-        """Enter a collective, before it begins.
-
-        Args:
-            kind: who calls; each kind has an order of its own.
-            ranks: gives the global ranks of `owner`.
-            label: what travels, the same on every rank.
-            size: elements of it, the same on every rank; 0 where the label says it.
-        """
+        """Enter a collective of the ranks `ranks()`, before it begins; label and size are equal on all of them."""
         if not self.interval:
             return
         known = self._known.get((id(owner), kind))
         stream = self._open(owner, kind, ranks()) if known is None else known[1]
-        code, line = self._caller()
+        frame = users_frame(sys._getframe(1))
+        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
         label = f"{label} [{size}]" if size else label
         with self._lock:
             stream.count += 1
@@ -109,7 +100,6 @@ class DesyncDetector:
         return by_rank
 
     def marks(self) -> bytes:
-        """The marks of all streams, to be published."""
         with self._lock:
             held = {name: sorted({m for level in s.marks for m in level}) for name, s in self._streams.items()}
         return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
@@ -121,7 +111,7 @@ class DesyncDetector:
             known = dict(map(tuple, others.get(name, ())))
             for number, mark in local.get(name, ()):
                 if known.get(number, mark) != mark:
-                    return f"the ranks took different paths, seen at collective {number} of {_set(self._of(name))}"
+                    return f"the ranks took different paths, seen at collective {number} of {self._set(self._of(name))}"
         return ""
 
     def _of(self, name: str) -> Sequence[int]:
@@ -133,10 +123,10 @@ class DesyncDetector:
         lines: list[str] = []
         with self._lock:
             for stream in list(self._streams.values())[:_TOLD_SETS]:
-                lines.append(f"The last collectives of {_set(stream.ranks)} that this rank entered:")
+                lines.append(f"The last collectives of {self._set(stream.ranks)} that this rank entered:")
                 last = list(stream.entries)[-count:]
                 lines += [
-                    f"  {label!r} at {_place(code, line) or 'no line of the script'}" for label, code, line in last
+                    f"  {label!r} at {self._place(code, line) or 'no line of the script'}" for label, code, line in last
                 ]
         return lines
 
@@ -145,72 +135,63 @@ class DesyncDetector:
         recent: dict[str, Any] = {}
         with self._lock:
             for name, stream in self._streams.items():
-                entries = [(label, _place(code, line)) for label, code, line in stream.entries]
+                entries = [(label, self._place(code, line)) for label, code, line in stream.entries]
                 recent[name] = {"ranks": stream.ranks, "count": stream.count, "entries": entries}
         return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": recent}).encode(), 1)
 
+    @classmethod
+    def parting(cls, marks: Mapping[int, bytes]) -> str:
+        """Where trails part, in lines; empty where they do not, as far as is known."""
+        read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
+        hosts = {rank: record["host"] for rank, record in read.items()}
+        partings: list[tuple[bool, str]] = []
+        for name in dict.fromkeys(name for record in read.values() for name in record["streams"]):
+            streams = {rank: record["streams"][name] for rank, record in read.items() if name in record["streams"]}
+            part = cls._first_difference(streams, hosts)
+            if part is not None:
+                partings.append(part)
+        # ranks that did different things say more than ranks that are not there yet
+        return "\n".join(text for _, text in sorted(partings, key=lambda part: not part[0])[:_TOLD_SETS])
+
+    @classmethod
+    def _first_difference(cls, streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
+        """(whether ranks did different things, lines about the first collective that not all ranks entered alike)."""
+        begins = {rank: stream["count"] - len(stream["entries"]) for rank, stream in streams.items()}
+        ends = {rank: stream["count"] for rank, stream in streams.items()}
+        ranks = next(iter(streams.values()))["ranks"]
+        for number in range(max(begins.values()), max(ends.values())):
+            entries = {r: streams[r]["entries"][number - begins[r]] if number < ends[r] else None for r in streams}
+            labels = {entry[0] for entry in entries.values() if entry is not None}
+            if len(labels) > 1 or None in entries.values():
+                head = f"The paths part at collective {number + 1} of {cls._set(ranks)}:"
+                return len(labels) > 1, "\n".join([head, *cls._odd_ones(entries, hosts)])
+        return None
+
     @staticmethod
-    def _caller() -> tuple[CodeType | None, int]:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if is_users(frame.f_code.co_filename):
-                return frame.f_code, frame.f_lineno
-            frame = frame.f_back
-        return None, 0
+    def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
+        """A line for each rank, the rare ways first; a few of those that went the way of the most."""
+        ways: dict[str | None, list[int]] = {}
+        for rank, entry in sorted(entries.items()):
+            ways.setdefault(entry and entry[0], []).append(rank)
+        lines: list[str] = []
+        for label, ranks in sorted(ways.items(), key=lambda way: len(way[1])):
+            for rank in islice(ranks, _TOLD_RANKS):
+                entry = entries[rank]
+                did = "has not entered it" if entry is None else f"{label!r} at {entry[1] or 'no line of the script'}"
+                lines.append(f"  rank {rank} on {hosts[rank]}: {did}")
+            if len(ranks) > _TOLD_RANKS:
+                lines.append(f"  and {len(ranks) - _TOLD_RANKS} more like rank {ranks[_TOLD_RANKS - 1]}")
+        return lines
+
+    @staticmethod
+    def _place(code: CodeType | None, line: int) -> str:
+        return "" if code is None else f"{code.co_filename}:{line} in {code.co_name}"
+
+    @staticmethod
+    def _set(ranks: Sequence[int]) -> str:
+        shown = ", ".join(map(str, ranks[:_TOLD_RANKS]))
+        return f"ranks {shown}" + (f" and {len(ranks) - _TOLD_RANKS} more" if len(ranks) > _TOLD_RANKS else "")
 
 
 trail = DesyncDetector()
 """This process's."""
-
-
-def _place(code: CodeType | None, line: int) -> str:
-    return "" if code is None else f"{code.co_filename}:{line} in {code.co_name}"
-
-
-def parting(marks: Mapping[int, bytes]) -> str:
-    """Where trails part, in lines; empty where they do not, as far as is known."""
-    read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
-    hosts = {rank: record["host"] for rank, record in read.items()}
-    partings: list[tuple[bool, str]] = []
-    for name in dict.fromkeys(name for record in read.values() for name in record["streams"]):
-        streams = {rank: record["streams"][name] for rank, record in read.items() if name in record["streams"]}
-        part = _first_difference(streams, hosts)
-        if part is not None:
-            partings.append(part)
-    # ranks that did different things say more than ranks that are not there yet
-    return "\n".join(text for _, text in sorted(partings, key=lambda part: not part[0])[:_TOLD_SETS])
-
-
-def _first_difference(streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
-    """(whether ranks did different things, lines about the first collective that not all ranks entered alike)."""
-    begins = {rank: stream["count"] - len(stream["entries"]) for rank, stream in streams.items()}
-    ends = {rank: stream["count"] for rank, stream in streams.items()}
-    ranks = next(iter(streams.values()))["ranks"]
-    for number in range(max(begins.values()), max(ends.values())):
-        entries = {r: streams[r]["entries"][number - begins[r]] if number < ends[r] else None for r in streams}
-        labels = {entry[0] for entry in entries.values() if entry is not None}
-        if len(labels) > 1 or None in entries.values():
-            head = f"The paths part at collective {number + 1} of {_set(ranks)}:"
-            return len(labels) > 1, "\n".join([head, *_odd_ones(entries, hosts)])
-    return None
-
-
-def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
-    """A line for each rank, the rare ways first; a few of those that went the way of the most."""
-    ways: dict[str | None, list[int]] = {}
-    for rank, entry in sorted(entries.items()):
-        ways.setdefault(entry and entry[0], []).append(rank)
-    lines: list[str] = []
-    for label, ranks in sorted(ways.items(), key=lambda way: len(way[1])):
-        for rank in islice(ranks, _TOLD_RANKS):
-            entry = entries[rank]
-            did = "has not entered it" if entry is None else f"{label!r} at {entry[1] or 'no line of the script'}"
-            lines.append(f"  rank {rank} on {hosts[rank]}: {did}")
-        if len(ranks) > _TOLD_RANKS:
-            lines.append(f"  and {len(ranks) - _TOLD_RANKS} more like rank {ranks[_TOLD_RANKS - 1]}")
-    return lines
-
-
-def _set(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_TOLD_RANKS]))
-    return f"ranks {shown}" + (f" and {len(ranks) - _TOLD_RANKS} more" if len(ranks) > _TOLD_RANKS else "")

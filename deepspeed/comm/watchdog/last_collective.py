@@ -36,18 +36,13 @@ class LastCollectivePage:
         self._token = secrets.token_bytes(16)
         self._descriptor = -1
         self._page: mmap.mmap | bytearray = bytearray(_SIZE)
-        self._written, self._length = "", 0  # the label on the page, and its bytes there
         self.write("start", OUTSIDE)
 
     def write(self, label: str, state: int) -> None:
         """Enter a collective (`INSIDE`) or another state, from now on."""
-        if label is self._written:  # as of a message that was started, and is waited for
-            _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
-            return
-        text = label.encode()[: _SIZE - _HEAD.size]
-        self._written, self._length = label, len(text)
-        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, self._length, self._token)
-        self._page[_HEAD.size : _HEAD.size + self._length] = text
+        text = label.encode()[: _SIZE - _HEAD.size]  # no attribute remembers it: several threads communicate
+        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
+        self._page[_HEAD.size : _HEAD.size + len(text)] = text
 
     def turn(self, state: int) -> None:
         """Change the state alone: the label stays, as that of the last collective."""
@@ -55,16 +50,13 @@ class LastCollectivePage:
 
     @property
     def inside(self) -> bool:
-        """Whether this process is in a collective."""
         return self._page[_STATE_AT] == INSIDE
 
     @property
     def label(self) -> str:
-        """What was written last."""
         return bytes(self.snapshot()[_HEAD.size :]).decode(errors="replace")
 
     def snapshot(self) -> bytes:
-        """The page as it is now."""
         return bytes(self._page[: _HEAD.size + _HEAD.unpack_from(self._page)[3]])
 
     def share(self) -> str:
@@ -86,16 +78,16 @@ class LastCollectivePage:
             os.close(self._descriptor)
             self._descriptor = -1
 
-
-def neighbour(address: str) -> mmap.mmap | None:
-    """The page at an address of `LastCollectivePage.share`; None when its process is gone or hidden from this one."""
-    process, descriptor, token = address.split(" ")
-    try:
-        with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
-            page = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
-    return page if _HEAD.unpack_from(page)[4].hex() == token else None  # containers number their processes alike
+    @staticmethod
+    def map(address: str) -> mmap.mmap | None:
+        """The page at an address of `share`; None when its process is gone or hidden from this one."""
+        process, descriptor, token = address.split(" ")
+        try:
+            with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
+                page = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+        return page if _HEAD.unpack_from(page)[4].hex() == token else None  # containers number their processes alike
 
 
 def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
@@ -126,11 +118,11 @@ def backend_settings() -> str:
 
 
 def whereabouts() -> str:
-    """`host, file:line` of the innermost frame of the main thread that is the user's; taken by another thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    own = _own(frame)
-    place = "" if own is None else f", {own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
-    return f"{socket.gethostname()}{place}"
+    """`host, file:line` of the innermost frame of the main thread that is the user's, and what its device waits for."""
+    late = underway.oldest()
+    frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    place = "" if frame is None else f", {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{socket.gethostname()}{place}" + (f", the device waits for '{late[0]}'" if late is not None else "")
 
 
 @cache
@@ -139,7 +131,7 @@ def is_users(path: str) -> bool:
     return not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path
 
 
-def _own(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return frame

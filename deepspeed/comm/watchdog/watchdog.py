@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from deepspeed.comm.shutdown import Phase, released_in
-from deepspeed.comm.watchdog.desync import parting, trail
+from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.last_collective import (
     INSIDE,
     LEFT,
@@ -27,7 +27,6 @@ from deepspeed.comm.watchdog.last_collective import (
     backend_settings,
     boot,
     describe,
-    neighbour,
     underway,
     whereabouts,
 )
@@ -71,7 +70,6 @@ class Stopping:
         self.possible = True
 
     def alone(self) -> None:
-        """Nobody else has to agree."""
         if self.request and self._decision is None:
             self._decision = self._promise = self._steps
 
@@ -144,12 +142,6 @@ def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
     return f"  rank {rank}: in {where}" if state == INSIDE else f"  rank {rank}: in no collective, after {where}"
 
 
-def where_now() -> str:
-    """Where the main thread is, and what the device has not finished."""
-    late = underway.oldest()
-    return whereabouts() + (f", the device waits for '{late[0]}'" if late is not None else "")
-
-
 # [Note: the watch]
 # Each rank keeps its place in a page of memory and runs one daemon thread with its own connection to the group's store.
 # Twice a second the thread publishes the place (`seen/<rank>`, when it changed) and looks for the key `alarm`. A rank
@@ -188,28 +180,42 @@ class WatchdogState:
         self.resting = False  # the watcher's thread was stopped, and the next collective starts it anew
         self.watches = 0
 
+    def raise_if_alarmed(self, label: str = "") -> None:
+        """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
+        if self.verdict is not None:
+            self.raised = True
+            raise CommError(f"'{label}' was not started: {self.verdict}" if label else self.verdict)
+
+    def allow(self, timeout: timedelta) -> None:
+        """Let one collective take `timeout`, where that is longer than what was allowed before."""
+        self.timeout = max(self.timeout, timeout)
+
+    def leave_collective(self) -> None:
+        """The host goes on: the page says so, and the span of the collective ends."""
+        self.page.turn(OUTSIDE)
+        if recorder.on:
+            recorder.leave()
+
+    def wait_for_peers(self) -> None:
+        """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
+        if self.watcher is not None:
+            self.watcher.wait_for_peers()
+
+    def seconds_to_end(self) -> float:
+        """Longest time until this process ends with the report of a failure; 0 when none has been seen."""
+        return ANSWER_S + 2.0 if self.raised else 0.0
+
+    def end_of_step(self) -> int:
+        """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it."""
+        if self.watcher is None:
+            stopping.alone()
+        return stopping.step(
+            self.raise_if_alarmed, self.watcher.look_now if self.watcher is not None else stopping.alone
+        )
+
 
 here = WatchdogState()
 """Of this process."""
-
-
-def raise_if_alarmed(label: str = "") -> None:
-    """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
-    if here.verdict is not None:
-        here.raised = True
-        raise CommError(f"'{label}' was not started: {here.verdict}" if label else here.verdict)
-
-
-def current_collective() -> str:
-    """The label of the collective this process is in: that of its phases too."""
-    return here.page.label
-
-
-def leave_collective() -> None:
-    """The host goes on: the page says so, and the span of the collective ends."""
-    here.page.turn(OUTSIDE)
-    if recorder.on:
-        recorder.leave()
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
@@ -227,7 +233,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
     here.raised = True
     report = here.watcher.ask(what, ranks) if here.watcher else line_of(0, here.page.snapshot(), True)
-    leave_collective()
+    here.leave_collective()
     return (CommTimeoutError if timed_out else CommError)(full_report(what, report))
 
 
@@ -249,17 +255,6 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
     atexit.register(_at_exit)
 
 
-def wait_for_peers() -> None:
-    """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
-    if here.watcher is not None:
-        here.watcher.wait_for_peers()
-
-
-def ends_by_itself() -> float:
-    """Longest time in seconds until this process ends with the report of a failure; 0 when none has been seen."""
-    return ANSWER_S + 2.0 if here.raised else 0.0
-
-
 @released_in(Phase.WATCH)
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
@@ -278,50 +273,24 @@ def _at_exit() -> None:
     end, rests = time.monotonic() + LET_GO_S, 0
     while rests < 2 and time.monotonic() < end:
         time.sleep(0.002)
-        rests = 0 if _gloo_is_busy() else rests + 1
-
-
-def _gloo_is_busy() -> bool:
-    """Whether a thread of gloo's runs, or would if a core were free; only Linux tells."""
-    for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
-            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
-            if "gloo" in name and not rest.startswith("S"):
-                return True
-    return False
-
-
-def end_of_step() -> int:
-    """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it.
-
-    Raises:
-        CommError: another rank has failed.
-    """
-    watcher = here.watcher
-    if watcher is None:
-        stopping.alone()
-    return stopping.step(raise_if_alarmed, watcher.look_now if watcher is not None else stopping.alone)
-
-
-def allow(timeout: timedelta) -> None:
-    """Let one collective take `timeout`, where that is longer than what was allowed before."""
-    here.timeout = max(here.timeout, timeout)
+        rests += 1
+        for thread in Path("/proc/self/task").glob("*"):  # on Linux alone
+            with suppress(OSError):  # it has ended
+                name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+                if "gloo" in name and not rest.startswith("S"):
+                    rests = 0  # it runs, or would if a core were free
 
 
 def timeout() -> timedelta:
-    """How long one collective may take."""
     return here.timeout
 
 
 class WatchThread(threading.Thread):
-    """The thread of a watch."""
-
     def __init__(self, watcher: _Watcher) -> None:
         super().__init__(name="deepspeed-watch", daemon=True)
         self._watcher = watcher
 
     def run(self) -> None:
-        """Look around until the watch is over, or stopped."""
         self._watcher.look_around()
 
     def stop(self) -> None:
@@ -362,13 +331,11 @@ class _Watcher:
         return self._report or self._compose()
 
     def wait_for_peers(self) -> None:
-        """Let the thread look around once."""
         self._looked.clear()
         self.look_now()
         self._looked.wait(POLL_S)
 
     def look_now(self) -> None:
-        """Have the thread look around at once."""
         if here.resting:
             self.go_on()
         self._wake.set()
@@ -500,7 +467,7 @@ class _Watcher:
         if len(self._neighbours) < self._world - 1 and store.check([f"pages/{boot()}"]):
             for entry in store.get(f"pages/{boot()}").decode().splitlines():
                 rank, address = entry.split(" ", 1)
-                page = None if int(rank) in {self._rank, *self._neighbours} else neighbour(address)
+                page = None if int(rank) in {self._rank, *self._neighbours} else LastCollectivePage.map(address)
                 if page is not None:
                     self._neighbours[int(rank)] = page
         return store.get("alarm").decode() if store.check(["alarm"]) else None
@@ -521,16 +488,16 @@ class _Watcher:
             answered = rank == self._rank or rank in self._answered
             heard = here.page.snapshot() if rank == self._rank else self._heard.get(rank)
             line = line_of(rank, heard if answered else self._neighbours.get(rank, heard), answered)
-            where = where_now() if rank == self._rank else self._where.get(rank)
+            where = whereabouts() if rank == self._rank else self._where.get(rank)
             lines.append(f"{line} ({where})" if where else line)
         if trail.interval:
-            part = parting({**self._trails, self._rank: trail.recent()})
+            part = trail.parting({**self._trails, self._rank: trail.recent()})
             lines += [part] if part else trail.latest()
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
-        store.set(f"where/{self._rank}", where_now())
+        store.set(f"where/{self._rank}", whereabouts())
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", here.page.snapshot())

@@ -10,6 +10,7 @@ import torch
 from deepspeed.compression.pruning.distributed_topk import exact_sums, kept_of
 from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
+from deepspeed.errors import CompressionError
 
 _MOMENTUM = 0.9  # of the Taylor scores of single weights
 
@@ -93,11 +94,13 @@ class Scores:
                 return torch.zeros(owned.high - owned.low) if grown is None else grown
             with owned.values() as values:
                 sizes = values.to(torch.float32).abs()
+            if rule.criterion == "magnitude":
+                return sizes
             if rule.criterion == "activation":
                 sums, axis = self.inputs[owned.name]
                 norms, stride = sums.sqrt().to(torch.float32), owned.shape[axis + 1 :].numel()
-                sizes = sizes * norms[torch.arange(owned.low, owned.high) // stride % norms.numel()]
-            return sizes
+                return sizes * norms[torch.arange(owned.low, owned.high) // stride % norms.numel()]
+            raise CompressionError(f"{rule.name}: single weights have no scores by criterion {rule.criterion!r}")
 
         return score
 
@@ -127,6 +130,8 @@ class Scores:
             grown = self._units.get(rule.name)
             total = torch.zeros(sum(sizes), dtype=torch.float64) if grown is None else grown
             return list(total.split(sizes))
+        if rule.criterion != "magnitude":
+            raise CompressionError(f"{rule.name}: units have no scores by criterion {rule.criterion!r}")
         parts, first, most = [], 0, 1
         for family in rule.families:
             for slot in (slot for slot in family.slots if slot.scored):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from deepspeed import checkpoint, comm, ops
-from deepspeed.comm.fake.fake_world import SimulatedMemory
+from deepspeed.comm.fake_world import SimulatedMemory
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.shared_memory import allocator
 from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.ops import aio
 from deepspeed.storage import buffer_pool
 from deepspeed.zero.gradients import buckets, reduce_scatter, reducer
-from deepspeed.zero.optimizer import optimizer, optimizer_shard, update
+from deepspeed.zero.optimizer import optimizer, optimizer_shard, optimizer_surface, update
 from deepspeed.zero.parameters import buffer_views, module_hooks, prefetch
 from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -30,7 +30,8 @@ _BY_MODULE = {
     allocator: "",
     buffer_views: GATHERED, module_hooks: GATHERED, prefetch: GATHERED,
     reduce_scatter: TRANSIT, buckets: GRADIENTS, reducer: GRADIENTS,
-    update: OPTIMIZER, optimizer_shard: OPTIMIZER, optimizer: OPTIMIZER, buffer_pool: POOLS,
+    update: OPTIMIZER, optimizer_shard: OPTIMIZER, optimizer: OPTIMIZER, optimizer_surface: OPTIMIZER,
+    buffer_pool: POOLS,
 }  # fmt: skip
 # The same for whole packages; the first that a module lies in counts.
 _BY_PACKAGE = {comm: TRANSIT, torch.optim: OPTIMIZER, aio: POOLS, ops: OPTIMIZER, checkpoint: OPTIMIZER}

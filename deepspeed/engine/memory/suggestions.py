@@ -32,7 +32,7 @@ from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState
 from deepspeed.zero.layout.stages import Policy, policy_for
 from deepspeed.zero.layout.units import units_of
 from deepspeed.zero.out_of_memory import is_exhaustion
-from deepspeed.zero.parameters.grouping import LEAST_BUCKETS, SMALLEST_SHARE, bins
+from deepspeed.zero.parameters.grouping import MIN_BUCKET_NUMEL, MIN_BUCKETS, bins
 from deepspeed.zero.parameters.parameter import ManagedParameter, is_managed
 
 REGION = 1 << 26  # bytes of the regions in which ranks of a machine share memory
@@ -198,7 +198,7 @@ class Holding:
     def _groups(self, policy: Policy) -> list[int]:
         if policy.gathers_before_use:
             return list(self.units)
-        limit = min(self.bucket, max((self.trained + self.frozen) // LEAST_BUCKETS, SMALLEST_SHARE))
+        limit = min(self.bucket, max((self.trained + self.frozen) // MIN_BUCKETS, MIN_BUCKET_NUMEL))
         return [sum(numels) for numels in bins(self.tensors[::-1], limit, int)]
 
     def _rest(self, setting: Setting, policy: Policy) -> float:

@@ -18,7 +18,7 @@ from deepspeed.errors import UsageError
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.layout.layout import by_group
 from deepspeed.zero.layout.stages import policy_for
-from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parallel_groups import alone
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Tiers
@@ -50,7 +50,7 @@ def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], 
         if not is_managed(param):
             continue
         tiers: Tiers = param._ds_member.group.tiers  # type: ignore[attr-defined]
-        release([param])
+        unshard([param])
         if param not in stay:
             param.data = param.data.new_empty(0)
         elif axis is not None and (axis.size > 1 or tiers.parameters is not RESIDENT):

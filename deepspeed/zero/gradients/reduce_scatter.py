@@ -181,7 +181,7 @@ class GradReduceScatter:
             return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
         # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
         exact = current.post_reduce_scale == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
-        if exact and collectives.can_all_reduce(axis, buffer.dtype):
+        if exact and axis.can_all_reduce(buffer.dtype):
             tags = (tag, tag_of(group.channel, SPREAD, seq))
             return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
         if axis.size == 2 and axis.tagged:

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.comm.collectives import collectives
 from deepspeed.comm.collectives.collectives import READ
-from deepspeed.comm.process_groups.axis import separate_reductions
+from deepspeed.comm.process_groups.axis import axes_here
 from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import Replaceable
 from deepspeed.foundation.log import warn_once
@@ -112,7 +112,7 @@ class Reducer:
         self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        separate_reductions((axis for group in groups for axis in group.ranks.summing), axes.everyone)
+        axes_here().separate_reductions((axis for group in groups for axis in group.ranks.summing), axes.everyone)
         self.reduce_scatter = GradReduceScatter(settings, largest, self.device)
         self._agreement = GradAgreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():

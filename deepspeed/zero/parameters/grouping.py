@@ -1,4 +1,8 @@
-"""Groups parameters: buckets in backward order, or the units of a sharded module."""
+"""Which parameters form one `ShardGroup`, and so travel in one collective.
+
+At stages 0 to 2 groups are size-limited buckets in backward order. At stage 3 there is one group for each unit of the
+module tree (`zero/layout/units.py`), and more where its parameters are of several kinds (`GroupKey`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +29,9 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
-# A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
-# never smaller than this many elements on account of it.
-LEAST_BUCKETS, SMALLEST_SHARE = 8, 1 << 18
+# A bucket has at most 1 / MIN_BUCKETS of the model's elements, or MIN_BUCKET_NUMEL if that is more, so that reducing
+# overlaps backward on small models too.
+MIN_BUCKETS, MIN_BUCKET_NUMEL = 8, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,11 @@ class GroupingPlan:
     """Sizes and constraints of groups.
 
     Args:
-        bucket: most elements in a group (`reduce_bucket_size`).
-        whole_tensors: the optimizer needs whole matrices, so groups are cut between parameters.
+        bucket: maximum number of elements in a bucket (`reduce_bucket_size`).
+        whole_tensors: the optimizer needs whole matrices, so shards begin and end between parameters.
         one_owner: the optimizer needs all parameters at once, so one rank updates them all.
-        persist_below: parameters with fewer elements stay whole (`stage3_param_persistence_threshold`).
-        persist_total: most elements that stay whole (`stage3_model_persistence_threshold`).
+        persist_below: parameters with fewer elements stay whole at stage 3 (`stage3_param_persistence_threshold`).
+        persist_total: maximum number of elements that stay whole (`stage3_model_persistence_threshold`).
     """
 
     bucket: int = 500_000_000
@@ -48,7 +52,8 @@ class GroupingPlan:
     persist_below: int = 0
     persist_total: int = 1 << 62
 
-    def cut(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
+    def layout_for(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
+        """Where the concatenation of a group's parameters is cut into one shard for each rank."""
         if self.one_owner and policy.owns_a_shard:
             return by_first(numels, ranks)
         if self.whole_tensors and policy.owns_a_shard:
@@ -56,8 +61,20 @@ class GroupingPlan:
         return by_group(numels, ranks)
 
 
+class GroupKey(NamedTuple):
+    """What all parameters of a group have in common."""
+
+    policy: Policy
+    unit: nn.Module | None  # None in buckets
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    updated: bool  # by the optimizer
+    signature: Signature
+
+
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
-    """All parameters with their first names; those that only the optimizer knows come last."""
+    """All parameters, each under the first of its names; those in `extra`, which only the optimizer has, come last."""
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
         names.setdefault(param, f"optimizer parameter {index}")
@@ -68,7 +85,7 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Split into consecutive lists of at most `limit` elements, with at least one parameter each."""
+    """Split items into consecutive lists of at most `limit` elements; an item that is larger has a list of its own."""
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -89,42 +106,49 @@ def plan_groups(
     dtypes: Mapping[Parameter, torch.dtype],
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """Split a model into (policy, parameters), each of one dtype, device, signature, trainable or frozen."""
+    """Divide a model's parameters into groups, each with its policy; all parameters of a group have one `GroupKey`.
+
+    Args:
+        names: all parameters, in the order of the model.
+        updated: those that the optimizer updates.
+        policy: of the stage; at stage 3 small parameters get another one, by which they stay whole.
+        dtypes: the dtype that a parameter is computed in, where that is not its own.
+        signatures: how a parameter lies on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
+    """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
         unit_of = units_of(module)
         if blocks := repeated_blocks(module):
             log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
-    kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+    by_key: dict[GroupKey, list[Parameter]] = defaultdict(list)
     persistent = 0
     for param in names:
-        own = policy
-        # Kept parameters live by another row of the table: gathered for good, gradients and optimizer state split.
+        of_param = policy
+        # Parameters that stay whole have another row of the table in `stages.py`: they are gathered after each step,
+        # and only their gradients and optimizer state are sharded.
         small = param.numel() < plan.persist_below and persistent + param.numel() <= plan.persist_total
         if policy.gathers_before_use and small:
-            own, persistent = KEPT_WHOLE, persistent + param.numel()
+            of_param, persistent = KEPT_WHOLE, persistent + param.numel()
         elif not policy.gathers_before_use and param not in updated:
-            continue  # neither split nor updated: nothing to manage
-        unit = unit_of.get(param) if own.gathers_before_use else None
+            continue  # neither sharded nor updated: nothing to manage
+        unit = unit_of.get(param) if of_param.gathers_before_use else None
         dtype, signature = dtypes.get(param, param.dtype), signatures.get(param, DATA_PARALLEL)
-        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated, signature)].append(param)
+        key = GroupKey(of_param, unit, dtype, param.device, param.requires_grad, param in updated, signature)
+        by_key[key].append(param)
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
-    share = max(total // LEAST_BUCKETS, SMALLEST_SHARE)
-    limit = plan.bucket if plan.whole_tensors else min(plan.bucket, share)
-    for key, params in kinds.items():
-        own = key[0]
-        if not isinstance(own, Policy):
-            raise TypeError("grouping key without a policy")
-        if own.gathers_before_use:
-            groups.append((own, params))
+    limit = plan.bucket if plan.whole_tensors else min(plan.bucket, max(total // MIN_BUCKETS, MIN_BUCKET_NUMEL))
+    for key, params in by_key.items():
+        if key.policy.gathers_before_use:
+            groups.append((key.policy, params))
         else:
-            groups += [(own, chunk) for chunk in bins(params[::-1], limit, Parameter.numel)]
+            backward_order = params[::-1]
+            groups += [(key.policy, bucket) for bucket in bins(backward_order, limit, Parameter.numel)]
     return groups
 
 
-def release(params: Iterable[Any]) -> None:
-    """Unshard parameters of zero.Init. All ranks that hold shards call together."""
+def unshard(params: Iterable[Any]) -> None:
+    """Make parameters of zero.Init whole, ordinary ones again. All ranks that hold shards call together."""
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
@@ -145,21 +169,22 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """Make one group; parameters that zero.Init has sharded are gathered and sharded anew."""
+    """Make one `ShardGroup`; parameters that zero.Init has sharded are gathered and sharded again."""
     away = tiers is not None and tiers.parameters is not RESIDENT
-    # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
+    # Where host memory is tight, buffers are allocated with mmap, so that each old buffer returns to the OS when it is
+    # freed.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
         initialized: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
         for group in initialized:
             group.wait_all_gather()
             group.dissolve()
         members = [ParamRecord(param, names[param]) for param in params]
-        layout = plan.cut(policy, [p.numel() for p in params], ranks.shard.size)
+        layout = plan.layout_for(policy, [p.numel() for p in params], ranks.shard.size)
         shard_group = ShardGroup(ranks, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if initialized:
         for group in initialized:
             group.drop()
         if shard_group.device.type == "cpu":
-            # Many small buffers have been freed: without this their pages stay with the process.
+            # Many small buffers have been freed; without this call the process keeps their pages.
             get_accelerator().empty_cache()
     return shard_group

@@ -27,7 +27,6 @@ from deepspeed.comm.process_groups.mesh import (
     Asked,
     Mesh,
     mesh_for,
-    mesh_of_unit,
     ranks_started,
     resolve,
 )
@@ -88,7 +87,7 @@ def find_mesh(
         sizes += [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]
     sizes += also
     if mpu is not None:
-        return mesh_of_unit(mpu, sizes, device)
+        return Mesh.of_unit(mpu, sizes, device)
     return mesh_for(resolve(ranks_started(), sizes), None, device)
 
 

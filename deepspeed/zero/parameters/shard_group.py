@@ -302,9 +302,10 @@ class ShardGroup(LocalShard):
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
-            moved = param.data_ptr() != view.data_ptr()  # by `param.data = …`
-            replaced = moved and (param.dtype != view.dtype or not torch.equal(param.detach(), view))
-            changed = version != member.version or replaced or self.buffer_views.written(member)
+            changed = version != member.version
+            if not changed and param.data_ptr() != view.data_ptr():  # by `param.data = …`
+                changed = param.dtype != view.dtype or not torch.equal(param.detach(), view)
+            changed = changed or self.buffer_views.written(member)
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None

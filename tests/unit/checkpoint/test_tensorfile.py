@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -130,3 +131,19 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path.write_bytes(data[:-1])
     with pytest.raises(CheckpointCorruptError, match="bytes"):
         TensorFile(path, seal)
+
+
+def test_a_read_that_finds_no_memory_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(8, dtype=torch.int64)
+    write_tensors(tmp_path / "f.safetensors", [fixed("a", values)], {})
+    with TensorFile(tmp_path / "f.safetensors") as file:
+        begin = file.entries["a"].begin
+        before = set(os.listdir("/proc/self/fd"))
+
+        def no_memory(*_: object, **__: object) -> torch.Tensor:
+            raise MemoryError
+
+        monkeypatch.setattr(safetensors_file.torch, "empty", no_memory)
+        with pytest.raises(MemoryError):
+            file.read_blocks([(begin, begin + 64, [Range(begin, begin + 64, torch.int64, values.clone())])])
+        assert set(os.listdir("/proc/self/fd")) == before

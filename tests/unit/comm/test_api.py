@@ -10,10 +10,9 @@ import pytest
 
 from deepspeed.comm.watchdog.comms_logger import (
     CommsLogger,
-    as_table,
+    Curve,
     calc_bw_log,
     convert_size,
-    read_curve,
     trimmed_mean,
 )
 from deepspeed.errors import ArgumentError
@@ -62,8 +61,8 @@ def test_what_is_timed(settings, prof, wanted):
 
 
 def test_the_table_lines_up():
-    assert as_table([]) == "no collective was timed"
-    assert as_table([{"op": "x", "ms": 1.0}, {"op": "long", "ms": 10.0}]).splitlines() == [
+    assert CommsLogger.as_table([]) == "no collective was timed"
+    assert CommsLogger.as_table([{"op": "x", "ms": 1.0}, {"op": "long", "ms": 10.0}]).splitlines() == [
         "  op      ms",
         "   x   1.000",
         "long  10.000",
@@ -127,10 +126,10 @@ def test_the_machines_curve_stands_beside(tmp_path):
     file = tmp_path / "curve.json"
     rows = [{"bytes": 1 << 10, "busbw": 1.0}, {"bytes": 1 << 14, "busbw": 4.0}]
     file.write_text(json.dumps({"curve": {"all_reduce": rows, "reduce_scatter": rows}}))
-    curve = read_curve(str(file))
+    curve = Curve.read(str(file))
     assert [curve.busbw("all_reduce", 1 << p) for p in (8, 10, 12, 14, 20)] == pytest.approx([1.0, 1.0, 2.0, 4.0, 4.0])
     assert curve.busbw("reduce", 1 << 12) == pytest.approx(2.0) and curve.busbw("broadcast", 8) == 0.0
     for text in ("", "[]", "{}"):
         file.write_text(text)
         with pytest.raises(ArgumentError, match="is no file that ds_bench has written"):
-            read_curve(str(file))
+            Curve.read(str(file))

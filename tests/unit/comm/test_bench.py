@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.comm.bench import OPERATIONS, measure, parser
-from deepspeed.comm.watchdog.comms_logger import read_curve
+from deepspeed.comm.watchdog.comms_logger import Curve
 from deepspeed.errors import ArgumentError
 from tests.harness.pool import WorkerPool
 
@@ -60,6 +60,6 @@ def test_the_command_starts_its_ranks_and_writes_a_curve_that_the_logger_reads(t
     assert done.returncode == 0, done.stderr[-2000:]
     assert "---- all_reduce, 2 ranks, float32" in done.stdout and "BusBW (Gbps)" in done.stdout
     assert json.loads(file.read_text())["ranks"] == 2 and file.with_suffix(".png").stat().st_size > 5000
-    curve = read_curve(str(file))
+    curve = Curve.read(str(file))
     low, between, high = (curve.busbw("all_reduce", size) for size in (1024, 1500, 2048))
     assert min(low, high) <= between <= max(low, high) and curve.busbw("broadcast", 1024) == 0.0

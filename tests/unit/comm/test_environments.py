@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from deepspeed.comm.process_groups.launch_env import World, discover, meeting_address
+from deepspeed.comm.process_groups.launch_env import World, discover
 from deepspeed.errors import ArgumentError
 from tests.unit.comm.ranks import LAUNCHERS
 
@@ -137,7 +137,7 @@ def variables(monkeypatch):
 
 def found(root="/"):
     world = discover(-1, -1, 29500, True, str(root))
-    return (world.rank, world.size, world.local_rank, meeting_address(world, os.environ), world.port)
+    return (world.rank, world.size, world.local_rank, world.meeting_address(os.environ), world.port)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -13,7 +13,7 @@ from deepspeed.planner.train_program import Program
 
 def test_hosts_share_sums_where_that_saves_bytes():
     def rows(*hosts: str) -> list[tuple[int, ...]]:
-        return axes.by_host(range(len(hosts)), dict(enumerate(hosts)))
+        return axes.AxisRegistry.by_host(range(len(hosts)), dict(enumerate(hosts)))
 
     assert rows(*"aaabbb") == [(0, 1, 2), (3, 4, 5)]
     assert rows(*"aaaabbbbcccc") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
@@ -23,7 +23,7 @@ def test_hosts_share_sums_where_that_saves_bytes():
 
 def test_ranks_that_nobody_numbers_are_of_one_host_by_its_name():
     def hosts(*places: tuple[str, int]) -> list[tuple[int, ...]]:
-        return axes.by_host(range(len(places)), axes.AxisRegistry._hosts(places))
+        return axes.AxisRegistry.by_host(range(len(places)), axes.AxisRegistry._hosts(places))
 
     numbered = [(name, local) for name in "ab" for local in range(3)]
     unnumbered = [(name, 0) for name, _ in numbered]  # no launcher's variable, or each rank sees one device

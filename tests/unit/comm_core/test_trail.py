@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from deepspeed.comm.watchdog.desync import DesyncDetector, parting
+from deepspeed.comm.watchdog.desync import DesyncDetector
 
 OWNER = object()
 
@@ -49,7 +49,7 @@ def test_the_first_difference_is_named_with_the_lines():
     one, other = trail_of(["a", "b", "c"]), trail_of(["a"])
     line = inspect.currentframe().f_lineno + 1
     other.enter(OWNER, "public", lambda: (0, 1), "x")
-    text = parting({0: one.recent(), 1: other.recent()})
+    text = DesyncDetector.parting({0: one.recent(), 1: other.recent()})
     assert text.startswith("The paths part at collective 2 of ranks 0, 1:")
     assert f"rank 1 on {__import__('socket').gethostname()}: 'x' at {__file__}:{line} in " in text
     assert "'b' at" in text and "'c'" not in text
@@ -60,24 +60,24 @@ def test_a_rank_that_is_not_there_yet_comes_after_ranks_that_differ():
     one, other = trail_of(["a", "b"]), trail_of(["a"])
     for made, label in ((one, "c"), (other, "d")):
         made.enter(group, "public", lambda: (0, 1, 2), label)
-    text = parting({0: one.recent(), 1: other.recent()})
+    text = DesyncDetector.parting({0: one.recent(), 1: other.recent()})
     assert text.index("'d'") < text.index("has not entered it")
 
 
 def test_equal_trails_part_nowhere():
-    assert parting({0: trail_of("abc").recent(), 1: trail_of("abc").recent()}) == ""
+    assert DesyncDetector.parting({0: trail_of("abc").recent(), 1: trail_of("abc").recent()}) == ""
 
 
 def test_two_owners_of_the_same_ranks_share_an_order():
     one, other = trail_of("ab"), trail_of("a")
     other.enter(object(), "public", lambda: (0, 1), "b")
-    assert parting({0: one.recent(), 1: other.recent()}) == ""
+    assert DesyncDetector.parting({0: one.recent(), 1: other.recent()}) == ""
 
 
 def test_many_ranks_take_few_lines():
     told = {rank: trail_of("ab", ranks=range(100)).recent() for rank in range(100)}
     told[50] = trail_of("ax", ranks=range(100)).recent()
-    lines = parting(told).splitlines()
+    lines = DesyncDetector.parting(told).splitlines()
     assert len(lines) <= 12 and "rank 50 " in lines[1] and "more like rank" in lines[-1]
 
 

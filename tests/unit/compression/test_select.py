@@ -9,9 +9,12 @@ from torch import nn
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.compression.pruning import distributed_topk
 from deepspeed.compression.pruning.distributed_topk import exact_sums, keep_largest, kept_of, largest_units, ordered
+from deepspeed.compression.pruning.importance import Scores
 from deepspeed.compression.pruning.masks import apply_mask, count_dropped, pack_flags, unpack_flags
+from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.compression.utils import asymmetric, binary, quantize, straight_through, symmetric, ternary
+from deepspeed.errors import CompressionError
 
 ALONE = Axis("alone", (0,), 0, None, True)
 
@@ -86,3 +89,15 @@ def test_the_arithmetic_of_fake_quantization() -> None:
     weight = x.clone().requires_grad_()
     straight_through(weight, symmetric(weight.detach(), 3)).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.ones(6))
+
+
+def test_a_criterion_that_no_score_knows_is_refused() -> None:
+    rule = CompressionRule("sparse_pruning.x", "sparse_pruning", 0.5, 0, None, 1, False, "magnitude", False)
+    owned = Owned("w", nn.Parameter(torch.tensor([1.0, -2.0])), ALONE, None)
+    scores = Scores([rule], {"w": owned}, {"w": "w"}, exchange())
+    assert scores.of_weights(rule)(owned).tolist() == [1.0, 2.0]
+    rule.criterion = "magnitudes"
+    with pytest.raises(CompressionError, match=r"sparse_pruning\.x: .*'magnitudes'"):
+        scores.of_weights(rule)(owned)
+    with pytest.raises(CompressionError, match=r"sparse_pruning\.x: .*'magnitudes'"):
+        scores.of_units(rule)

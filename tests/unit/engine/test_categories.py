@@ -28,6 +28,7 @@ from deepspeed.engine.memory.categories import (
 from deepspeed.ops import aio, cpu_optimizer
 from deepspeed.storage import buffer_pool
 from deepspeed.zero.gradients import buckets, reduce_scatter, reducer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters import prefetch
 from deepspeed.zero.parameters.local_shard import LocalShard
 from deepspeed.zero.parameters.shard_group import ShardGroup
@@ -77,3 +78,9 @@ def test_messages_are_for_whoever_sends_them() -> None:
 def test_every_function_of_the_table_is_one_that_python_calls() -> None:
     assert all(isinstance(code, CodeType) for code in categories._CODES)
     assert len(categories._CODES) == len(categories._BY_FUNCTION)
+
+
+def test_all_files_of_the_optimizer_allocate_for_it() -> None:
+    modules = {cls.__module__ for cls in ZeroOptimizer.__mro__} - {"builtins"}
+    assert len(modules) > 1
+    assert {innermost([_frame(importlib.import_module(module))]) for module in modules} == {OPTIMIZER}

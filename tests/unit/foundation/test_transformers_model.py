@@ -83,3 +83,9 @@ def test_block_lists_hold_two_or_more_blocks_of_one_class() -> None:
         {"blocks": blocks, "mixed": mixed, "longer": longer, "single": nn.ModuleList([nn.Identity()])}
     )
     assert list(block_lists(model)) == ["longer", "blocks"]
+
+
+def test_a_config_whose_text_config_takes_no_argument() -> None:
+    """Code of a model's own repository may be written so."""
+    text = SimpleNamespace(vocab_size=11)
+    assert text_config(SimpleNamespace(get_text_config=lambda: text)) is text

@@ -44,7 +44,8 @@ def test_tokens_are_those_of_generate_alone_and_among_others(make, options) -> N
     generator = Generator(model, **options)
     assert generator.kind == KIND[make]
     assert generator.generate(given, GREEDY) == wanted
-    assert [generator.generate([prompt], GREEDY)[0] for prompt in given[::3]] == wanted[::3]
+    once = [generator.generate([iter(prompt)], GREEDY)[0] for prompt in given[::3]]  # a prompt is read once
+    assert once == wanted[::3]
     assert generator.idle and generator.load().free_pages == generator.pages.count
     assert alone(model, given[1], NEW) == wanted[1], "the model has changed for others"
     generator.close()

@@ -213,14 +213,14 @@ def shared_page_written() -> Iterator[None]:
     real = scheduler.Scheduler._reuse
 
     def reuse(self, track):
-        take, self.pages.take = self.pages.take, lambda: self._tail
-        self._tail = getattr(self.pages.match(track.tokens).tail, "page", None)
+        take, self.pool.take = self.pool.take, lambda: self._tail
+        self._tail = getattr(self.pool.match(track.tokens).tail, "page", None)
         try:
             real(self, track)
-            if track.computed % self.pages.size:
-                self.pages.share(self._tail)
+            if track.computed % self.pool.size:
+                self.pool.share(self._tail)
         finally:
-            self.pages.take = take
+            self.pool.take = take
 
     with mock.patch.object(scheduler.Scheduler, "_reuse", reuse):
         yield

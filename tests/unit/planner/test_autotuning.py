@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.autotuning import Autotuner
 
 import deepspeed
+from deepspeed.autotuning import Autotuner
 from deepspeed.errors import ArgumentError
 from deepspeed.launcher.runner import own_options
 from deepspeed.planner.script_probe import batches, listen

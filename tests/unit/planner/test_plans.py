@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.monitor.registry import MONITORS
 from deepspeed.planner import cli, predict_memory
 from deepspeed.planner.search import (
     ALL,
@@ -25,6 +26,7 @@ from deepspeed.planner.search import (
     search,
     table,
 )
+from deepspeed.planner.train_program import Program
 from deepspeed.simulator.machine import Machine
 
 RATES = [[64, 1e10], [1024, 5e10]]
@@ -278,6 +280,19 @@ def test_predictions_leave_the_model_alone_and_refuse_a_rank_that_is_not_there()
                 predict_memory(Net, ADAMW, 1, batch=torch.zeros(1, 2, 64))
         finally:
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("block", ["jsonl_monitor", "csv_monitor"])
+def test_a_prediction_writes_no_events(block: str, tmp_path: Path) -> None:
+    events = {block: {"enabled": True, "output_path": str(tmp_path)}}
+    config = {"train_micro_batch_size_per_gpu": 1, **ADAMW, **events}
+    predict_memory(Net, config, batch=torch.zeros(1, 2, 64))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_has_no_block_of_a_monitor() -> None:
+    blocks = {name: {"enabled": True} for name in MONITORS}
+    assert Program(Net, {**ADAMW, **blocks}, torch.zeros(1, 2, 64)).settings() == ADAMW
 
 
 def test_allocator_events_agree_with_the_count() -> None:

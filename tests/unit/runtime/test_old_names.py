@@ -7,6 +7,11 @@ import importlib.util
 
 import pytest
 import torch
+from pydantic import Field, ValidationError
+
+import deepspeed
+from deepspeed.errors import NotAvailableError
+from deepspeed.ops import op_builder
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
@@ -16,11 +21,6 @@ from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
 )
 from deepspeed.utils.torch import required_torch_version
-from pydantic import Field, ValidationError
-
-import deepspeed
-from deepspeed.errors import NotAvailableError
-from deepspeed.ops import op_builder
 
 
 @pytest.mark.parametrize("name", op_builder.ALL_OPS)

@@ -107,14 +107,13 @@ def test_a_file_with_code_in_it_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_random_states_by_their_old_names() -> None:
+    import deepspeed
     from deepspeed.runtime.activation_checkpointing.checkpointing import (
         _CUDA_RNG_STATE_TRACKER,
         _MODEL_PARALLEL_RNG_TRACKER_NAME,
         _set_cuda_rng_state,
         get_cuda_rng_tracker,
     )
-
-    import deepspeed
 
     assert _CUDA_RNG_STATE_TRACKER is get_cuda_rng_tracker() is deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER
     assert deepspeed.checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME == _MODEL_PARALLEL_RNG_TRACKER_NAME
@@ -235,9 +234,8 @@ def test_writers_of_files(tmp_path: Path, size: int) -> None:
 
 
 def test_the_address_of_comm_is_comm() -> None:
-    import deepspeed.comm.comm as address
-
     import deepspeed.comm
+    import deepspeed.comm.comm as address
 
     assert address is deepspeed.comm
     assert deepspeed.comm.TorchBackend.get_all_gather_function() is deepspeed.comm.all_gather_into_tensor
@@ -245,9 +243,8 @@ def test_the_address_of_comm_is_comm() -> None:
 
 
 def test_engines_of_pipelines_and_their_base_at_one_address() -> None:
-    from deepspeed.runtime.pipe.engine import DeepSpeedEngine, PipelineEngine
-
     import deepspeed
+    from deepspeed.runtime.pipe.engine import DeepSpeedEngine, PipelineEngine
 
     assert DeepSpeedEngine is deepspeed.DeepSpeedEngine and issubclass(PipelineEngine, DeepSpeedEngine)
 

@@ -70,5 +70,6 @@ def test_persistent_parameters_and_leaves() -> None:
 
 def test_layout_of_a_group() -> None:
     plan = GroupingPlan(whole_tensors=True)
-    assert plan.cut(policy_for(1), [7, 9], 2).cuts == (0, 7, 16)
-    assert plan.cut(policy_for(0), [7, 9], 2).cuts == GroupingPlan().cut(policy_for(1), [7, 9], 2).cuts == (0, 8, 16)
+    assert plan.layout_for(policy_for(1), [7, 9], 2).cuts == (0, 7, 16)
+    assert plan.layout_for(policy_for(0), [7, 9], 2).cuts == (0, 8, 16)
+    assert GroupingPlan().layout_for(policy_for(1), [7, 9], 2).cuts == (0, 8, 16)

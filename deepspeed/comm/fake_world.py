@@ -28,7 +28,7 @@ import torch.distributed as dist
 from deepspeed import native
 from deepspeed.comm.collectives import one_sided, same_error, scalars, torch_api
 from deepspeed.comm.collectives.collectives import Handle
-from deepspeed.comm.collectives.p2p import Header, Sender, place, take_apart
+from deepspeed.comm.collectives.p2p import Header, Sender
 from deepspeed.comm.process_groups import axis as axes
 from deepspeed.comm.process_groups.axis import Axis, AxisRegistry
 from deepspeed.comm.process_groups.process_group import destroy_process_group
@@ -60,8 +60,6 @@ class _There(Until):
 
 
 class SimulatedMemory(SharedMemory):
-    """The shared memory of ranks that are not there."""
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.peers = [r for r in range(size) if r != rank]
@@ -172,11 +170,12 @@ class FakeMessage:
     def gradients(self) -> FakeMessage:
         """The answer: a gradient for each of its tensors that can have one."""
         leaves = [leaf for leaf in self.header.leaves if leaf.differentiable]
-        header, tensors = take_apart([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
+        header, tensors = Header.take_apart(
+            [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        )
         return FakeMessage(header, [None] * len(tensors))
 
     def arrive(self, shared: bool) -> list[torch.Tensor]:
-        """Its tensors at the receiver."""
         if not shared:
             payload = torch.empty(self.header.nbytes, dtype=torch.uint8)
         else:
@@ -184,16 +183,16 @@ class FakeMessage:
             _arrived.add(array.ctypes.data)
             weakref.finalize(array, _arrived.discard, array.ctypes.data).atexit = False
             payload = torch.from_numpy(array)
-        tensors = [place(payload, leaf) for leaf in self.header.leaves]
+        tensors = [leaf.view(payload) for leaf in self.header.leaves]
         for tensor, held in zip(tensors, self.integers, strict=True):
             if held is not None:
                 tensor.numpy()[...] = held
         return tensors
 
-
-def is_of_an_absent_peer(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage stands for memory of a rank that is not there."""
-    return storage.data_ptr() in _arrived
+    @staticmethod
+    def owns(storage: torch.UntypedStorage) -> bool:
+        """Whether a storage stands for memory of a rank that is not there."""
+        return storage.data_ptr() in _arrived
 
 
 class _ReadReceipt(Until):
@@ -247,22 +246,18 @@ class FakeFetchService(one_sided.FetchService):
         if not isinstance(slice_, torch.Tensor):
             with slice_():
                 pass
-        return Handle(self.axis, label, [], None, full, one_sided.bytes_of_others(self.axis, full, cuts))
+        return Handle(self.axis, label, [], None, full, self.axis.bytes_of_others(full, cuts))
 
     def close(self) -> None:
         """Nothing was opened."""
 
 
 class FakeRun(same_error.CollectiveRun):
-    """The other ranks come to the same places, and raise nothing."""
-
     def meet(self, label: str, error: str = "") -> None:
         self.texts[self.axis.rank] = error
 
 
 class FakeObjectExchange(torch_api.ObjectExchange):
-    """The other ranks have the same objects."""
-
     def gather(self, axis: Axis, local: Any) -> list[Any]:
         return [local] * axis.size
 
@@ -284,25 +279,19 @@ class FakeAxisRegistry(AxisRegistry):
         shared = SimulatedMemory(me, len(ranks)) if native.library() is not None else None
         return Axis(name, ranks, me, None, True, shared)
 
-    def separate_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
+    def _make_reductions(self, lacking: list[Axis], everyone: Axis) -> None:
         if everyone.tagged:
             return
-        backend = axes.device_backend(everyone.group)
+        backend = self.device_backend(everyone.group)
         on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
         for axis in lacking:
-            rows = axes.by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
+            rows = self.by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
             own = [row for row in rows if axis.ranks[axis.rank] in row]
             groups = {
                 (on, ranks): axes.make_group(list(ranks), watchdog.timeout(), backend)
-                for on, ranks in axes.communicators_of(axis.ranks, own)
+                for on, ranks in self.communicators_of(axis.ranks, own)
             }
-            axis._reductions = axes.reducing_axis(axis, rows, groups)
-
-
-class FakeNumbers(scalars.FakeScalars):
-    """Numbers that decide, where tensors are the CPU's and hold nothing."""
-
-    device = torch.device("cpu")
+            axis._reductions = self.reducing_axis(axis, rows, groups)
 
 
 @contextlib.contextmanager
@@ -353,9 +342,10 @@ def fake_ranks(
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone
 
+    numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are the CPU's and hold nothing
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with absent_peers(FakeNumbers(), late=late, device=device, per_host=per_host, stage_outputs=stage_outputs):
+        with absent_peers(numbers, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs):
             yield
     finally:
         destroy_process_group()

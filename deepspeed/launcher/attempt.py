@@ -1,4 +1,4 @@
-"""A worker group: starts all ranks of a world, and stops all at the first failure."""
+"""One attempt: tells every host's agent to start its ranks of the world, and ends all at the first failure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GRACE_SECONDS = 3.0
 _STOPS = (signal.SIGINT, signal.SIGTERM)  # after these the ranks end, whatever they do
 
 
-class WorkerGroup:
-    """The ranks of one attempt (`number`, from 0) on some hosts."""
+class Attempt:
+    """All ranks of the world in attempt `number` (from 0), on some hosts; the controller makes one for each restart."""
 
     def __init__(self, job: Job, members: Sequence[HostState], number: int, loop: Loop) -> None:
         self.members = list(members)

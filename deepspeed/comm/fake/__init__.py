@@ -1,1 +1,0 @@
-"""Simulates the absent ranks of a fake world."""

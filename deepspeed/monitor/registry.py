@@ -1,0 +1,28 @@
+"""The registry of monitoring back ends.
+
+A new one needs a subclass of `Monitor` (`base.py`), a block in `MonitorSections` (`config/sections/monitor.py`), a row
+here under the name of the block, and the attribute of its feed in `MonitorMaster` (`monitor.py`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from deepspeed.monitor.base import Monitor
+
+# block of the configuration: module and class of its monitor
+MONITORS = {
+    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor"),
+    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor"),
+    "comet": ("deepspeed.monitor.comet", "CometMonitor"),
+    "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor"),
+    "jsonl_monitor": ("deepspeed.monitor.base", "JsonlMonitor"),
+    "mlflow": ("deepspeed.monitor.base", "MLflowMonitor"),
+    "prometheus": ("deepspeed.monitor.base", "PrometheusMonitor"),
+}
+
+
+def monitor_class(block: str) -> type[Monitor]:
+    """The monitor that a block of the configuration is for; its package is not imported."""
+    module, name = MONITORS[block]
+    return getattr(import_module(module), name)
