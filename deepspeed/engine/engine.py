@@ -422,7 +422,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._add_unfrozen_parameters()  # also where this rank had no forward in the window
         components, hooks = self._state.components, self._state.hooks
         samples = components.window.seen * components.window.micro * components.axes.data.size
-        optimizer.piggyback_values = [*self._instruments.row(), *self._reports.digest_row()]
+        optimizer.piggyback_values, optimizer.optional_values = self._instruments.row(), self._reports.digest_row()
         with self._timed(STEP):
             optimizer.step()
             for hook in hooks.stepped:
@@ -438,7 +438,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         for hook in hooks.applied if self._applied else ():
             hook()
-        self._reports.compare_digests(optimizer.gathered_piggyback_values)
+        self._reports.compare_digests(optimizer.gathered_optional_values)
         self._instruments.after_update(optimizer.gathered_piggyback_values, samples)
         if self.ds_config.disable_python_gc:
             gc.collect()

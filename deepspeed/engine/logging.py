@@ -98,20 +98,20 @@ class ProgressLog:
             )
 
     def digest_row(self) -> list[float]:
-        """The digest of this rank's first batch, to go with the exchange of the first update; nothing after that."""
+        """The digest of this rank's first batch, to go with the first exchange of a norm; nothing after that."""
         return [self._digest] if self._compares else []
 
     def compare_digests(self, rows: list[list[float]]) -> None:
-        """Take the digests of all ranks off their rows, and warn where ranks that should differ have got the same."""
-        if not self._compares:
+        """Warn where ranks that should differ have the same digest; there are no rows where there was no exchange."""
+        if not self._compares or not rows:
             return
         self._compares = False
         mesh, around = self._state.axes.mesh, self._state.axes.model_replica_group.ranks
         same: list[int] = []
-        for rank, row in zip(around, rows, strict=False):
+        for rank, row in zip(around, rows, strict=True):
             other, here = mesh.coordinates_of(rank), mesh.coordinates
             peers = all(other[dim] == here[dim] for dim in ("sp", "tp"))  # ranks of one sample get equal batches
-            if row.pop() == self._digest != _NO_DIGEST and peers:
+            if row[0] == self._digest != _NO_DIGEST and peers:
                 same.append(rank)
         if len(same) > 1:
             log_rank0(

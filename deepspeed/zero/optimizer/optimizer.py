@@ -96,6 +96,8 @@ class ZeroOptimizer(OptimizerSurface):
         self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
         self.piggyback_values: list[float] = []  # numbers all-gathered with the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
+        self.optional_values: list[float] = []  # the same, where there is an exchange without them
+        self.gathered_optional_values: list[list[float]] = []
         self._late: DeferredAllGatherHooks | None = None
         self.attach(reducer, lifecycle, late)
 
@@ -293,9 +295,10 @@ class ZeroOptimizer(OptimizerSurface):
             self._norms += 1
             tag = tag_of(self._norm_channel, SMALL, self._norms)
             buckets = self.reducer.squares.buckets if wanted else []
-            total, self.gathered_piggyback_values = global_norm(
-                buckets, self.settings.clip > 0, self.reducer, tag, self.piggyback_values
-            )
+            count, along = len(self.piggyback_values), [*self.piggyback_values, *self.optional_values]
+            total, gathered = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, along)
+            self.gathered_piggyback_values = [row[:count] for row in gathered]
+            self.gathered_optional_values = [row[count:] for row in gathered if self.optional_values]
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
