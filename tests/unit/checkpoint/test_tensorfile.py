@@ -135,7 +135,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_a_read_that_finds_no_memory_leaves_no_descriptor_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(8, dtype=torch.int64)
-    write_tensors(tmp_path / "f.safetensors", [fixed("a", values)], {})
+    write_tensors(tmp_path / "f.safetensors", [entry_of("a", values)], {})
     with TensorFile(tmp_path / "f.safetensors") as file:
         begin = file.entries["a"].begin
         before = set(os.listdir("/proc/self/fd"))
