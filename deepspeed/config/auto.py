@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from deepspeed.config.base_model import AUTO, is_number
 from deepspeed.config.errors import wrong
+from deepspeed.config.keys import Reading
 from deepspeed.config.load import load_raw
-from deepspeed.config.parse import Reading
 from deepspeed.config.sections.optimizer import DEFAULT_LR
 from deepspeed.elasticity import compute_elastic_config, ensure_immutable_elastic_config
 from deepspeed.errors import DeepSpeedConfigError

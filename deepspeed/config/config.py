@@ -19,8 +19,8 @@ from deepspeed.config.auto import (
 from deepspeed.config.base_model import Section
 from deepspeed.config.docs import ResolvedValue, section_rows
 from deepspeed.config.errors import Problem, nearest, raise_for
+from deepspeed.config.keys import Reading
 from deepspeed.config.load import load_raw
-from deepspeed.config.parse import Reading
 from deepspeed.config.schema import spellings
 from deepspeed.config.sections.monitor import MonitorSections
 from deepspeed.config.sections.top import TopLevel

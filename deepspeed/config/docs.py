@@ -12,7 +12,7 @@ from typing import Any, cast
 from deepspeed.config.auto import BATCH, RULES
 from deepspeed.config.base_model import Note, Section, note_of
 from deepspeed.config.errors import show
-from deepspeed.config.parse import MOVED, TOLERATED, Reading
+from deepspeed.config.keys import MOVED, TOLERATED, Reading
 from deepspeed.config.schema import Key, all_keys, child_of, sections_by_path
 from deepspeed.config.unavailable_keys import outlook
 

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from deepspeed.config.base_model import Section, is_number, note_of
 from deepspeed.config.errors import Problem, nearest, show, wrong
-from deepspeed.config.parse import Reading
+from deepspeed.config.keys import Reading
 from deepspeed.config.schema import child_of, default_of, kind_of, sections_by_path
 from deepspeed.config.sections.compression import (
     CompressionTraining,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed.inference.generator import EngineStats, Generator, Load, packable, why_not_batchable
-    from deepspeed.inference.request import Logprob, Output, Request, Sampling, SamplingParams
+    from deepspeed.inference.request import Logprob, Output, Request
+    from deepspeed.inference.sampling_params import Sampling, SamplingParams
     from deepspeed.inference.v2 import (
         DeepSpeedTPConfig,
         InferenceEngineV2,
@@ -24,8 +25,8 @@ _PLACES = {
     "Logprob": "request",
     "Output": "request",
     "Request": "request",
-    "SamplingParams": "request",
-    "Sampling": "request",
+    "SamplingParams": "sampling_params",
+    "Sampling": "sampling_params",
     "DeepSpeedTPConfig": "v2",
     "InferenceEngineV2": "v2",
     "RaggedInferenceEngineConfig": "v2",

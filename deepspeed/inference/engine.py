@@ -21,7 +21,8 @@ from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, no_effect_lines
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
-from deepspeed.inference.request import SamplingParams, check_length, length_limit, new_tokens, prompt_length
+from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
+from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
 from deepspeed.tensor_parallel.init import tp_model_init
 

@@ -31,8 +31,9 @@ from deepspeed.inference.executors.select import (
     why_not_batchable,
 )
 from deepspeed.inference.kv_cache import BlockPool
-from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit
+from deepspeed.inference.request import Logprob, Output, Request, length_limit, packed_limit
 from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.scheduler import Scheduler, TokenSequence
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]

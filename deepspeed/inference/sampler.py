@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from deepspeed.inference.request import Logprob, SamplingParams
+from deepspeed.inference.request import Logprob
+from deepspeed.inference.sampling_params import SamplingParams
 
 COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
 

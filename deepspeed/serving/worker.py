@@ -112,7 +112,8 @@ class _Engine:
                 self.ending = True
 
     def _submit(self, message: Submit) -> None:
-        from deepspeed.inference.request import Request, SamplingParams
+        from deepspeed.inference.request import Request
+        from deepspeed.inference.sampling_params import SamplingParams
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))

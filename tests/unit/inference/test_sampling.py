@@ -10,8 +10,9 @@ import torch
 
 from deepspeed.errors import RequestError
 from deepspeed.inference.detokenizer import TextStream
-from deepspeed.inference.request import Request, SamplingParams
+from deepspeed.inference.request import Request
 from deepspeed.inference.sampler import Sampler
+from deepspeed.inference.sampling_params import SamplingParams
 
 
 def chances(logits, options: SamplingParams, prompt=(), made=(), ends=()) -> list[float]:

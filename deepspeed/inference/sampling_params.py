@@ -1,0 +1,110 @@
+"""Sampling parameters of a request: how its next tokens are drawn, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deepspeed.errors import RequestError
+
+_MOST = 3e38  # a bias has to be a number of fp32
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, and when a request ends.
+
+    Applied to fp32 logits in this order: repetition penalty (tokens of prompt and output), presence and frequency
+    penalty (tokens of the output), bias, end tokens barred before `min_new_tokens`, temperature, top-k, top-p, min-p.
+    `temperature=0` takes the largest. Draws come from a generator of the request's own: with `seed` they are the same
+    whatever else is in the batch; `index` tells the several answers of one seed apart.
+
+    Args:
+        max_new_tokens: tokens at most.
+        min_new_tokens: no end token before so many.
+        temperature: divides the logits; 0 is greedy.
+        top_k: only the k most probable; 0 is off.
+        top_p: only the most probable whose sum reaches p; 1 is off.
+        min_p: only those of at least min_p times the largest probability; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already seen; 1 is off.
+        presence_penalty: taken off the logits of tokens already generated.
+        frequency_penalty: the same, times how often.
+        logit_bias: added to the logits of single tokens.
+        seed: of this request's draws; None draws one.
+        index: which of several answers with one seed.
+        logprobs: log-probabilities of each token and of the n most probable ones, of the model's own distribution
+            (before penalties and temperature); None is off.
+        stop: strings that end the text; found across the borders of tokens (needs the generator's tokenizer).
+        stop_token_ids: tokens that end it besides the model's own.
+        ignore_eos: the model's own end tokens do not end it.
+
+    Raises:
+        RequestError: an option outside its range, by name.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    index: int = 0
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        self._check_whole("max_new_tokens", 1)
+        for name in ("min_new_tokens", "top_k", "index"):
+            self._check_whole(name, 0)
+        if self.logprobs is not None:
+            self._check_whole("logprobs", 0)
+        if self.seed is not None:
+            self._check_whole("seed", -(2**63))
+        self._check_range("temperature", 0.0, math.inf)
+        self._check_range("top_p", 0.0, 1.0, above=True)
+        self._check_range("min_p", 0.0, 1.0)
+        self._check_range("repetition_penalty", 0.0, math.inf, above=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check_range(name, -math.inf, math.inf)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}"
+            )
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise RequestError(f"stop has to be strings that are not empty, not {self.stop!r}")
+        for name in ("stop_token_ids", "logit_bias"):
+            if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in getattr(self, name)):
+                raise RequestError(f"{name} names tokens by their number, not {getattr(self, name)!r}")
+        biases = self.logit_bias.values()
+        if any(not isinstance(b, (int, float)) or not (abs(b) <= _MOST or b in (math.inf, -math.inf)) for b in biases):
+            raise RequestError(f"logit_bias adds numbers, not {dict(self.logit_bias)!r}")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise RequestError(f"{name} has to be a whole number of at least {least}, not {value!r}")
+
+    def _check_range(self, name: str, least: float, most: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+        if not fits or (above and value == least) or (math.isinf(value)):
+            bound = "over" if above else "from"
+            raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
+
+
+Sampling = SamplingParams  # the former name, still importable
