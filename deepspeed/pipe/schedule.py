@@ -26,8 +26,8 @@ class Action:
     """One thing a stage does.
 
     Args:
-        op: F or B computes forward or backward; with < it takes what that needs, with > it sends what came of it. W
-            computes what backward has put off.
+        op: `F`, `B`: compute forward or backward. `<F`, `<B`: receive its input. `>F`, `>B`: send its result. `W`:
+            compute the weight gradients that `B` deferred.
         micro: micro-batch, from 0.
         chunk: part of the stage, from 0.
     """
@@ -169,7 +169,7 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
     row += backward[len(forward) - first :]
     if name != "zero_bubble":
         return row
-    # Weights so many micro-batches behind their backward that every stage holds as many as the first one does.
+    # `W` follows its `B` by `stage` micro-batches: every stage then holds as many micro-batches at its peak as stage 0.
     delayed, waiting = list[Action](), list[Action]()
     for action in row:
         delayed.append(action)
@@ -197,9 +197,10 @@ def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) ->
             yield action
             continue
         part = action.chunk * stages + stage
-        takes, gives = (0, last) if action.op == "F" else (last, 0)
-        if part != takes:
+        # the part where this pass begins receives nothing, the part where it ends sends nothing
+        begins, ends = (0, last) if action.op == "F" else (last, 0)
+        if part != begins:
             yield Action("<" + action.op, action.micro, action.chunk)
         yield action
-        if part != gives:
+        if part != ends:
             yield Action(">" + action.op, action.micro, action.chunk)

@@ -32,7 +32,7 @@ FIRST_SCREEN = 60  # lines of the README's source
 
 def works(page: str) -> list[tuple[str, str]]:
     """The rows of the table of what works, without its head."""
-    return ROW.findall(page.partition("## What works")[2].partition("\n\nFrom ")[0])[1:]
+    return ROW.findall(page.partition("## What works")[2].partition("\n\nMigration guides ")[0])[1:]
 
 
 def test_the_first_screen_has_picture_command_diff_and_json_in_this_order() -> None:

@@ -1,15 +1,17 @@
-"""The record of one collective: it notifies all observers of collectives, once at the begin and once at the end.
+"""The record of one collective: tells each observer about its start, wait and end (table).
 
-| notified by          | when                                    | observers, in this order                            |
-|----------------------|-----------------------------------------|-----------------------------------------------------|
-| its creation         | the message has started                 | comms logger, span recorder (clocks)                |
-| `begin`              | the host calls the backend, or waits    | desync trail, alarms of others, span recorder, page |
-| `end`, end of `with` | the host continues                      | (report of an error,) page, span recorder           |
-| `arrive`             | a stream has been made to wait for it   | pending device work                                 |
-| `complete`           | the received data has been used         | comms logger, span recorder (from start to end)     |
+| notified by                  | when                                  | observers, in this order                   |
+|------------------------------|---------------------------------------|--------------------------------------------|
+| creation of a `MessageEvent` | the message has started               | comms logger, span recorder (clocks)       |
+| `ClientCollective.time`      | before `begin`                        | comms logger (clock)                       |
+| `order`                      | before `begin`                        | desync trail                               |
+| `begin`                      | the host calls the backend, or waits  | alarms of others, span recorder, page      |
+| `end`, end of `with`         | the host continues                    | (report of an error,) page, span recorder  |
+| `arrive`                     | a device stream waits for the message | pending device work                        |
+| `complete`                   | the received data has been used       | comms logger, span recorder (start to end) |
 
-The page is that of the last collective, which the watchdog's thread and neighbours read. A disabled observer costs one
-branch.
+The page (`LastCollectivePage`) holds the label of the last collective; the watchdog's thread and other ranks on this
+machine read it. A disabled observer costs one branch.
 """
 
 from __future__ import annotations

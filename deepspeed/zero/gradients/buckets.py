@@ -1,4 +1,4 @@
-"""Gradient buckets: the open round, the accumulator, its square, and sparse rows of embedding tables.
+"""Gradient buckets: the open round, the accumulator, a cache of its sum of squares, and row-sparse gradients.
 
 [Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched immediately
 if the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks may
@@ -77,7 +77,7 @@ class ReductionRound:
     expected: int = 0  # gradients that make it complete
     arrived: set[int] = field(default_factory=set)
     shared: bool = False  # the sum is formed, and goes to everybody
-    fresh: set[int] = field(default_factory=set)  # those of the micro-batch that is sent: all of them end the round
+    fresh: set[int] = field(default_factory=set)  # of the micro-batch that sends it; `expected` of them complete it
 
 
 class BucketRow(NamedTuple):
@@ -114,7 +114,7 @@ class Bucket:
         self.round: ReductionRound | None = None
         self.order: LaunchOrder | None = None  # where messages carry no tags
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
-        self.factor = 0.0  # what the sums of the former are multiplied by; below 0: a print of several; 0: none yet
+        self.factor = 0.0  # of low-precision rounds, applied to their sum; 0: none yet; below 0: a hash of several
         self.touched = bytearray(len(group.members))
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
@@ -266,7 +266,7 @@ class SumOfSquaresCache:
         return memory.data_ptr(), memory._version
 
 
-_FEW = 4  # times as many rows as are looked up make a table large
+_FEW = 4  # a table is large if it has more than this many times the rows looked up
 
 
 def tables(model: nn.Module) -> list[nn.Embedding]:
