@@ -1,1 +1,0 @@
-"""Moves and merges the files of the package by `map.tsv`; goes when the moves are done."""
