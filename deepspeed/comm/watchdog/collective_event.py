@@ -8,8 +8,7 @@
 | `arrive`             | a stream has been made to wait for it   | pending device work                                 |
 | `complete`           | the received data has been used         | comms logger, span recorder (from start to end)     |
 
-The page is that of the last collective, which the watchdog's thread and neighbours read. A disabled observer costs one
-branch.
+The page is the last collective's, read by the watchdog's thread and neighbours. A disabled observer costs one branch.
 """
 
 from __future__ import annotations
