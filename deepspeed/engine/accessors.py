@@ -52,12 +52,12 @@ class MeshAccessors:
 
     @property
     def global_rank(self) -> int:
-        """This process among all ranks."""
+        """The global rank of this process."""
         return self._state.axes.mesh.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """The rank of this process on its machine."""
         return get_local_rank()
 
     @property

@@ -384,7 +384,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; at the window's last one clip, update, all-gather, and step the schedule.
+        """End a micro-batch. After the window's last, clip, update, all-gather, and step the learning-rate scheduler.
 
         Args:
             lr_kwargs: for the scheduler's `step`.

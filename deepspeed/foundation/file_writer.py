@@ -60,7 +60,7 @@ class MockFileWriter(PyFileWriter):
     """Discards all bytes, to measure the time of serialization.
 
     Args:
-        file_path: kept, not made.
+        file_path: stored as the path; no file is created.
     """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:

@@ -223,8 +223,8 @@ class InferenceEngine(ModuleWrapper):
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`, beams included, once prompt and new tokens are known to fit; greedy calls in native
-        passes where `replace_with_kernel_inject` asked for them and the model has the shape.
+        """Check that prompt and new tokens fit, then call the module's `generate` (beam search included). With
+        `replace_with_kernel_inject`, greedy calls run in native passes if the model's structure is supported.
 
         Raises:
             LengthError: they do not; the message has the numbers.

@@ -86,8 +86,9 @@ class CheckOverflow:
 
     Args:
         param_groups: groups to look at when `check` names none: of an optimizer, or lists of parameters.
-        mpu: a client's unit with `get_model_parallel_group`: its ranks are asked too where the others know already.
-        zero_reduce_scatter: gradients are split over all ranks, which are all asked; so are they without `mpu`.
+        mpu: the client's model-parallel unit, an object with `get_model_parallel_group`. If given, the result is
+            reduced over that group only, since the data-parallel ranks have the same gradients.
+        zero_reduce_scatter: gradients are sharded over all ranks, so the result is reduced over all (as without `mpu`).
         deepspeed: accepted for old scripts; an engine checks by itself in `step`.
 
     Example:

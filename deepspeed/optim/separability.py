@@ -3,8 +3,7 @@
 ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and under offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. A class does not declare it, so it is found
-by running it.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. No class declares it: running it shows it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def debug_param2name_id_numel(param: torch.Tensor) -> str:
 
 
 def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
-    """A parameter's name, number, true shape, and whether its values are here (those of a plain one are)."""
+    """A parameter's name, number, full shape, and whether its values are gathered here (always so if not sharded)."""
     status = getattr(param, "ds_status", ZeroParamStatus.AVAILABLE)
     return f"{debug_param2name_id_shape(param)} status={status}"
 

@@ -12,7 +12,7 @@ from deepspeed.comm.process_groups.axis import group_axis
 
 
 def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:
-    """Cross entropy of every token of the sequence, equal on all of its ranks; gradients of the ranks are summed.
+    """Cross entropy of every token of the sequence, the same on all ranks of `sp_group`; backward sums their gradients.
 
     Args:
         logits: `[sequence / ranks, batch, vocabulary]`, of this rank's tokens.

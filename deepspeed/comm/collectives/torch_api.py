@@ -195,7 +195,8 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As torch's; even splits over CPU ranks go as messages, or are read where they lie."""
+    """As `torch.distributed.all_to_all_single`. With even splits over CPU ranks, the data is sent as messages, or read
+    directly in the sender's memory."""
     even = not (async_op or output_split_sizes or input_split_sizes) and output.dtype == input.dtype
     axis = _route(group, output, input) if even else None
     if axis is None or output.numel() != input.numel() or input.numel() % axis.size:

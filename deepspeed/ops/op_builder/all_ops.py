@@ -114,9 +114,9 @@ RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd", "it belongs to dat
 SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn", "block-sparse attention layouts")
 SpatialInferenceBuilder = _builder("SpatialInferenceBuilder", "spatial_inference", "it belongs to the inference engine")
 StochasticTransformerBuilder = _builder(
-    "StochasticTransformerBuilder", "stochastic_transformer", "torch's own layers train"
+    "StochasticTransformerBuilder", "stochastic_transformer", "training uses torch's own layers instead"
 )
-TransformerBuilder = _builder("TransformerBuilder", "transformer", "torch's own layers train")
+TransformerBuilder = _builder("TransformerBuilder", "transformer", "training uses torch's own layers instead")
 
 ALL_OPS: dict[str, OpBuilder] = {
     builder.NAME: builder()

@@ -74,7 +74,8 @@ class ZeroOptimizer(OptimizerSurface):
         settings: clipping and checks.
         scaler: loss scaler; None when losses are not scaled.
         lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
-        late: lets new values arrive after a step; None: they are there when it returns.
+        late: defers the all-gather of updated parameters beyond the end of `step`; None: the all-gather is complete
+            when `step` returns.
         traits: how the inner optimizer's update may be split; None: in every way.
     """
 

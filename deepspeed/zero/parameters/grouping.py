@@ -171,8 +171,7 @@ def build_group(
 ) -> ShardGroup:
     """Make one `ShardGroup`; parameters that zero.Init has sharded are gathered and sharded again."""
     away = tiers is not None and tiers.parameters is not RESIDENT
-    # Where host memory is tight, buffers are allocated with mmap, so that each old buffer returns to the OS when it is
-    # freed.
+    # Where host memory is tight, buffers are allocated with mmap, so that each old buffer returns to the OS when freed.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
         initialized: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
         for group in initialized:
