@@ -178,7 +178,7 @@ def alone(place: str) -> tuple[float, float]:
             if hasattr(one, "_init_weights"):
                 patch.setattr(one, "_init_weights", fails)
         if place != "rule" and last:
-            patch.setattr(*((tensor_parallel, "shard_parameter") if place == "slices" else (reshard, "release")), fails)
+            patch.setattr(*((tensor_parallel, "shard_parameter") if place == "slices" else (reshard, "unshard")), fails)
         with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
             engine_of(model, config)
     return begun[0], time.monotonic()

@@ -70,8 +70,10 @@ def attributes(stage: int, precision: dict[str, Any], folder: str) -> None:
     assert optimizer.check_overflow() is True
     engine.zero_grad()
 
-    engine._copy_recovery_script(folder)
-    assert "zero_to_fp32" in Path(folder, "zero_to_fp32.py").read_text()
+    own = Path(folder, str(rank))
+    own.mkdir()
+    engine._copy_recovery_script(str(own))
+    assert "zero_to_fp32" in (own / "zero_to_fp32.py").read_text()
     engine.destroy()
 
 

@@ -249,7 +249,7 @@ def test_a_rule_that_ended_halfway_leaves_a_model_that_is_refused() -> None:
     assert is_without_values(model)
     model.breaks = False
     for root in (model, nn.Sequential(model)):  # whoever holds it
-        with pytest.raises(UsageError, match=r"ended at Breaking.*Make the model anew"):
+        with pytest.raises(UsageError, match=r"ended at Breaking.*Build the model again"):
             give(root)
         assert is_without_values(root)
 
