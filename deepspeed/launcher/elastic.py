@@ -1,4 +1,4 @@
-"""Elastic runs: after the loss of a rank or a host the remaining ones restart; more ranks when hosts come back."""
+"""Elastic runs: after a failed rank the job restarts on the same hosts, after a lost host on the others."""
 
 from __future__ import annotations
 
