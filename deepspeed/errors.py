@@ -106,6 +106,10 @@ class TensorParallelError(DeepSpeedError, ValueError):
     """A model that cannot be split over ranks, or whose slices give other results than the dense model."""
 
 
+class ExpertParallelError(DeepSpeedError, ValueError):
+    """Experts that cannot be divided among ranks, or give other results than the whole layer; says which layer."""
+
+
 class SequenceParallelError(DeepSpeedError, ValueError):
     """A sequence-parallel model gives other results than on the whole sequence."""
 

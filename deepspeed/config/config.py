@@ -128,6 +128,12 @@ class DeepSpeedConfig:
         self.log_level = top.log_level
         self.disable_python_gc = top.disable_python_gc
 
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that have the experts of a layer together."""
+        section = self.top.expert_parallel
+        return 1 if section.enabled is False else section.size
+
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
         """What the JSON asks of the mesh: (axis, size, key); "dp" is all of data parallelism, "shard" dp_shard x sp."""
         top, mesh = self.top, self.top.mesh

@@ -40,6 +40,7 @@ from deepspeed.zero.api.reshard import check_not_served
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.buckets import ReduceSettings
 from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.layout.units import mark_leaves
 from deepspeed.zero.optimizer.optimizer import StepSettings, ZeroOptimizer
@@ -72,6 +73,7 @@ class Components:
     lifecycle: ModuleHooks | None = None
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
+    ep_sizes: list[int] = field(default_factory=list)  # ranks among which experts are divided
     destroyed: bool = False  # the engine has let everything go
     room: int = 0  # bytes that were free for all of it when it was built
     model_bytes: int = 0  # of the model as it was passed
@@ -109,10 +111,9 @@ class Components:
         limits = PrefetchLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
         if axes.mesh.size("pp") > 1:
             limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
-        any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
         release_abandoned(group.axis for group in sharded)
         for group in sharded:
-            group.serve(any_graph)
+            group.serve(group.axis.tagged and group.axis.size > 1 and not zero.stage3_fixed_graph)
         order = None
         if any(group.fetch is None for group in sharded) and OrderCheck.possible(axes.dp_sp_group):
             order = GatherOrder(axes.dp_sp_group, zero.stage3_check_order, zero.stage3_fixed_graph)
@@ -331,16 +332,13 @@ def build(
     names = {param: name for param, name in named_parameters(model).items() if param not in written}
     updated = _updated(optimizer, names, written) if optimizer is not None else set()
     _place(model, device)
-    broadcast_tensors(
-        axes.dp_sp_group,
-        [t for t in [*names, *written, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
-        "broadcast of rank 0's model",
-    )
     signatures = signatures_of(axes.mesh, names)
+    ep_sizes = _broadcast_model(axes, [*names, *written, *model.buffers()])
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_shard, tied, own)
+    splits = policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_shard
+    relations = RankResolver(axes.mesh, splits, tied, own, ep_sizes)
     fp32_modules = config.data_types.keep_in_fp32_modules
     stay = () if fp32_modules in (None, "auto") else fp32_modules
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
@@ -353,12 +351,30 @@ def build(
             param.data = param.data.to(dtype)
     tell_dtypes(model, wanted)
     components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
+    components.ep_sizes = ep_sizes
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)
     components.add_lifecycle(model, config)
     if optimizer is not None:
         components.add_optimizer(model, optimizer, traits, config, held)
     return components
+
+
+def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
+    """Give all ranks the values of rank 0, experts those of the first rank that has them; returns the ep sizes.
+
+    All ranks call together.
+    """
+    by_ep: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_ep.setdefault(placement_of(tensor).ep, []).append(tensor)
+    found = all_gather_objects(axes.everyone, set(by_ep) - {1}) if axes.everyone.size > 1 else []
+    ep_sizes = sorted(set().union(*found))  # of all stages of a pipeline
+    for ep in (1, *ep_sizes):
+        same = axes.dp_sp_group if ep == 1 else axes.mesh.axis("dp_replicate", "edp", ep=ep)
+        own = [t for t in by_ep.get(ep, ()) if not is_managed(t) and t.device.type != "meta"]
+        broadcast_tensors(same, own, "broadcast of rank 0's model")
+    return ep_sizes
 
 
 def _window(config: DeepSpeedConfig, axes: ParallelGroups) -> AccumulationWindow:
@@ -424,7 +440,10 @@ def _groups(
         persist_total=config.zero.model_persistence_threshold,
     )
     offload, planned = Offload(config), []
-    for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
+    whole = (
+        {param for param in names if relations.resolve(signatures[param]).shard.size == 1} if relations.several else ()
+    )
+    for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures, whole):
         around = relations.resolve(signatures[members[0]])
         dtype = wanted.get(members[0], members[0].dtype)
         trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point
@@ -461,10 +480,10 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
         )
     if traits.kept_in:
         _refuse_kept_parameters(name, traits.kept_in, config)
-    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1):
+    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1 or config.expert_parallel_size > 1):
         raise OptimizerError(
             f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
-            f"{traits.difference:.1g} of the distance moved), and ranks of a model cut by tp or pp have some each; use "
+            f"{traits.difference:.1g} of the distance moved), and ranks of tp, pp or ep have some of them each; use "
             f"an optimizer that updates each parameter by itself, such as AdamW, or data parallelism alone"
         )
     if not traits.by_parameter and config.zero.stage > 0 and axes.shard.size > 1:

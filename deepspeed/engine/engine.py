@@ -49,6 +49,7 @@ from deepspeed.engine.client_support import (
 )
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.expert_parallel import divide_experts_of
 from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
@@ -237,6 +238,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         """Reduce a whole model to what this rank has of it; returns those of `parameters` that stay."""
         slice_model(model, config, mesh, mpu, optimizer)
+        divide_experts_of(model, config, mesh, optimizer)
         pack_weights(model, config, mesh, optimizer, parameters)
         return parameters
 

@@ -19,6 +19,7 @@ from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
+from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 
@@ -84,7 +85,12 @@ class EngineState:
     @property
     def sliced(self) -> bool:
         """Whether ranks have different slices of the model."""
-        return not self.axes.mesh.is_data_parallel
+        return not self.axes.mesh.is_data_parallel or bool(self.components.ep_sizes)
+
+    def is_first_with(self, tensor: torch.Tensor) -> bool:
+        """Whether this rank is the first of those that have equal values of a parameter, by data parallelism."""
+        ep, mesh = placement_of(tensor).ep, self.axes.mesh
+        return (self.axes.dp_sp_group if ep == 1 else mesh.axis("dp_replicate", "edp", ep=ep)).rank == 0
 
     @property
     def model_dims(self) -> dict[str, int]:

@@ -178,7 +178,6 @@ class WeightsIO:
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
-        first = self._state.axes.dp_sp_group.rank == 0
         state_dict: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -191,9 +190,9 @@ class WeightsIO:
             inside = [p for p in params if id(p) in names]
             wanted = [p for p in inside if p.requires_grad or not exclude_frozen_parameters]
             with GatheredParameters(wanted):
-                if first:
-                    state_dict |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
-        if first:
+                own = [p for p in wanted if self._state.is_first_with(p)]
+                state_dict |= {names[id(p)]: p.detach().cpu().clone() for p in own}
+        if self._state.axes.dp_sp_group.rank == 0:
             state_dict |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
         aliases = view.aliases
         if self._state.sliced:

@@ -94,7 +94,7 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Refuse optimizers whose update reads whole matrices, where ranks have slices."""
-    if optimizer is None or plan_of(model) is None or not needs_whole_tensors(optimizer):
+    if optimizer is None or not needs_whole_tensors(optimizer):
         return
     cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
     if cut is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.malloc import LARGE, mapped
 from deepspeed.foundation.partition import partition_uniform
-from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
+from deepspeed.zero.layout.placement import Cut, Placement, Relation, place, placement_of
 
 
 class SliceLocation:
@@ -38,8 +39,11 @@ def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) ->
     return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)
 
 
-def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> None:
-    """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is."""
+def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]], ep: int = 1) -> None:
+    """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is.
+
+    `ep`: ranks among which experts are divided, where the segments are some of them and not slices of tp.
+    """
     size, whole = tensor.shape[dim], tensor.data
     shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
     with torch.no_grad():
@@ -48,7 +52,11 @@ def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int
         else:  # not in the heap, which would keep what an engine leaves when it moves slices elsewhere
             parts = [whole.narrow(dim, start, length) for start, length in segments]
             tensor.data = torch.cat(parts, dim, out=mapped(shape, whole.dtype))
-    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.SHARD}))
+    cut, before = Cut(dim, size, tuple(segments)), placement_of(tensor)
+    if ep > 1:  # it may be a slice of tp already
+        place(tensor, replace(before, cuts=(*before.cuts, cut), ep=ep))
+    else:
+        place(tensor, Placement((cut,), {"tp": Relation.SHARD}))
 
 
 def mark_partial(tensor: torch.Tensor) -> None:

@@ -52,6 +52,10 @@ def join_slices(
     local_slices = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
     slices_by_rank = ranks.gather((local_slices, view.aliases))
     whole: dict[str, torch.Tensor] = {}
+    boxes: dict[str, list[Region]] = {}
+    for name, box in dict.fromkeys((name, box) for slices, _ in slices_by_rank for name, (box, _) in slices.items()):
+        boxes.setdefault(name, []).append(box)
+    check_covered(boxes)
     seen: set[tuple[str, Region]] = set()
     me, first = ranks.rank, 0
     for sender, (slices, _) in enumerate(slices_by_rank):
@@ -72,6 +76,23 @@ def join_slices(
             for copy in copies(RegionRange(box, 0, box.numel), RegionRange(Region(box.shape), 0, into.numel())):
                 copy(values.reshape(-1), into.reshape(-1))
     return whole, {alias: name for _, aliases in reversed(slices_by_rank) for alias, name in aliases.items()}
+
+
+def check_covered(boxes_of: Mapping[str, Sequence[Region]]) -> None:
+    """Raise unless the regions of every tensor (by name) have all of its elements."""
+    gaps: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
+    for name, regions in boxes_of.items():
+        boxes = tuple(regions)
+        if any(box.whole for box in boxes):
+            continue
+        if boxes not in gaps:  # the layers of a model are cut alike, so this is looked up for most tensors
+            gaps[boxes] = uncovered(boxes)
+        gap = gaps[boxes]
+        if gap is not None:
+            raise CheckpointError(
+                f"no rank has element {list(gap)} of '{name}' {boxes[0].shape}: the placements on {len(boxes)} rank(s) "
+                f"leave it out, and a checkpoint without it could not be loaded"
+            )
 
 
 @dataclass(frozen=True)
@@ -172,19 +193,7 @@ class SavePlan:
 
     def check_covered(self, offer_of: Mapping[str, Mapping[Region, LocalShards]]) -> None:
         """Raise unless every element of every row is in a stored box (`offer_of`: by name and box)."""
-        gaps: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
-        for row in self.rows:
-            boxes = tuple(offer_of[row.name])
-            if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
-                continue
-            if boxes not in gaps:  # the layers of a model are cut alike, so this is looked up for most rows
-                gaps[boxes] = uncovered(boxes)
-            gap = gaps[boxes]
-            if gap is not None:
-                raise CheckpointError(
-                    f"no rank has element {list(gap)} of '{row.name}' {row.shape}: the placements on "
-                    f"{len(boxes)} rank(s) leave it out, and a checkpoint without it could not be loaded"
-                )
+        check_covered({row.name: tuple(offer_of[row.name]) for row in self.rows if row.kind != LEFT_OUT})
 
     def put_in_order(self, rank_of: Mapping[str, int]) -> None:
         """Sort the rows by rank (`rank_of`: by name), and for each rank by place in its module."""

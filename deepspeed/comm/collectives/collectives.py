@@ -20,6 +20,7 @@ reduce-scatter, and sums that are formed within hosts first, give the same bits:
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -376,6 +377,53 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
 
     works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
     return Handle(axis, label, works, arrived, full, sum(part.nbytes for part in slices) - own.nbytes)
+
+
+def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str) -> torch.Tensor:
+    """Send each rank some of the rows; all ranks call in one order.
+
+    Args:
+        rows: (S, …): those for rank 0, then those for rank 1, and so on.
+        table: how many rows rank r sends to rank p, as table[r][p].
+
+    Returns:
+        (R, …) the rows that the ranks have sent here, in rank order.
+    """
+    me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
+    cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
+    arrive = [row[me] for row in table]
+    rows = rows.contiguous()
+    received = rows.new_empty(sum(arrive), *rows.shape[1:])
+    slots = list(received.split(arrive))
+    mine = [rows[cuts[me][r] : cuts[me][r + 1]] for r in range(axis.size)]
+    if axis.tagged or group is None:
+        slots[me].copy_(mine[me])
+    if group is None:
+        return received
+    takers, givers = [r for r in peers if mine[r].numel()], [r for r in peers if slots[r].numel()]
+    nbytes = sum(slots[r].nbytes for r in givers)
+    tag = axis.public_tag(EXCHANGE)
+    if shared is not None:
+
+        def arrived() -> Handle:
+            for r in givers:
+                slots[r].copy_(shared.read(r, tag, rows.dtype).view(-1, *rows.shape[1:])[cuts[r][me] : cuts[r][me + 1]])
+            shared.acknowledge(tag, givers)
+            return Handle(axis, label, [shared.acknowledged(tag, takers)])
+
+        works = post(axis, label, lambda: shared.post(tag, rows, takers) or [shared.posted(tag, givers)])
+        Handle(axis, label, works, arrived, rows, nbytes).wait()
+        return received
+
+    def start() -> list[Any]:
+        if not axis.tagged:
+            sent = [len(part) for part in mine]
+            return [dist.all_to_all_single(received, rows, arrive, sent, group=group, async_op=True)]
+        works = [group.recv([slots[r]], r, tag) for r in givers]
+        return works + [group.send([mine[r]], r, tag) for r in takers]
+
+    Handle(axis, label, post(axis, label, start), None, rows, nbytes).wait()
+    return received
 
 
 def swap(

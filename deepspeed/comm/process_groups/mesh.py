@@ -3,6 +3,9 @@
 Dims, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the sharded state (hybrid sharding), `dp_shard`
 ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Neighbouring ranks differ in the
 innermost dim first. Ranks that differ only in `dp_*` or `sp` hold the same model slice, so ZeRO shards over them.
+
+Expert parallelism divides `dp_shard x sp` anew, into `edp x ep`: `ep` neighbours share the experts of a layer out, and
+ranks that differ in `edp` only have the same experts. Layers may have different `ep` sizes on one mesh.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 DATA = ("dp_replicate", "dp_shard")  # ranks along these see different samples
 REPLICATED = (*DATA, "sp")  # ranks along these hold the same model slice
 SHARD = ("dp_shard", "sp")  # ranks along these share one copy of the state
+EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep", "tp")  # of the parameters of experts, in place of `DIMS`
 MODEL = ("pp", "tp")  # ranks along these hold different slices of the model
 
 Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, who asked
@@ -59,7 +63,7 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.device, self.world_axes = device, axes_here()
         self._at = {rank: self._coordinates(index) for index, rank in enumerate(self.ranks)}
-        self._axes: dict[tuple[tuple[str, ...], frozenset[int] | None], Axis] = {}
+        self._axes: dict[tuple[tuple[str, ...], frozenset[int] | None, int], Axis] = {}
         for dims in (DIMS, DATA, REPLICATED, SHARD, MODEL, *((dim,) for dim in DIMS)):
             self.axis(*dims)  # every rank makes every group, at one moment and in one order
 
@@ -67,7 +71,7 @@ class Mesh:
         coordinates = {}
         for dim in reversed(DIMS):
             index, coordinates[dim] = divmod(index, self.sizes[dim])
-        return coordinates
+        return {dim: coordinates[dim] for dim in DIMS}
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -80,40 +84,41 @@ class Mesh:
     def size(self, *dims: str) -> int:
         return math.prod(self.sizes[dim] for dim in dims)
 
-    def axis(self, *dims: str, stages: frozenset[int] | None = None) -> Axis:
+    def axis(self, *dims: str, stages: frozenset[int] | None = None, ep: int | None = None) -> Axis:
         """The ranks that differ from this one in the named dims only. All ranks ask for an axis at the same moment.
 
         Args:
             stages: with "pp" among the dims, the stages that take part; ranks of others stand alone. None: all.
+            ep: ranks that share the experts of a layer out: `dims` are of `EXPERT_DIMS` then.
+
+        Raises:
+            MeshError: `ep` does not divide the ranks of dp_shard x sp.
         """
-        key = (tuple(dim for dim in DIMS if dim in dims), stages)
+        key = (tuple(dim for dim in (DIMS if ep is None else EXPERT_DIMS) if dim in dims), stages, ep or 0)
         known = self._axes.get(key)
         if known is None:
-            known = self._axes[key] = make_axes(self.rows(*dims, stages=stages), self._label(key[0]), self.device)
+            label = self._label(key[0]) if ep is None else "_".join(key[0]).replace("ep", f"ep{ep}", 1)
+            known = self._axes[key] = make_axes(self.rows(*dims, stages=stages, ep=ep), label, self.device)
         return known
 
-    def rows(self, *dims: str, stages: frozenset[int] | None = None) -> list[tuple[int, ...]]:
+    def rows(self, *dims: str, stages: frozenset[int] | None = None, ep: int | None = None) -> list[tuple[int, ...]]:
         """All ranks, cut into the rows of ranks that differ in the named dims only; see `axis`."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
-            coordinates = self._at[rank]
+            coordinates = self._at[rank] if ep is None else self.expert_coordinates(rank, ep)
             alone = stages is not None and coordinates["pp"] not in stages
-            rows.setdefault(tuple(coordinates[dim] for dim in DIMS if alone or dim not in dims), []).append(rank)
+            rows.setdefault(tuple(at for dim, at in coordinates.items() if alone or dim not in dims), []).append(rank)
         return [tuple(sorted(row)) for row in rows.values()]
 
-    def experts(self, size: int) -> tuple[Axis, Axis]:
-        """Axes of `size` neighbours that share the experts out, and of ranks with the same experts; cut dp x sp.
-
-        All ranks call together; raises MeshError where `size` does not divide dp x sp.
-        """
-        rows = [[rank for rank in self.ranks if rank in row] for row in map(set, self.rows(*REPLICATED))]
-        length = len(rows[0])
-        if size < 1 or length % size:
+    def expert_coordinates(self, rank: int, ep: int) -> dict[str, int]:
+        """Where a rank stands among those that share experts out, by `EXPERT_DIMS`."""
+        length = self.size(*SHARD)
+        if ep < 1 or length % ep:
             fits = [n for n in range(1, length + 1) if length % n == 0]
-            raise MeshError(f"ep {size} does not divide the {length} rank(s) of dp x sp; sizes that do: {fits}")
-        among = [row[start : start + size] for row in rows for start in range(0, length, size)]
-        alike = [row[start::size] for row in rows for start in range(size)]
-        return make_axes(among, f"ep_{size}", self.device), make_axes(alike, f"ep_{size}_copies", self.device)
+            raise MeshError(f"ep {ep} does not divide the {length} rank(s) of dp_shard x sp; sizes that do: {fits}")
+        at = self._at[rank]
+        edp, place = divmod(at["dp_shard"] * self.sizes["sp"] + at["sp"], ep)
+        return {"pp": at["pp"], "dp_replicate": at["dp_replicate"], "edp": edp, "ep": place, "tp": at["tp"]}
 
     @property
     def is_data_parallel(self) -> bool:

@@ -92,9 +92,9 @@ class TensorParallel(Section):
 class ExpertParallel(Section):
     """`expert_parallel`: experts of a mixture over ranks."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "spread the experts of the model's own mixture blocks over ranks")
-    autoep_size: Int = later(1, "ranks that share the experts", ge=1)
+    switch = "size"
+    enabled: bool | None = key(None, "divide the experts of the model among ranks; null: where size is above 1")
+    size: Int = key(1, "ranks that have the experts of a layer together", ge=1, aliases=["autoep_size"])
     expert_tensor_parallel_size: Int = later(1, "ranks that share one expert", ge=1)
     validate_folding_routing: bool = later(False, "check the routing")
     async_split_plan: bool = later(False, "plan the exchange ahead")

@@ -69,11 +69,13 @@ class Placement:
         relations: by the name of a mesh axis; an axis that is not named is ZERO where data parallelism runs over it,
             else EQUAL.
         stages: of a pipeline that have a copy, where whoever placed it knows; real ranks ask each other.
+        ep: ranks of dp_shard x sp that share the experts of its layer out; 1: each has them all.
     """
 
     cuts: tuple[Cut, ...] = ()
     relations: Mapping[str, Relation] = field(default_factory=dict)  # plain, so that placed tensors can be pickled
     stages: frozenset[int] = frozenset()
+    ep: int = 1
 
     def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the global tensor.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -105,6 +105,7 @@ def plan_groups(
     plan: GroupingPlan,
     dtypes: Mapping[Parameter, torch.dtype],
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
+    alone: Collection[Parameter] = (),
 ) -> list[tuple[Policy, list[Parameter]]]:
     """Divide a model's parameters into groups, each with its policy; all parameters of a group have one `GroupKey`.
 
@@ -114,6 +115,7 @@ def plan_groups(
         policy: of the stage; at stage 3 small parameters get another one, by which they stay whole.
         dtypes: the dtype that a parameter is computed in, where that is not its own.
         signatures: how a parameter lies on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
+        alone: parameters that this rank alone has, such as experts under ep: there is nothing to gather.
     """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
@@ -127,8 +129,8 @@ def plan_groups(
         # Parameters that stay whole have another row of the table in `stages.py`: they are gathered after each step,
         # and only their gradients and optimizer state are sharded.
         small = param.numel() < plan.persist_below and persistent + param.numel() <= plan.persist_total
-        if policy.gathers_before_use and small:
-            of_param, persistent = KEPT_WHOLE, persistent + param.numel()
+        if policy.gathers_before_use and (small or param in alone):
+            of_param, persistent = KEPT_WHOLE, persistent + param.numel() * small
         elif not policy.gathers_before_use and param not in updated:
             continue  # neither sharded nor updated: nothing to manage
         unit = unit_of.get(param) if of_param.gathers_before_use else None

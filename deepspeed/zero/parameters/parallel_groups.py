@@ -43,21 +43,21 @@ _SLICED = ("model_parallel", "tensor_model_parallel")
 _COUNTED_ELSEWHERE = "ds_pipe_replicated"
 _COPIED = (Relation.REPLICATE, Relation.PARTIAL)
 
-Signature = tuple[tuple[Relation, Relation], str]  # relations to (tp, pp), the tied weight's name or ""
+Signature = tuple[tuple[Relation, Relation], str, int]  # relations to (tp, pp), the tied weight's name or "", ep
 
 
-DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "")
+DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "", 1)
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     """The relations that parameters of one group have in common; a tied weight has a group of its own."""
     placement = placement_of(tensor)
-    sliced = bool(placement.cuts) or any(getattr(tensor, mark, False) for mark in _SLICED)
+    sliced = bool(placement.cuts) and placement.ep == 1 or any(getattr(tensor, mark, False) for mark in _SLICED)
     tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
     pp = placement.relations.get("pp", _DEFAULTS["pp"])
     if getattr(tensor, _COUNTED_ELSEWHERE, False):
         pp = Relation.REPLICATE
-    return (tp, pp), name if pp is Relation.PARTIAL else ""
+    return (tp, pp), name if pp is Relation.PARTIAL else "", placement.ep
 
 
 def find_mesh(
@@ -134,7 +134,7 @@ class GroupRanks:
         first: whether it is the one, of all equal ones, that stands in checkpoints.
         channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
         peers: for any rank, the ranks that stand to it as `everyone` stands to this one.
-        slices: ranks that have the other slices of the same tensors; None where a tensor is whole.
+        slices: ranks that have the other slices of the same tensors (tp, ep); None where a tensor is whole.
         across_stages: other stages of a pipeline have copies: those are elsewhere in their schedule.
     """
 
@@ -179,9 +179,11 @@ class RankResolver:
         splits: bool,
         tied: Mapping[str, frozenset[int]] = MappingProxyType({}),
         signatures: Mapping[str, Signature] = MappingProxyType({}),
+        ep_sizes: Sequence[int] = (),
     ) -> None:
         self._mesh, self._splits, self._tied = mesh, splits, tied
         self.stages = mesh.size("pp")
+        self.several = bool(ep_sizes)  # axes along which ZeRO shards
         self._known: dict[Signature, GroupRanks] = {}
         mesh.axis("tp")
         for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on
@@ -189,6 +191,9 @@ class RankResolver:
             for stages in sorted({tuple(sorted(ranks)) for ranks in tied.values()}):
                 mesh.axis(*more, "pp", stages=frozenset(stages))
                 mesh.axis(*more, "pp", "tp", stages=frozenset(stages))
+        for ep in sorted(ep_sizes):
+            for dims in (("ep",), ("ep", "tp"), ("edp",), ("dp_replicate", "edp"), ("dp_replicate", "edp", "tp")):
+                mesh.axis(*dims, ep=ep)
         for name in sorted(signatures):  # stages meet their tied weights in different orders
             ranks = self._find(signatures[name])
             self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
@@ -199,10 +204,12 @@ class RankResolver:
         return self._known[signature]
 
     def _find(self, signature: Signature) -> GroupRanks:
-        mesh, ((tp, pp), name) = self._mesh, signature
+        mesh, ((tp, pp), name, ep) = self._mesh, signature
         coordinates, stages = mesh.coordinates, self._tied.get(name)
         dims = [dim for dim, relation in (("pp", pp), ("tp", tp)) if relation is Relation.PARTIAL]
-        everyone = mesh.axis(*REPLICATED, *dims, stages=stages)
+        whole, split = (REPLICATED, SHARD) if ep == 1 else (("dp_replicate", "edp"), ("edp",))
+        size = None if ep == 1 else ep
+        everyone = mesh.axis(*whole, *dims, stages=stages, ep=size)
         copies = mesh.axis("dp_replicate", *dims, stages=stages)
         main = (pp is not Relation.REPLICATE) and (tp is not Relation.REPLICATE or coordinates["tp"] == 0)
         once = (
@@ -210,12 +217,13 @@ class RankResolver:
             and (stages is None or coordinates["pp"] == min(stages))
             and (tp is not Relation.PARTIAL or coordinates["tp"] == 0)
         )
-        peers = {rank: row for row in mesh.rows(*REPLICATED, *dims, stages=stages) for rank in row}
+        peers = {rank: row for row in mesh.rows(*whole, *dims, stages=stages, ep=size) for rank in row}
         first = once and coordinates["dp_replicate"] == 0
-        slices = mesh.axis("tp") if tp is Relation.SHARD else None
+        parts = [*(["ep"] if ep > 1 else []), *(["tp"] if tp is Relation.SHARD else [])]
+        slices = mesh.axis(*parts, ep=size) if parts else None
         if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
             return GroupRanks(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
-        shard, others = mesh.axis(*SHARD), copies if copies.size > 1 else None
+        shard, others = mesh.axis(*split, ep=size), copies if copies.size > 1 else None
         return GroupRanks(shard, everyone, others, once, first, None, peers, slices, "pp" in dims)
 
 
@@ -224,7 +232,7 @@ class RankResolver:
 
 def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter, Signature]:
     """The signature of every parameter."""
-    if mesh.is_data_parallel:
+    if mesh.is_data_parallel and all(placement_of(param).ep == 1 for param in names):
         return dict.fromkeys(names, DATA_PARALLEL)
     return {param: signature_of(param, name) for param, name in names.items()}
 

@@ -477,6 +477,6 @@ def meet_before_change(groups: Sequence[ShardGroup]) -> None:
         group.wait()
         if group.state is State.INFLIGHT:
             group.wait_all_gather()
-    served = next((group for group in groups if group.fetch is not None), None)
-    if served is not None:
+    first = {group.axis: group for group in reversed(groups) if group.fetch is not None}  # of each axis
+    for served in sorted(first.values(), key=lambda group: group.axis.ranks):
         meet(served.axis, served.channel, next(served._seq), f"agreement before a change of {served.name}")

@@ -1,0 +1,1 @@
+"""Mixture of experts: layers whose experts are divided among ranks."""

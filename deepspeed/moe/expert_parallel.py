@@ -1,0 +1,243 @@
+"""Divides the experts of a model among ranks, without a change of its code.
+
+A module of experts is called with tokens (T, H), the experts that each token has chosen (T, k) and their weights
+(T, k), and its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is tried
+on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
+experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
+sends tokens to their experts (`exchange.py`) and runs the module's own code there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
+from deepspeed.errors import ExpertParallelError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
+from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.moe.exchange import Routing, combine, dispatch
+from deepspeed.tensor_parallel.layers import cut_tensor
+from deepspeed.zero.layout.placement import placement_of
+
+_TOKENS, _CHOICES = 16, 2  # of the trial
+_INDEX, _WEIGHTS = ("ind", "select", "expert"), ("weight", "score", "prob")
+
+
+class ExpertLocation:
+    """Which of a layer's experts this rank has; copies of the layer share it.
+
+    Args:
+        axis: ranks that have the layer's experts together.
+        name: of the module, for reports.
+        count: number of experts of all ranks.
+        order: position on the axis of the rank with the first experts, the second, and so on.
+    """
+
+    def __init__(self, axis: Axis, name: str, count: int, order: list[int]) -> None:
+        self.axis, self.name, self.count = axis, name, count
+        self.local_count = count // axis.size
+        self.owner = torch.tensor(order).repeat_interleave(self.local_count)
+        self.first = order.index(axis.rank) * self.local_count
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLocation:
+        return self
+
+
+class ExpertParallel(nn.Module):
+    """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
+
+    location: ExpertLocation
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the whole module; all ranks that share the experts call together, also without tokens."""
+        at = self.location
+        hidden, index, weights = arguments_of(self, args, kwargs)
+        routing = Routing.of(index, at.owner, at.axis, at.name)
+        rows, row_weights = dispatch(hidden, weights, routing)
+        chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
+        with counting(self, at.count, at.local_count):
+            results = run_pairs(super().forward, rows, chosen - at.first, row_weights, chosen >= 0)
+        return combine(results, routing)
+
+
+def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, choices and weights among the arguments of a call.
+
+    Raises:
+        ExpertParallelError: there are others, or their shapes are not (T, H), (T, k) and (T, k).
+    """
+    values = list(signature_of(type(module)).bind(module, *args, **kwargs).arguments.values())[1:]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(values) != 3 or len(tensors) != 3 or tensors[1].shape != tensors[2].shape or tensors[0].dim() != 2:
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
+        raise ExpertParallelError(
+            f"experts that are divided among ranks are called with tokens (T, H), choices (T, k) and weights (T, k); "
+            f"this call has {shapes}"
+        )
+    return tensors[0], tensors[1], tensors[2]
+
+
+def run_pairs(
+    forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, here: torch.Tensor
+) -> torch.Tensor:
+    """Run the experts of this rank on the tokens that have chosen them.
+
+    Args:
+        rows: (R, H) tokens, each of which has chosen an expert of this rank or more.
+        index: (R, k) experts, counted from the first of this rank.
+        weights: (R, k) of the choices.
+        here: (R, k) bool: which choices are experts of this rank.
+
+    Returns:
+        (R, H) for each token the sum over its choices here.
+    """
+    if not rows.shape[0]:
+        return rows  # keeps the graph: the ranks that sent nothing take part in backward
+    token, choice = here.nonzero(as_tuple=True)
+    single = token.numel() == rows.shape[0]  # each token is here once, in order
+    out = forward(rows if single else rows[token], index[token, choice, None], weights[token, choice, None])
+    return out if single else out.new_zeros(rows.shape[0], *out.shape[1:]).index_add(0, token, out)
+
+
+@contextlib.contextmanager
+def counting(module: nn.Module, count: int, local_count: int) -> Generator[None]:
+    """Inside, a module's attributes that give the number of experts give the number of local ones."""
+    names = [name for name, value in vars(module).items() if type(value) is int and value == count]
+    for name in names:
+        vars(module)[name] = local_count
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(module)[name] = count
+
+
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Modules that hold several experts along dim 0 of their parameters: name, module, number of experts."""
+    for name, module in model.named_modules():
+        params = list(module.parameters())
+        if not params or any(param.dim() < 2 for param in params):
+            continue
+        names = list(signature_of(type(module)).parameters)[1:]
+        if len(names) != 3 or not _says(names[1], _INDEX) or not _says(names[2], _WEIGHTS):
+            continue
+        counts = [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
+        counts += [param.shape[0] for param in params if param.dim() == 3]
+        count = next((n for n in counts if all(param.shape[0] % n == 0 for param in params)), None)
+        if count is not None:
+            yield name, module, count
+
+
+def signature_of(kind: type) -> inspect.Signature:
+    """The signature of a module's own forward, below classes that only pass their arguments on."""
+    signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
+    own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
+    return (own or signatures)[0]
+
+
+def _says(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name for word in words)
+
+
+def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
+    """Divide the experts of all layers among `ep` ranks, in place. All ranks call together, with whole models.
+
+    Returns:
+        Names of the modules whose experts are divided.
+
+    Raises:
+        ExpertParallelError: the model has none that can be divided, or their number is no multiple of `ep`.
+        MeshError: `ep` does not divide the ranks of dp_shard x sp.
+    """
+    found = [entry for entry in find_experts(model) if not isinstance(entry[1], ExpertParallel)]
+    if not found:
+        raise ExpertParallelError(
+            "expert_parallel: the model has no module that is called with tokens, choices and weights and holds experts "
+            "along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
+        )
+    axis = mesh.axis("ep", ep=ep)
+    place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
+    order, tried = [place_of[index] for index in range(ep)], set[Any]()
+    for name, module, count in found:
+        if count % ep:
+            fits = [n for n in range(1, count + 1) if count % n == 0]
+            raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
+        kind = (type(module), tuple(tuple(param.shape) for param in module.parameters()))
+        if kind not in tried and (why := _difference(module, count, ep)):
+            raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
+        tried.add(kind)
+    everyone = mesh.axis(*REPLICATED)
+    for name, module, count in found:  # the values of rank 0 count, as for all parameters
+        broadcast_tensors(everyone, list(module.parameters()), "broadcast of rank 0's experts")
+        become_parallel(module, ExpertLocation(axis, name, count, order))
+    log_rank0(f"experts of {len(found)} layers are divided among {ep} ranks: {found[0][2] // ep} of {found[0][2]} each")
+    return [name for name, *_ in found]
+
+
+_classes: dict[type, type] = {}
+
+
+def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
+    """Make a module keep the experts of this rank, in place."""
+    kind = type(module)
+    if kind not in _classes:
+        _classes[kind] = type(f"Parallel{kind.__name__}", (ExpertParallel, kind), {"__module__": __name__})
+    for param in module.parameters():
+        size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
+        cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)
+    experts: Any = module
+    experts.__class__, experts.location = _classes[kind], location
+
+
+def _difference(module: nn.Module, count: int, ep: int) -> str:
+    """Why the results of a module's parts do not add up to the result of the whole; empty where they do."""
+    params = dict(module.named_parameters())
+    first = next(iter(params.values()))
+    generator = torch.Generator().manual_seed(0)
+    k = min(_CHOICES, count)
+    index = torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(_TOKENS)]).to(first.device)
+    weights = torch.rand(_TOKENS, k, generator=generator).to(first)
+    widths = dict.fromkeys(dim for param in params.values() for dim in reversed(param.shape[1:]))
+    reason = "its forward fails on random tokens"
+    for width in widths:
+        hidden = torch.randn(_TOKENS, width, generator=generator).to(first)
+        try:
+            with torch.no_grad():
+                whole = module(hidden, index, weights)
+                total = sum(_part(module, params, (hidden, index, weights), count, ep, part) for part in range(ep))
+        except (RuntimeError, ValueError, IndexError, TypeError) as why:
+            reason = describe_error(why)
+            continue
+        gap = relative_difference(total, whole)  # type: ignore[arg-type]
+        return "" if gap <= tolerance(first.dtype) else f"the results of {ep} parts differ from the whole by {gap:.1g}"
+    return reason
+
+
+def _part(module: nn.Module, params: Any, call: Any, count: int, ep: int, part: int) -> torch.Tensor:
+    """What one rank would add to the result."""
+    hidden, index, weights = call
+    local = count // ep
+    chunk = {name: param.detach().chunk(ep)[part] for name, param in params.items()}
+    here = (index // local) == part
+    rows = here.any(1)
+    out = torch.zeros_like(hidden)
+
+    def forward(*args: Any) -> torch.Tensor:
+        return torch.func.functional_call(module, chunk, args)
+
+    with counting(module, count, local):
+        out[rows] = run_pairs(forward, hidden[rows], (index - part * local)[rows], weights[rows], here[rows])
+    return out
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether ranks have experts of their own."""
+    return any(placement_of(param).ep > 1 for param in model.parameters())
