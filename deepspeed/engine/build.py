@@ -440,10 +440,9 @@ def _groups(
         persist_total=config.zero.model_persistence_threshold,
     )
     offload, planned = Offload(config), []
-    whole = (
-        {param for param in names if relations.resolve(signatures[param]).shard.size == 1} if relations.several else ()
-    )
-    for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures, whole):
+    some = names if relations.several else ()
+    alone = {param for param in some if relations.resolve(signatures[param]).shard.size == 1}
+    for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures, alone):
         around = relations.resolve(signatures[members[0]])
         dtype = wanted.get(members[0], members[0].dtype)
         trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point

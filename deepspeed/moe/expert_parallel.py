@@ -1,6 +1,6 @@
 """Divides the experts of a model among ranks, without a change of its code.
 
-A module of experts is called with tokens (T, H), the experts that each token has chosen (T, k) and their weights
+A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k) and their weights
 (T, k), and its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is tried
 on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
 experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
@@ -61,11 +61,14 @@ class ExpertParallel(nn.Module):
         at = self.location
         hidden, index, weights = arguments_of(self, args, kwargs)
         routing = Routing.of(index, at.owner, at.axis, at.name)
-        rows, row_weights = dispatch(hidden, weights, routing)
+        rows, row_weights = dispatch(hidden.reshape(-1, hidden.shape[-1]), weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
-        with counting(self, at.count, at.local_count):
-            results = run_pairs(super().forward, rows, chosen - at.first, row_weights, chosen >= 0)
-        return combine(results, routing)
+        if rows.shape[0]:
+            with counting(self, at.count, at.local_count):
+                results = run_pairs(super().forward, rows, chosen - at.first, row_weights, chosen >= 0)
+        else:  # a gradient of zeros, as experts of a whole layer have that no token has chosen
+            results = rows + sum(param.flatten()[:0].sum() for param in self.parameters())
+        return combine(results, routing).view(*hidden.shape[:-1], -1)
 
 
 def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,10 +79,11 @@ def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tenso
     """
     values = list(signature_of(type(module)).bind(module, *args, **kwargs).arguments.values())[1:]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(values) != 3 or len(tensors) != 3 or tensors[1].shape != tensors[2].shape or tensors[0].dim() != 2:
+    fits = len(tensors) == 3 and tensors[1].dim() == 2 and tensors[1].shape == tensors[2].shape
+    if len(values) != 3 or not fits or tensors[0].shape[:-1].numel() != tensors[1].shape[0]:
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
         raise ExpertParallelError(
-            f"experts that are divided among ranks are called with tokens (T, H), choices (T, k) and weights (T, k); "
+            f"experts that are divided among ranks are called with T tokens (…, H), choices (T, k) and weights (T, k); "
             f"this call has {shapes}"
         )
     return tensors[0], tensors[1], tensors[2]
@@ -99,11 +103,10 @@ def run_pairs(
     Returns:
         (R, H) for each token the sum over its choices here.
     """
-    if not rows.shape[0]:
-        return rows  # keeps the graph: the ranks that sent nothing take part in backward
     token, choice = here.nonzero(as_tuple=True)
     single = token.numel() == rows.shape[0]  # each token is here once, in order
     out = forward(rows if single else rows[token], index[token, choice, None], weights[token, choice, None])
+    out = out.view(token.numel(), -1)
     return out if single else out.new_zeros(rows.shape[0], *out.shape[1:]).index_add(0, token, out)
 
 
@@ -160,8 +163,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     found = [entry for entry in find_experts(model) if not isinstance(entry[1], ExpertParallel)]
     if not found:
         raise ExpertParallelError(
-            "expert_parallel: the model has no module that is called with tokens, choices and weights and holds experts "
-            "along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
+            "expert_parallel: the model has no module that is called with tokens, choices and weights and holds its "
+            "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
     axis = mesh.axis("ep", ep=ep)
     place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
@@ -216,7 +219,7 @@ def _difference(module: nn.Module, count: int, ep: int) -> str:
         except (RuntimeError, ValueError, IndexError, TypeError) as why:
             reason = describe_error(why)
             continue
-        gap = relative_difference(total, whole)  # type: ignore[arg-type]
+        gap = relative_difference(total, whole.view(_TOKENS, -1))  # type: ignore[arg-type]
         return "" if gap <= tolerance(first.dtype) else f"the results of {ep} parts differ from the whole by {gap:.1g}"
     return reason
 
