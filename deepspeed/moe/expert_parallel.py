@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.collectives.autograd import gathered
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
-from deepspeed.errors import ExpertParallelError
+from deepspeed.errors import ExpertParallelError, UsageError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.moe.exchange import Routing, combine, dispatch
@@ -28,7 +29,7 @@ from deepspeed.tensor_parallel.layers import cut_tensor
 from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.layout.placement import placement_of
 from deepspeed.zero.parameters.grouping import unshard
-from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.parameter import StandIn, is_managed
 
 _TOKENS, _CHOICES = 16, 2  # of the trial
 _INDEX, _WEIGHTS = ("ind", "select", "expert"), ("weight", "score", "prob")
@@ -47,6 +48,7 @@ class ExpertLocation:
     def __init__(self, axis: Axis, name: str, count: int, order: list[int]) -> None:
         self.axis, self.name, self.count = axis, name, count
         self.local_count = count // axis.size
+        self.order = order
         self.owner = torch.tensor(order).repeat_interleave(self.local_count)
         self.first = order.index(axis.rank) * self.local_count
 
@@ -172,7 +174,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     axis = mesh.axis("ep", ep=ep)
     place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
     order, tried = [place_of[index] for index in range(ep)], set[Any]()
-    for name, module, count in found:
+    for name, _, count in found:
         if count % ep:
             fits = [n for n in range(1, count + 1) if count % n == 0]
             raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
@@ -207,6 +209,24 @@ def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
         cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)
     experts: Any = module
     experts.__class__, experts.location = _classes[kind], location
+    module.register_state_dict_post_hook(_whole_state)
+
+
+def _whole_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put all experts into a state dict. All ranks call together; with `keep_vars=True` local parameters stay."""
+    axis = module.location.axis
+    for name, param in module.named_parameters():
+        value = state.get(prefix + name)
+        if value is None or isinstance(value, nn.Parameter):
+            continue
+        if isinstance(value, StandIn):
+            raise UsageError(
+                f"state_dict() at ZeRO stage 3 has some of the experts of '{module.location.name}' only: take the "
+                f"weights from engine._zero3_consolidated_16bit_state_dict(), save_16bit_model or save_checkpoint"
+            )
+        label = f"experts of {module.location.name} for a state dict (all ranks call state_dict together)"
+        parts = gathered(param, axis, 0, label=label).chunk(axis.size)
+        state[prefix + name] = torch.cat([parts[position] for position in module.location.order])
 
 
 def _difference(module: nn.Module, count: int, ep: int) -> str:

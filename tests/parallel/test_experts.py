@@ -180,6 +180,28 @@ def saved_whole(folder: str, stage: int) -> None:
         assert all(torch.equal(saved[name], value) for name, value in masters.items() if value is not None)
 
 
+def whole_state(stage: int) -> None:
+    engine, *_ = deepspeed.initialize(model=toy("Mixtral"), config=with_adamw(stage, 2))
+    train(engine, 0, 1)
+    state = engine.module.state_dict()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(state[name], utils.safe_get_full_fp32_param(param)), name
+    assert set(state) == set(toy("Mixtral").state_dict())
+    engine.destroy()
+
+
+def partial_state() -> None:
+    engine, *_ = deepspeed.initialize(model=toy("Mixtral"), config=with_adamw(3, 2))
+    with raises(DeepSpeedError, "some of the experts", "save_16bit_model"):
+        engine.module.state_dict()
+    engine.destroy()
+
+
+def test_a_state_dict_has_every_expert_or_is_refused(workers: Any) -> None:
+    workers(2).run(whole_state, 1, timeout=120)
+    workers(4).run(partial_state, timeout=120)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_file_has_every_expert(workers: Any, tmp_path: Path, stage: int) -> None:
     workers(2).run(saved_whole, str(tmp_path), stage, timeout=120)
