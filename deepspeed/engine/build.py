@@ -368,8 +368,8 @@ def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_ep.setdefault(placement_of(tensor).ep, []).append(tensor)
-    found = all_gather_objects(axes.everyone, set(by_ep) - {1}) if axes.everyone.size > 1 else []
-    ep_sizes = sorted(set().union(*found))  # of all stages of a pipeline
+    sizes_by_rank = all_gather_objects(axes.everyone, set(by_ep) - {1}) if axes.everyone.size > 1 else []
+    ep_sizes = sorted(set().union(*sizes_by_rank))  # of all stages of a pipeline
     for ep in (1, *ep_sizes):
         same = axes.dp_sp_group if ep == 1 else axes.mesh.axis("dp_replicate", "edp", ep=ep)
         own = [t for t in by_ep.get(ep, ()) if not is_managed(t) and t.device.type != "meta"]

@@ -56,21 +56,21 @@ class ExpertLocation:
         return self
 
 
-class ExpertParallel(nn.Module):
+class DividedExperts(nn.Module):
     """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
 
     location: ExpertLocation
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the whole module; all ranks that share the experts call together, also without tokens."""
-        at = self.location
+        location = self.location
         hidden, index, weights = arguments_of(self, args, kwargs)
-        routing = Routing.of(index, at.owner, at.axis, at.name)
+        routing = Routing.of(index, location.owner, location.axis, location.name)
         rows, row_weights = dispatch(hidden.reshape(-1, hidden.shape[-1]), weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
         if rows.shape[0]:
-            with counting(self, at.count, at.local_count):
-                results = run_pairs(super().forward, rows, chosen - at.first, row_weights, chosen >= 0)
+            with counting(self, location.count, location.local_count):
+                results = run_pairs(super().forward, rows, chosen - location.first, row_weights, chosen >= 0)
         else:  # a gradient of zeros, as experts of a whole layer have that no token has chosen
             results = rows + sum(param.flatten()[:0].sum() for param in self.parameters())
         return combine(results, routing).view(*hidden.shape[:-1], -1)
@@ -165,8 +165,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
         ExpertParallelError: the model has none that can be divided, or their number is no multiple of `ep`.
         MeshError: `ep` does not divide the ranks of dp_shard x sp.
     """
-    found = [entry for entry in find_experts(model) if not isinstance(entry[1], ExpertParallel)]
-    if not found:
+    modules = [entry for entry in find_experts(model) if not isinstance(entry[1], DividedExperts)]
+    if not modules:
         raise ExpertParallelError(
             "expert_parallel: the model has no module that is called with tokens, choices and weights and holds its "
             "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
@@ -174,12 +174,12 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     axis = mesh.axis("ep", ep=ep)
     place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
     order, tried = [place_of[index] for index in range(ep)], set[Any]()
-    for name, _, count in found:
+    for name, _, count in modules:
         if count % ep:
             fits = [n for n in range(1, count + 1) if count % n == 0]
             raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
     everyone, alike = mesh.axis(*REPLICATED), mesh.axis("edp", ep=ep)
-    for name, module, count in found:
+    for name, module, count in modules:
         params = dict(module.named_parameters())
         born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
         unshard(params[key] for key in born_sharded)
@@ -192,8 +192,10 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
         become_parallel(module, ExpertLocation(axis, name, count, order))
         for key in born_sharded if alike.size > 1 else ():
             shard_parameter(params[key], f"{name}.{key}", alike)
-    log_rank0(f"experts of {len(found)} layers are divided among {ep} ranks: {found[0][2] // ep} of {found[0][2]} each")
-    return [name for name, *_ in found]
+    log_rank0(
+        f"experts of {len(modules)} layers are divided among {ep} ranks: {modules[0][2] // ep} of {modules[0][2]} each"
+    )
+    return [name for name, *_ in modules]
 
 
 _classes: dict[type, type] = {}
@@ -203,7 +205,7 @@ def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
     """Make a module keep the experts of this rank, in place."""
     kind = type(module)
     if kind not in _classes:
-        _classes[kind] = type(f"Parallel{kind.__name__}", (ExpertParallel, kind), {"__module__": __name__})
+        _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
     for param in module.parameters():
         size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
         cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)

@@ -15,7 +15,7 @@ from torch import nn
 import deepspeed
 from deepspeed import utils
 from deepspeed.errors import DeepSpeedError, ExpertParallelError, MeshError
-from deepspeed.moe.expert_parallel import ExpertParallel, find_experts
+from deepspeed.moe.expert_parallel import DividedExperts, find_experts
 from tests import zoo
 from tests.parallel.tiny import raises
 
@@ -97,7 +97,7 @@ def equal_to_dense(family: str, stage: int, ep: int, accumulation: int, kind: st
     dense, model = toy(family), toy(family, seed=dist.get_rank())  # the values of rank 0 count
     optimizer = optimizer_of(model.parameters(), kind)  # a client's, made before experts are divided
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage, ep, accumulation))
-    divided = [module for module in engine.module.modules() if isinstance(module, ExpertParallel)]
+    divided = [module for module in engine.module.modules() if isinstance(module, DividedExperts)]
     assert divided and all(param.shape[0] * ep == dense.get_submodule(module.location.name).get_parameter(name).shape[0]
                            for module in divided for name, param in module.named_parameters())  # fmt: skip
     train(engine, 0, STEPS, accumulation)

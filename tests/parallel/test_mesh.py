@@ -290,14 +290,15 @@ def test_placements_are_seen_from_outside(workers: Any, stage: int) -> None:
 
 def experts() -> None:
     rank, mesh = dist.get_rank(), mesh_for({"dp_shard": 2, "tp": 2})
-    among, alike = mesh.experts(2)
-    assert among.ranks == ((0, 2) if rank in (0, 2) else (1, 3)) and alike.ranks == (rank,)
-    among, alike = mesh.experts(1)
-    assert among.ranks == (rank,) and alike.ranks == ((0, 2) if rank in (0, 2) else (1, 3))
-    among, alike = mesh_for({"dp_replicate": 2, "sp": 2}).experts(2)
-    assert among.ranks == ((0, 1) if rank < 2 else (2, 3)) and alike.ranks == (rank % 2, rank % 2 + 2)
-    with raises(MeshError, "ep 4", "2 rank(s) of dp x sp", "[1, 2]"):
-        mesh.experts(4)
+    assert mesh.axis("ep", ep=2).ranks == ((0, 2) if rank in (0, 2) else (1, 3))
+    assert mesh.axis("edp", ep=2).ranks == (rank,) and mesh.axis("ep", "tp", ep=2).ranks == (0, 1, 2, 3)
+    assert mesh.axis("ep", ep=1).ranks == (rank,)
+    assert mesh.axis("edp", ep=1).ranks == ((0, 2) if rank in (0, 2) else (1, 3))
+    mesh = mesh_for({"dp_replicate": 2, "sp": 2})
+    assert mesh.axis("ep", ep=2).ranks == ((0, 1) if rank < 2 else (2, 3)) and mesh.axis("edp", ep=2).ranks == (rank,)
+    assert mesh.axis("dp_replicate", "edp", ep=2).ranks == (rank % 2, rank % 2 + 2)
+    with raises(MeshError, "ep 4", "2 rank(s) of dp_shard x sp", "[1, 2]"):
+        mesh.axis("ep", ep=4)
 
 
 def test_experts_cut_data_and_sequence_ranks_anew(workers: Any) -> None:

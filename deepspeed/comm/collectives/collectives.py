@@ -395,12 +395,12 @@ def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int
     rows = rows.contiguous()
     received = rows.new_empty(sum(arrive), *rows.shape[1:])
     slots = list(received.split(arrive))
-    mine = [rows[cuts[me][r] : cuts[me][r + 1]] for r in range(axis.size)]
+    sent = [rows[cuts[me][r] : cuts[me][r + 1]] for r in range(axis.size)]
     if axis.tagged or group is None:
-        slots[me].copy_(mine[me])
+        slots[me].copy_(sent[me])
     if group is None:
         return received
-    takers, givers = [r for r in peers if mine[r].numel()], [r for r in peers if slots[r].numel()]
+    takers, givers = [r for r in peers if sent[r].numel()], [r for r in peers if slots[r].numel()]
     nbytes = sum(slots[r].nbytes for r in givers)
     tag = axis.public_tag(EXCHANGE)
     if shared is not None:
@@ -417,10 +417,10 @@ def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int
 
     def start() -> list[Any]:
         if not axis.tagged:
-            sent = [len(part) for part in mine]
-            return [dist.all_to_all_single(received, rows, arrive, sent, group=group, async_op=True)]
+            lengths = [len(part) for part in sent]
+            return [dist.all_to_all_single(received, rows, arrive, lengths, group=group, async_op=True)]
         works = [group.recv([slots[r]], r, tag) for r in givers]
-        return works + [group.send([mine[r]], r, tag) for r in takers]
+        return works + [group.send([sent[r]], r, tag) for r in takers]
 
     Handle(axis, label, post(axis, label, start), None, rows, nbytes).wait()
     return received

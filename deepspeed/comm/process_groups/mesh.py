@@ -107,7 +107,7 @@ class Mesh:
         for rank in self.ranks:
             coordinates = self._at[rank] if ep is None else self.expert_coordinates(rank, ep)
             alone = stages is not None and coordinates["pp"] not in stages
-            rows.setdefault(tuple(at for dim, at in coordinates.items() if alone or dim not in dims), []).append(rank)
+            rows.setdefault(tuple(i for dim, i in coordinates.items() if alone or dim not in dims), []).append(rank)
         return [tuple(sorted(row)) for row in rows.values()]
 
     def expert_coordinates(self, rank: int, ep: int) -> dict[str, int]:
@@ -116,9 +116,9 @@ class Mesh:
         if ep < 1 or length % ep:
             fits = [n for n in range(1, length + 1) if length % n == 0]
             raise MeshError(f"ep {ep} does not divide the {length} rank(s) of dp_shard x sp; sizes that do: {fits}")
-        at = self._at[rank]
-        edp, place = divmod(at["dp_shard"] * self.sizes["sp"] + at["sp"], ep)
-        return {"pp": at["pp"], "dp_replicate": at["dp_replicate"], "edp": edp, "ep": place, "tp": at["tp"]}
+        place = self._at[rank]
+        edp, index = divmod(place["dp_shard"] * self.sizes["sp"] + place["sp"], ep)
+        return {"pp": place["pp"], "dp_replicate": place["dp_replicate"], "edp": edp, "ep": index, "tp": place["tp"]}
 
     @property
     def is_data_parallel(self) -> bool:
