@@ -75,8 +75,8 @@ def test_results_and_gradients_are_those_of_fp64(
 
 
 def test_numerical_gradients_of_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evoformer_attn, "CPU_TILE", 20)
-    inputs = drawn((1, 2, 5, 2, 3), torch.float64)
+    monkeypatch.setattr(evoformer_attn, "CPU_TILE", 12)
+    inputs = drawn((1, 2, 3, 2, 2), torch.float64)
 
     def of(*tensors: Tensor) -> Tensor:
         return DS4Sci_EvoformerAttention(*tensors[:3], tensors[3:])
@@ -152,18 +152,18 @@ def live(compute: object, shape: Sequence[int]) -> int:
     with LiveMemory() as memory:
         found = compute(*inputs[:3], inputs[3:])  # type: ignore[operator]
         found.backward(above)
-    return memory.peak - held - found.numel() * found.element_size()
+    return memory.peak - 2 * held - found.numel() * found.element_size()
 
 
 @pytest.mark.parametrize("dim", [1, 2], ids=["sequences", "length"])
 def test_memory_is_linear(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evoformer_attn, "CPU_TILE", 2**12)
-    shape, twice = [1, 8, 256, 4, 8], [1, 8, 256, 4, 8]
+    monkeypatch.setattr(evoformer_attn, "CPU_TILE", 2**14)
+    shape, twice = [1, 8, 128, 4, 8], [1, 8, 128, 4, 8]
     twice[dim] *= 2
     small, large = live(DS4Sci_EvoformerAttention, shape), live(DS4Sci_EvoformerAttention, twice)
-    assert large <= 2.05 * small, (small, large)
+    assert large <= 2 * small, (small, large)
     whole = live(plain, shape)
-    scores = 8 * 4 * 256 * 256 * 4
+    scores = 8 * 4 * 128 * 128 * 4
     assert whole > 2 * scores and small < scores / 2, (whole, small)
     if dim == 2:
         assert live(plain, twice) > 3.5 * whole
