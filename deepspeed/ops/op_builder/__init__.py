@@ -129,7 +129,10 @@ CCLCommBuilder = _builder(
 )
 DeepCompileBuilder = _builder("DeepCompileBuilder", "dc", "it belongs to whole-graph compilation")
 EvoformerAttnBuilder = _builder(
-    "EvoformerAttnBuilder", "evoformer_attn", "torch's scaled_dot_product_attention takes a bias"
+    "EvoformerAttnBuilder",
+    "evoformer_attn",
+    "Evoformer attention in tiles, in torch",
+    "deepspeed.ops.deepspeed4science.evoformer_attn",
 )
 FPQuantizerBuilder = _builder("FPQuantizerBuilder", "fp_quantizer", "it belongs to quantized weights")
 GDSBuilder = _builder("GDSBuilder", "gds", "GPUDirect Storage; async_io goes through host memory")
