@@ -23,7 +23,7 @@ from deepspeed.comm.process_groups.init import choose_backend
 from deepspeed.comm.watchdog.last_collective import backend_settings
 from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError, NotAvailableError
-from deepspeed.ops.op_builder.all_ops import compatible_ops
+from deepspeed.ops.op_builder import compatible_ops
 from deepspeed.version import __version__
 
 Rows = list[tuple[str, str]]
@@ -34,14 +34,7 @@ _LITTLE_SHARED_MEMORY = 1 << 30
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the report.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0, or 1 when the environment asks for an accelerator that is not there.
-    """
+    """Print the report; returns 0, or 1 when the environment asks for an accelerator that is not there."""
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out which features there are")

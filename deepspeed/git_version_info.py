@@ -22,7 +22,7 @@ __all__ = ["git_branch", "git_hash", "torch_info", "version"]
 
 def __getattr__(name: str) -> Any:
     if name in ("compatible_ops", "installed_ops"):  # nothing is built ahead, so what can be loaded is installed
-        from deepspeed.ops.op_builder.all_ops import compatible_ops
+        from deepspeed.ops.op_builder import compatible_ops
 
         return compatible_ops()
     if name == "accelerator_name":

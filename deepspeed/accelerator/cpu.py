@@ -73,11 +73,9 @@ class CpuAccelerator(Accelerator):
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Restore what `get_rng_state` returned."""
         torch.set_rng_state(new_state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Seed the generator."""
         return torch.manual_seed(seed)
 
     manual_seed_all = manual_seed

@@ -79,7 +79,6 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Restore what `get_rng_state` returned."""
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
@@ -122,7 +121,6 @@ class CudaAccelerator(Accelerator):
         torch.cuda.nvtx.range_pop()
 
     def create_graph(self) -> torch.cuda.CUDAGraph:
-        """An empty graph."""
         return torch.cuda.CUDAGraph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
@@ -130,5 +128,4 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
     def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Run what was recorded."""
         graph.replay()

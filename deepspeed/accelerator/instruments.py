@@ -126,7 +126,6 @@ class ThroughputTimer(ThroughputMeter):
         self.config, self.monitor_memory, self.logging = config, monitor_memory, logging_fn or log_rank0
 
     def say(self, now: float) -> None:
-        """Log the figures."""
         device = get_accelerator()
         held, most = device.memory_allocated() / GB, device.max_memory_allocated() / GB
         line = (

@@ -22,7 +22,6 @@ class RNGTracker:
         self._states: dict[str, torch.Tensor] = {}
 
     def reset(self) -> None:
-        """Forget all states."""
         self._states.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:

@@ -303,7 +303,12 @@ def absent_peers(
     per_host: int = 0,
     stage_outputs: dict[int, Any] | None = None,
 ) -> Generator[None]:
-    """Inside, the other ranks of this process's group are taken not to exist; arguments as `simulated_world`."""
+    """Inside, the other ranks of this process's group are taken not to exist.
+
+    Args:
+        late: the others answer only when they are waited for; else at once.
+        device, per_host, stage_outputs: as of `planner.memory.simulate`.
+    """
     before, scalars.current = scalars.current, numbers
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, scalars, "current", before)
@@ -318,19 +323,11 @@ def absent_peers(
 
 
 @contextlib.contextmanager
-def fake_ranks(
-    rank: int,
-    size: int,
-    *,
-    late: bool = False,
-    device: bool = False,
-    per_host: int = 0,
-    stage_outputs: dict[int, Any] | None = None,
-) -> Generator[None]:
+def fake_ranks(rank: int, size: int, **world: Any) -> Generator[None]:
     """Inside, this process is one rank of a world that has no other.
 
     Args:
-        late: the others answer only when they are waited for; else at once.
+        world: arguments of `absent_peers`.
 
     Raises:
         UsageError: this process has a process group.
@@ -345,7 +342,7 @@ def fake_ranks(
     numbers = scalars.FakeScalars(torch.device("cpu"))  # tensors are the CPU's and hold nothing
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with absent_peers(numbers, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs):
+        with absent_peers(numbers, **world):
             yield
     finally:
         destroy_process_group()

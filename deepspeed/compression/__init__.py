@@ -5,19 +5,6 @@ The user guide is `docs/compression.md`. Names are imported on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from deepspeed.foundation.addresses import serve
 
-_HOMES = {
-    "init_compression": "compress",
-    "redundancy_clean": "compress",
-    "student_initialization": "compress",
-    "compression_scheduler": "scheduler",
-    "convert_conv1d_to_linear": "helper",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"deepspeed.compression.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'deepspeed.compression' has no attribute {name!r}")
+__getattr__, __all__ = serve(__name__)

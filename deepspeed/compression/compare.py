@@ -138,7 +138,6 @@ class Exported:
             return self._ask("loss", file.name)
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
         self._stderr.close()
 

@@ -174,7 +174,6 @@ class Compression:
 
     @property
     def ended(self) -> bool:
-        """Whether every schedule has ended."""
         if self.depth is not None and not self.depth.over:
             return False
         return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended

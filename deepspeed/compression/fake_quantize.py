@@ -199,7 +199,6 @@ class FakeQuantizers:
 
     @property
     def ended(self) -> bool:
-        """Whether the schedule is over."""
         weights = all(self._step >= group.last for group in self._weights)
         return weights and all(self._step >= offset for offset, _ in self._inputs)
 

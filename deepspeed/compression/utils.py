@@ -10,7 +10,7 @@ import torch
 def _rows(values: torch.Tensor, groups: int) -> torch.Tensor:
     """[groups, n] in fp32."""
     if values.numel() % groups:
-        raise ValueError(f"{values.numel()} elements cannot be cut into {groups} equal groups")
+        raise ValueError(f"{values.numel()} elements cannot be split into {groups} equal groups")
     return values.reshape(groups, -1).to(torch.float32)
 
 

@@ -111,7 +111,7 @@ OUTLOOKS = (
         "tensor_parallel.injection_policy_tuple tensor_parallel.preset_model tensor_parallel.partition_config.*",
         reason="the plan is found from the model's own forward; layer_specs[].partition_type and plan_file change it",
     ),
-    Outlook("tensor_parallel.keep_module_on_host", reason="weights are cut on the device where the model holds them"),
+    Outlook("tensor_parallel.keep_module_on_host", reason="weights are split on the device where the model holds them"),
     Outlook(
         "tensor_parallel.replace_with_kernel_inject", reason="layers that are trained keep the forward of the model"
     ),

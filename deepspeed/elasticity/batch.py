@@ -255,14 +255,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print what the block comes to.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0, or 1 when the block cannot be served.
-    """
+    """Print what the block comes to; returns 0, or 1 when it cannot be served."""
     parser = argparse.ArgumentParser(prog="ds_elastic", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-c", "--config", required=True, help="the JSON file")
     parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks: prints their micro-batch too")

@@ -117,7 +117,6 @@ class RunState:
             log_rank0(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
 
     def restore_scheduler(self, saved: Any) -> None:
-        """Restore the schedule."""
         scheduler = self._state.lr_scheduler
         if saved is None or scheduler is None:
             return
@@ -236,7 +235,6 @@ class CheckpointIO:
         save_latest: bool,
         leave_out_frozen: bool,
     ) -> bool:
-        """See `save_checkpoint`."""
         started = time.perf_counter()
         self.wait_for_checkpoint()
         self._weights.check_whole()

@@ -88,7 +88,9 @@ class StructuredPruning:
                 self._cut(group)
             self._cut_plain()
         self.removal.follow(state.module)
-        self._rebuild()
+        old = components.optimizer
+        inner = None if old is None else old.optimizer
+        state.components = build(state.module, inner, state.ds_config, state.axes, state.device, old)
         if state.compression is not None:
             state.compression.removed(self.removal, state.components.optimizer, self._renamed())
         with torch.no_grad():
@@ -149,7 +151,11 @@ class StructuredPruning:
         for group in components.groups:
             if group.policy.gathers_before_use:
                 group.fetch, fetch = None, group.fetch
-                self._withdraw(group, fetch)
+                if fetch is not None:
+                    if not self._agreed:
+                        self._agree()
+                        self._agreed = True
+                    fetch.withdraw(group.channel)
         if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:
@@ -161,13 +167,6 @@ class StructuredPruning:
             components.optimizer.optimizer.state.clear()
         if components.caster is not None:
             components.caster.remove()
-
-    def _withdraw(self, group: ShardGroup, fetch: Any) -> None:
-        if fetch is not None:
-            if not self._agreed:
-                self._agree()
-                self._agreed = True
-            fetch.withdraw(group.channel)
 
     def _give_parameters_back(self, optimizer: Any) -> None:
         """The inner optimizer's groups hold parameters again, as at `initialize`."""
@@ -207,12 +206,6 @@ class StructuredPruning:
     def _was(self, member: ParamRecord) -> str:
         """The name that a member had before layers left."""
         return self._members[id(member.param)]
-
-    def _rebuild(self) -> None:
-        state, old = self.state, self._components.optimizer
-        inner = None if old is None else old.optimizer
-        components = build(state.module, inner, state.ds_config, state.axes, state.device, old)
-        state.components = components
 
     # -- back again ---------------------------------------------------------------------------------------------------
 

@@ -92,10 +92,10 @@ class PipelineEngine(DeepSpeedEngine):
             parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
         elif mpu is None and mesh.size("tp") > 1:
             raise NotAvailableError(
-                f"layers of a PipelineModule are not cut over ranks (tp): each rank has its own stage's only, and what "
-                f"can be cut is seen in a forward of the whole model. Of {mesh.describe()} the nearest that can be had "
-                f"is {self._without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, with an "
-                f"mpu"
+                f"layers of a PipelineModule are not split over ranks (tp): each rank has its own stage's only, and "
+                f"what can be split is seen in a forward of the whole model. Of {mesh.describe()} the nearest that can "
+                f"be had is {self._without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, "
+                f"with an mpu"
             )
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)

@@ -109,14 +109,14 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
         return find_layout(model, stages, example_inputs(model), method, section.chunks, meter)
 
     if not is_sharded_by_init(model):
-        make_error = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
+        make_error = lambda rank, words: PipelineError(f"rank {rank} could not split the model into stages: {words}")  # noqa: E731
         axis = mesh.axis(*DIMS)
         if meter is None:
             return raise_together(axis, lambda: find(section.partition), make_error)
         raise_together(
             axis, lambda: find("uniform"), make_error
         )  # it can be cut on all ranks, which meet to compare what they measure
-    with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
+    with alarmed(lambda: "looking for where to split", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
         return find(section.partition, meter)
 
 

@@ -64,13 +64,10 @@ class Preemption:
             return
         for engine in list(_listening):
             if engine.can_save:
-                engine._save_and_wait()
+                engine._checkpoints.save_checkpoint(str(engine._folder), client_state=engine._last_client_state)
+                engine._checkpoints.wait_for_checkpoint()
         log_rank0(f"{signal.Signals(number).name}: saved to {self._folder}; exit code {REQUEUE} asks for a new start")
         raise SystemExit(REQUEUE)
-
-    def _save_and_wait(self) -> None:
-        self._checkpoints.save_checkpoint(str(self._folder), client_state=self._last_client_state)
-        self._checkpoints.wait_for_checkpoint()
 
     @staticmethod
     def _is_free(number: int) -> bool:

@@ -50,7 +50,6 @@ class ProgramAttributes:
 
     @property
     def _config(self) -> DeepSpeedConfig:
-        """The configuration."""
         return self._state.ds_config
 
     @property

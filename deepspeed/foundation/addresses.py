@@ -64,8 +64,30 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.constants": {
         "deepspeed.foundation.script_helpers": "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT",
     },
+    "deepspeed.compression": {
+        "deepspeed.compression.compress": "init_compression redundancy_clean student_initialization",
+        "deepspeed.compression.scheduler": "compression_scheduler",
+        "deepspeed.compression.helper": "convert_conv1d_to_linear",
+    },
+    "deepspeed.inference": {
+        "deepspeed.inference.generator": "EngineStats Generator Load packable why_not_batchable",
+        "deepspeed.inference.request": "Logprob Output Request",
+        "deepspeed.inference.sampling_params": "Sampling SamplingParams",
+        "deepspeed.inference.v2": (
+            "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_engine_from_ds_checkpoint "
+            "build_hf_engine"
+        ),
+    },
     "deepspeed.io": {
         "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
+    },
+    "deepspeed.zero": {
+        "deepspeed.zero.api.init_context": "Init",
+        "deepspeed.zero.api.gathered_parameters": (
+            "GatheredParameters register_external_parameter unregister_external_parameter unwrap_model_for_generation"
+        ),
+        "deepspeed.zero.parameters.ds_attributes": "ZeroParamStatus",
+        "deepspeed.zero.layout.units": "set_z3_leaf_modules",
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {
@@ -77,9 +99,8 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam.multi_tensor_apply": {
         "deepspeed.foundation.script_helpers": "MultiTensorApply",
     },
-    "deepspeed.ops.op_builder.builder": {
-        "deepspeed.ops.op_builder.all_ops": "OpBuilder",
-    },
+    "deepspeed.ops.op_builder.all_ops": {"deepspeed.ops.op_builder": "ALL_OPS OpBuilder"},
+    "deepspeed.ops.op_builder.builder": {"deepspeed.ops.op_builder": "OpBuilder"},
     "deepspeed.runtime.checkpoint_engine": {},
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         "deepspeed.checkpoint.compat.upstream_names": "TorchCheckpointEngine",

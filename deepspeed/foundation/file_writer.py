@@ -20,7 +20,6 @@ class PyFileWriter:
     """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
-        """Open the file."""
         self._path = os.fspath(file_path)
         self._file: io.BufferedWriter | None = open(self._path, "wb")
 
@@ -33,11 +32,9 @@ class PyFileWriter:
         return self._open_file().write(buffer)
 
     def flush(self) -> None:
-        """Flush the buffer to the system."""
         self._open_file().flush()
 
     def fileno(self) -> int:
-        """The number of the open file."""
         return self._open_file().fileno()
 
     def file_path(self) -> str:
@@ -64,7 +61,6 @@ class MockFileWriter(PyFileWriter):
     """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
-        """Open the null device."""
         super().__init__(os.devnull)
         self._path = os.fspath(file_path)
 
@@ -102,7 +98,6 @@ class FastFileWriter(PyFileWriter):
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
-        """Open the file."""
         buffer = config.pinned_tensor
         if buffer.numel() == 0 or not buffer.is_contiguous() or buffer.device.type != "cpu":
             raise ArgumentError("pinned_tensor is the buffer of the file: a contiguous tensor on the CPU with elements")
@@ -111,7 +106,6 @@ class FastFileWriter(PyFileWriter):
         self._filled = 0
 
     def write(self, buffer: Any) -> int:
-        """Append bytes; returns the number accepted."""
         file, data = self._open_file(), memoryview(buffer).cast("B")
         for start in range(0, len(data), len(self._buffer)):
             piece = data[start : start + len(self._buffer)]
@@ -122,13 +116,11 @@ class FastFileWriter(PyFileWriter):
         return len(data)
 
     def flush(self) -> None:
-        """Flush the collected bytes to the system."""
         file = self._open_file()
         self._write_out(file)
         file.flush()
 
     def close(self) -> None:
-        """Write the rest and close; a second call does nothing."""
         if self._file is not None:
             self._write_out(self._file)
         super().close()

@@ -86,16 +86,12 @@ def caches_at_all(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, _USES: True} if _USES in call or without_cache(model) else dict(call)
 
 
-def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of Transformers."""
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, module.Cache)
-
-
 def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
     """Names of the arguments of a call that are caches: by what they are, or older forms by their name."""
+    module = sys.modules.get("transformers.cache_utils")
     for name, value in call.items():
-        if value is not None and (is_cache(value) or name in _OF_LAYERS):
+        is_cache = module is not None and isinstance(value, module.Cache)
+        if value is not None and (is_cache or name in _OF_LAYERS):
             yield name
 
 

@@ -69,4 +69,4 @@ def _fill(sums: list[float], num_parts: int, limit: float) -> list[int]:
 
 def _check(num_parts: int) -> None:
     if num_parts < 1:
-        raise ArgumentError(f"num_parts is {num_parts}; a row is cut into at least one part")
+        raise ArgumentError(f"num_parts is {num_parts}; a row is split into at least one part")

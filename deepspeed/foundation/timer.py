@@ -65,7 +65,6 @@ class Timer:
         self.started_ = False
 
     def reset(self) -> None:
-        """Forget everything."""
         self.started_ = False
         self._elapsed = 0.0
         self._records.clear()
@@ -149,8 +148,6 @@ class HostWallClockTimer:
 
 
 class _NoTimer(Timer):
-    """A timer that measures nothing."""
-
     def start(self) -> None:
         """Do nothing."""
 

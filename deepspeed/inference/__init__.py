@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deepspeed.foundation.addresses import serve
 
 if TYPE_CHECKING:
     from deepspeed.inference.generator import EngineStats, Generator, Load, packable, why_not_batchable
@@ -16,23 +18,6 @@ if TYPE_CHECKING:
         build_hf_engine,
     )
 
-_PLACES = {
-    "Generator": "generator",
-    "EngineStats": "generator",
-    "Load": "generator",
-    "why_not_batchable": "generator",
-    "packable": "generator",
-    "Logprob": "request",
-    "Output": "request",
-    "Request": "request",
-    "SamplingParams": "sampling_params",
-    "Sampling": "sampling_params",
-    "DeepSpeedTPConfig": "v2",
-    "InferenceEngineV2": "v2",
-    "RaggedInferenceEngineConfig": "v2",
-    "build_engine_from_ds_checkpoint": "v2",
-    "build_hf_engine": "v2",
-}
 __all__ = [
     "DeepSpeedTPConfig",
     "Generator",
@@ -50,11 +35,4 @@ __all__ = [
     "why_not_batchable",
     "packable",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+__getattr__, _ = serve(__name__)

@@ -133,10 +133,10 @@ MOOT = {
     "triangular_masking": "the model masks as its own code says",
     "set_empty_params": "weights that come from a checkpoint are never filled before",
     "return_tuple": "outputs are the model's own",
-    "training_mp_size": "files are read by name, whatever cut they were trained in",
+    "training_mp_size": "files are read by name, however they were split in training",
     "transposed_mode": "weights keep their layout",
     "replace_method": "it has one value",
-    "injection_policy_tuple": "matrices are cut by a plan that is compared with the whole model",
+    "injection_policy_tuple": "matrices are split by a plan that is compared with the whole model",
     "min_out_tokens": "no workspace is set aside that could be too small",
 }
 

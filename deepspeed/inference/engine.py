@@ -125,7 +125,7 @@ class InferenceEngine(ModuleWrapper):
                 if not any(layer == name or layer.endswith(f".{name}") for layer in known):
                     raise ArgumentError(f"Injection policy layer'{name}' not valid.")
         cut = self._config.tensor_parallel.tp_size > 1
-        why = "the plan of what is cut is made of the model and compared with it"
+        why = "the plan of what is split is made of the model and compared with it"
         log_rank0(
             "init_inference: injection_policy has no effect beyond this check: "
             + (why if cut else "one rank has every matrix whole")
@@ -384,7 +384,6 @@ class NativeGenerate:
         return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype)], dim=1)
 
     def close(self) -> None:
-        """Let the cache go."""
         self._generator.close()
 
     def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:

@@ -336,7 +336,6 @@ class Generator:
         return not self._live and not self._ready
 
     def load(self) -> EngineStats:
-        """The current load."""
         with self._lock:
             alone = min(len(self._fallback_requests), self._scheduler.max_sequences)
             running = len(self._scheduler.running) + alone

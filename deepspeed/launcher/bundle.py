@@ -49,14 +49,7 @@ _ALWAYS = tuple(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the bundle.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0, or 2 when there is nothing to read or nowhere to write.
-    """
+    """Write the bundle; returns 0, or 2 when there is nothing to read or nowhere to write."""
     parser = argparse.ArgumentParser(prog="ds_bundle", description=__doc__)
     parser.add_argument("-o", "--output", default="deepspeed-bundle.zip", help="the file to write")
     parser.add_argument("-l", "--logs", default="", help="folder of rank logs (default: those of the last job)")

@@ -15,14 +15,7 @@ from deepspeed.launcher.multinode_runner import CONNECT_SECONDS, CONNECTING_AT_O
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command everywhere and print each line behind the host's name.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        The largest exit code.
-    """
+    """Run the command everywhere and print each line behind the host's name; returns the largest exit code."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description=__doc__)
     parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")

@@ -88,8 +88,6 @@ class StarterProcess:
 
 @dataclass(eq=False)
 class HostState:
-    """The state of one host."""
-
     name: str
     slots: list[int]
     channel: Channel | None = None

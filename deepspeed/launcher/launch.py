@@ -20,14 +20,7 @@ def encode_world(hosts: Hosts) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0, or the exit code of the rank that failed first, on any node.
-    """
+    """Run the ranks of this node; returns 0, or the exit code of the rank that failed first, on any node."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--node_rank", type=int, default=0)
     parser.add_argument("--master_addr", default="127.0.0.1")

@@ -149,7 +149,6 @@ class Ssh:
         channel.send_line(json.dumps(agent.import_path()))
 
     def close(self) -> None:
-        """Nothing is left open."""
         self._waiting.clear()
 
 

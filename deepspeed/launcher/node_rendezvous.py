@@ -97,7 +97,6 @@ class NodeRendezvous:
             peer.since = float("inf")
 
     def close(self) -> None:
-        """Stop listening."""
         if self._socket is not None:
             self._socket.close()
 

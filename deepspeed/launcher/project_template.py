@@ -173,14 +173,7 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0, or 1 when nothing was written.
-    """
+    """Write the project; returns 0, or 1 when nothing was written."""
     parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")

@@ -159,7 +159,6 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Read the rest and close the descriptor."""
         self.pump()  # not for ever: what the rank started may still write
         if self._unfinished:
             self._emit(self._prefix + self._unfinished + b"\n")

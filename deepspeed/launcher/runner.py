@@ -44,14 +44,7 @@ NO_SSH_PORT = 29500
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the `deepspeed` command.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        The exit code: that of the rank that failed first, or 2 when nothing could be started.
-    """
+    """Run the `deepspeed` command; returns the exit code of the rank that failed first, 2 when none was started."""
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         options = parse(arguments)

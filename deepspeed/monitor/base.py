@@ -100,7 +100,6 @@ class JsonlMonitor(Monitor):
         self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -121,13 +120,11 @@ class MLflowMonitor(Monitor):
         self.run_id = self._client.create_run(experiment_id, run_name=mlflow_config.run_name).info.run_id
 
     def write(self, events: list[Event]) -> None:
-        """Log metrics, `step` as the step."""
         metrics = [self._metric(_MLFLOW_ILLEGAL.sub("_", e.name), e.value, int(1000 * e.time), e.step) for e in events]
         for first in range(0, len(metrics), _MLFLOW_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + _MLFLOW_BATCH])
 
     def close(self) -> None:
-        """End the run."""
         self._client.set_terminated(self.run_id)
 
 
@@ -150,13 +147,11 @@ class PrometheusMonitor(Monitor):
         self._gauges[name].set(value)
 
     def write(self, events: list[Event]) -> None:
-        """Set the gauges."""
         for event in events:
             name = "deepspeed_" + re.sub(r"\W", "_", event.name).lower()
             self._set(name, event.name, event.value)
             self._set("deepspeed_step", "x axis of the newest event", event.step)
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()

@@ -35,5 +35,4 @@ class CometMonitor(Monitor):
                 self.experiment.log_metric(event.name, event.value, step=event.step)
 
     def close(self) -> None:
-        """End the experiment."""
         self.experiment.end()

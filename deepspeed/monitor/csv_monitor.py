@@ -34,6 +34,5 @@ class csvMonitor(Monitor):
             self._files[name].flush()
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()

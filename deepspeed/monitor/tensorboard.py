@@ -33,14 +33,12 @@ class TensorBoardMonitor(Monitor):
         return SummaryWriter(log_dir=self.log_dir)
 
     def write(self, events: list[Event]) -> None:
-        """Write scalars, and flush them."""
         for e in events:
             summary = self._summary(value=[self._summary.Value(tag=e.name, simple_value=e.value)])
             self._writer.add_event(self._proto(wall_time=e.time, step=e.step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the files, and end the writer's thread."""
         self._writer.close()
         if "summary_writer" in vars(self):
             self.summary_writer.close()

@@ -57,7 +57,6 @@ class LivePage:
             _LENGTH.pack_into(self._memory, 0, len(data))
 
     def close(self) -> None:
-        """Let the memory go; the file stays."""
         self._memory.close()
 
 

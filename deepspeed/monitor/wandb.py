@@ -29,5 +29,4 @@ class WandbMonitor(Monitor):
             self.log({event.name: event.value for event in together}, step)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()

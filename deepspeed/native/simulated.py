@@ -17,8 +17,6 @@ class _NoOpFunction:
 
 
 class _SimulatedLibrary:
-    """See the module."""
-
     def __getattr__(self, name: str) -> _NoOpFunction:
         function = _NoOpFunction()
         setattr(self, name, function)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.ops import adagrad, adam, aio, lamb, lion, muon, op_builder
-from deepspeed.ops.op_builder.all_ops import ALL_OPS as __op_builders__
-from deepspeed.ops.op_builder.all_ops import compatible_ops
+from deepspeed.ops.op_builder import ALL_OPS as __op_builders__
+from deepspeed.ops.op_builder import compatible_ops
 
 __all__ = ["__op_builders__", "adagrad", "adam", "aio", "lamb", "lion", "muon", "op_builder"]
 

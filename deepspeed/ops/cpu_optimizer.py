@@ -77,7 +77,6 @@ class HostOptimizer(GroupOptimizer):
         super().__init__(params, **defaults)
 
     def step_group(self, group: State) -> None:
-        """Update the parameters of one group that have a gradient."""
         for param in group["params"]:
             fold = (self.folds or {}).get(param)
             if fold is None and param.grad is not None:

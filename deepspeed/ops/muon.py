@@ -110,7 +110,9 @@ class Muon(GroupOptimizer):
         """Update `params` in place by the class's equation, and those that are no matrices by AdamW."""
         rest = []
         for entry in zip(params, grads, states, strict=True):
-            if self._is_matrix(group, entry[0]):
+            param = entry[0]
+            chosen = group["use_muon"] if group["use_muon"] is not None else getattr(param, "use_muon", True)
+            if chosen and param.ndim >= 2:
                 self._update_matrix(group, *entry)
             else:
                 rest.append(entry)
@@ -118,11 +120,6 @@ class Muon(GroupOptimizer):
             params, grads, states = (list(column) for column in zip(*rest, strict=True))
             lr = group["lr"] * group["adam_lr_ratio"]
             adam_update(group, params, grads, states, lr=lr, decoupled=True)
-
-    @staticmethod
-    def _is_matrix(group: State, param: Tensor) -> bool:
-        wanted = group["use_muon"] if group["use_muon"] is not None else getattr(param, "use_muon", True)
-        return wanted and param.ndim >= 2
 
     @staticmethod
     def _update_matrix(group: State, param: Tensor, grad: Tensor, state: State) -> None:

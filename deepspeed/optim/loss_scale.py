@@ -47,7 +47,6 @@ class LossScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict()`."""
         self.scale = float(state["scale"])
 
 
@@ -121,7 +120,6 @@ class DynamicLossScaler(LossScaler):
         self.scale = max(self.scale / self.scale_factor, self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what decides its next change."""
         return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "clean_steps": self.clean_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -183,19 +183,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates.
+        """Set the groups' first rates; other arguments and errors are those of `WarmupLR`.
 
         Args:
-            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
             total_num_steps: optimizer steps in all, rise included.
             warmup_min_lr: first and last rate, one or one for each group.
-            warmup_max_lr: highest rate; None takes the optimizer's own.
-            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
-            warmup_type: "log" or "linear".
-            last_batch_iteration: iteration to go on from.
-
-        Raises:
-            SchedulerError: a value is out of range or a list has the wrong length.
         """
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
@@ -221,19 +213,12 @@ class WarmupCosineLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates, which are 0.
+        """Set the groups' first rates, which are 0; other arguments and errors are those of `WarmupLR`.
 
         Args:
-            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-            total_num_steps: optimizer steps in all, rise included (`scheduler.params.*` holds the arguments).
+            total_num_steps: optimizer steps in all, rise included.
             warmup_min_ratio: ratio of the first step.
-            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
             cos_min_ratio: ratio at the end.
-            warmup_type: "log" or "linear".
-            last_batch_iteration: iteration to go on from.
-
-        Raises:
-            SchedulerError: a value is out of range.
         """
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps = total_num_steps
@@ -350,7 +335,10 @@ class OneCycle(LRSchedule):
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
-        self.cycle_momentum = cycle_momentum and self._has_momentum()
+        has_momentum = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+        if cycle_momentum and not has_momentum:
+            log_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
+        self.cycle_momentum = cycle_momentum and has_momentum
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -384,12 +372,6 @@ class OneCycle(LRSchedule):
             else:
                 group["momentum"] = momentum
         return super()._apply()
-
-    def _has_momentum(self) -> bool:
-        has_momentum = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
-        if not has_momentum:
-            log_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
-        return has_momentum
 
     @staticmethod
     def _stairs(progress: float, count: int) -> float:

@@ -117,7 +117,6 @@ class InputCaster:
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

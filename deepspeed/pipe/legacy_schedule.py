@@ -123,12 +123,10 @@ class PipeSchedule:
 
     @property
     def stage(self) -> int:
-        """Which stage it is."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """How many there are."""
         return self.stages
 
     @property
@@ -222,5 +220,4 @@ class DataParallelSchedule(PipeSchedule):
             yield [*step, ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else step
 
     def num_pipe_buffers(self) -> int:
-        """One."""
         return 1

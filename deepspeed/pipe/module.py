@@ -44,7 +44,6 @@ class LayerSpec:
         return f"{type(self).__name__}({', '.join([self.typename.__name__, *arguments])})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Make the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -136,7 +135,8 @@ class PipelineModule(nn.Module):
         self._runs = 0
         self.tied_modules = nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}
-        self._build()
+        with suspended() if self._stages > 1 else contextlib.nullcontext():  # a stage is what zero.Init would save
+            self._build()
         self._tie()
 
     # -- making ---------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class PipelineModule(nn.Module):
             or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False))
         ):
             raise ArgumentError(
-                f"{count} layers cannot be cut at {bounds}: {parts} parts need {parts + 1} bounds from 0 to {count}, "
+                f"{count} layers cannot be split at {bounds}: {parts} parts need {parts + 1} bounds from 0 to {count}, "
                 f"each larger than the one before"
             )
         return bounds
@@ -229,10 +229,6 @@ class PipelineModule(nn.Module):
 
     def _build(self) -> None:
         """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
-        with suspended() if self._stages > 1 else contextlib.nullcontext():  # a stage is what zero.Init would save
-            self._build_own()
-
-    def _build_own(self) -> None:
         own = {index for part in self._own_parts() for index in range(self._bounds[part], self._bounds[part + 1])}
         needed = {
             spec.key for index, spec in enumerate(self._specs) if index in own and isinstance(spec, TiedLayerSpec)
@@ -337,7 +333,6 @@ class PipelineModule(nn.Module):
     # -- what scripts ask -----------------------------------------------------------------------------------------
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
         return self._stages
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -347,7 +342,6 @@ class PipelineModule(nn.Module):
         return next(part for part, high in enumerate(self._bounds[1:]) if layer_idx < high) % self._stages
 
     def topology(self) -> ProcessTopology:
-        """The ranks by axis."""
         return self._topology
 
     def mpu(self) -> Mesh:

@@ -319,7 +319,7 @@ def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: flo
     if limit is not None and max(bytes_of(best)) > limit:
         most = max(bytes_of(best))
         raise ArgumentError(
-            f"no cut of {len(costs)} layers into {stages} stages was found in which each holds at most {limit:,.0f} "
+            f"no split of {len(costs)} layers into {stages} stages was found in which each holds at most {limit:,.0f} "
             f"bytes: the best one needs {most:,.0f} on stage {bytes_of(best).index(most)}; take more stages, or "
             f"recompute activations"
         )

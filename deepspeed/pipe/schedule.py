@@ -69,7 +69,6 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
         return len(self.rows)
 
     @functools.cached_property

@@ -50,7 +50,6 @@ class ModelSplit:
 
     @property
     def parts(self) -> int:
-        """How many there are."""
         return len(self.bounds) - 1
 
     @property

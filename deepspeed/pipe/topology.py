@@ -86,7 +86,6 @@ class ProcessTopology:
         )
 
     def world_size(self) -> int:
-        """How many ranks there are."""
         return math.prod(self.dims)
 
     def __str__(self) -> str:
@@ -145,15 +144,12 @@ class PipelineParallelGrid:
         return getattr(self._mesh, name)
 
     def topology(self) -> ProcessTopology:
-        """Ranks by axis."""
         return self._topo
 
     def get_global_rank(self) -> int:
-        """This rank."""
         return self._mesh.rank
 
     def get_stage_id(self) -> int:
-        """The stage of this rank."""
         return self._mesh.coordinates["pp"]
 
     def get_data_parallel_id(self) -> int:

@@ -22,7 +22,6 @@ _DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     command = argparse.ArgumentParser(prog="ds_plan", description=__doc__)
     add = command.add_argument
     add("model", help="file.py:factory, which returns (module, batch); a folder with config.json; or a class' name")
@@ -50,14 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the plans.
-
-    Args:
-        args: command line; None takes the process's own.
-
-    Returns:
-        0; 1 when no plan fits, 2 when there was nothing to plan.
-    """
+    """Print the plans; returns 0, 1 when no plan fits, 2 when there was nothing to plan."""
     options = parser().parse_args(args)
     try:
         config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}

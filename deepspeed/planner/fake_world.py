@@ -28,18 +28,9 @@ from deepspeed.zero.gradients.buckets import Bucket
 
 
 @contextlib.contextmanager
-def simulated_world(
-    rank: int,
-    size: int,
-    *,
-    late: bool = False,
-    device: bool = False,
-    per_host: int = 0,
-    stage_outputs: dict[int, Any] | None = None,
-) -> Generator[None]:
+def simulated_world(rank: int, size: int, **world: Any) -> Generator[None]:
     """Inside, this process simulates one rank; arguments and errors as of `fake_ranks`."""
-    world = fake_ranks(rank, size, late=late, device=device, per_host=per_host, stage_outputs=stage_outputs)
-    with world, without_values():
+    with fake_ranks(rank, size, **world), without_values():
         yield
 
 

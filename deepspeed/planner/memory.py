@@ -193,8 +193,10 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             with beside() as mark:
                 program.run(engine, lambda: live.mark(holdings(engine)), mark)
             gc.collect()
-            at_peak, disk = live.at_peak(), _on_disk(engine)
-            host, groups = _with_host(engine, at_peak), engine._components.groups
+            at_peak, groups = live.at_peak(), engine._components.groups
+            tiers = {id(tier): tier for group in groups for tier in vars(group.tiers).values()}
+            disk = sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
+            host = _with_host(engine, at_peak)
             held = sum(member.numel for group in groups for member in group.members)
             return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, host, held)
         finally:
@@ -226,11 +228,6 @@ def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
     values = [g.values.memory for g in parts.groups if g.tiers.parameters is not RESIDENT]
     totals[PARAMETERS] = min(at_peak.get(PARAMETERS, 0), bytes_of(values))
     return {category: count for category, count in totals.items() if count}
-
-
-def _on_disk(engine: Any) -> int:
-    tiers = {id(tier): tier for group in engine._components.groups for tier in vars(group.tiers).values()}
-    return sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
 
 
 @contextlib.contextmanager

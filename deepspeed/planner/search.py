@@ -236,8 +236,9 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
     plans = []
     for shape, stages in shapes(machine):
         share = train_batch * shape.width // machine.ranks
+        # With fewer micro-batches than stages most stages wait. Size 1 has enough, if all ranks can share the batch.
         micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
-        micros = [size for size in micros if share // size >= shape.stages] or micros[-1:]  # else most stages wait
+        micros = [size for size in micros if share // size >= shape.stages]
         for recompute, stage, micro in itertools.product((False, True), stages, micros):
             plans.append(TrainingPlan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
     return plans

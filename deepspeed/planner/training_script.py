@@ -225,11 +225,7 @@ _FOREVER = 1 << 30  # a trial ends itself
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Train until the trial ends.
-
-    Args:
-        args: command line; None takes the process's own.
-    """
+    """Train until the trial ends."""
     parser = add_config_arguments(
         argparse.ArgumentParser(prog="deepspeed.planner.training_script", description=__doc__)
     )

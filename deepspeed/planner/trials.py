@@ -85,9 +85,7 @@ class TrialStarter(Protocol):
         """What is run, to be read."""
         ...
 
-    def start(self, config: str, out: Any, err: Any) -> TrialProcess:
-        """Start one."""
-        ...
+    def start(self, config: str, out: Any, err: Any) -> TrialProcess: ...
 
 
 @dataclass(frozen=True)

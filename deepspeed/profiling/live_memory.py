@@ -20,10 +20,6 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 
 
-def _nobodys(_storage: torch.UntypedStorage) -> bool:
-    return False
-
-
 class LiveMemory(DispatchMode):
     """Inside, live bytes are counted.
 
@@ -39,7 +35,7 @@ class LiveMemory(DispatchMode):
     def __init__(
         self,
         category: Callable[[Any], str] = lambda _frame: "",
-        foreign: Callable[[torch.UntypedStorage], bool] = _nobodys,
+        foreign: Callable[[torch.UntypedStorage], bool] = lambda _storage: False,
     ) -> None:
         super().__init__()
         self._category, self._foreign = category, foreign
@@ -135,7 +131,6 @@ class LiveMemory(DispatchMode):
         return self._by_category(self._events[:when])
 
     def now(self) -> dict[str, int]:
-        """Bytes by category now."""
         return self._by_category(self._events)
 
     def _by_category(self, events: list[tuple[int, int]]) -> dict[str, int]:

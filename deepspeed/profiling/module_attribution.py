@@ -47,7 +47,6 @@ class Attribution:
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def unhook(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

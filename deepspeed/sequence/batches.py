@@ -48,8 +48,8 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     if tokens is None:
         names = f" of {sorted(batch)}" if isinstance(batch, Mapping) else ""
         raise DataError(
-            f"a sequence is cut along dim 1 of 'input_ids' or 'inputs_embeds', and the batch is a "
-            f"{type(batch).__name__}{names}: let collate_fn make a dict of tensors, or cut it in the loader and give "
+            f"a sequence is split along dim 1 of 'input_ids' or 'inputs_embeds', and the batch is a "
+            f"{type(batch).__name__}{names}: let collate_fn make a dict of tensors, or split it in the loader and give "
             f"each rank the position_ids of its tokens"
         )
     if tokens % axis.size:
@@ -107,9 +107,9 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise DataError(
-                f"labels are shifted wrongly where ranks {ranks[rank]} and {ranks[rank + 1]} cut a sequence (sp): the "
-                f"last label of the one is {int(label[row])}, and the first token of the other {int(token[row])}; "
-                f"shift labels before the sequence is cut, or pass them unshifted as labels"
+                f"labels are shifted wrongly where ranks {ranks[rank]} and {ranks[rank + 1]} split a sequence (sp): "
+                f"the last label of the one is {int(label[row])}, and the first token of the other {int(token[row])}; "
+                f"shift labels before the sequence is split, or pass them unshifted as labels"
             )
 
 

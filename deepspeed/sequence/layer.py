@@ -211,7 +211,6 @@ class _SeqAllToAll:
     def apply(
         group: Any, input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any
     ) -> torch.Tensor:
-        """See `single_all_to_all`."""
         return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
 
 

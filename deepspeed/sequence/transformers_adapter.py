@@ -138,7 +138,7 @@ class SequenceModel:
         elif not hands_on(parameters):
             why = "its forward takes no further keyword arguments"
         elif head:
-            advice = "cut the model inside, gather what it gives"
+            advice = "split the model inside, gather what it gives"
             why = f"a head {head} takes the sequence as one, or one token of it: {advice}"
         elif not model._can_set_attn_implementation():
             why = "its attention does not go by AttentionInterface"

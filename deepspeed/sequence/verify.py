@@ -109,7 +109,7 @@ class _Comparison:
             by_token = wanted.dim() > 1 and wanted.shape[1] == self._tokens and got.shape[1] == part
             if not index and not (by_token and wanted.dim() > 2):
                 shapes = tuple(wanted.shape), tuple(got.shape)
-                yield f"its output {shapes[0]} has no entry for each of {self._tokens} tokens, and {shapes[1]} cut"
+                yield f"its output {shapes[0]} has no entry for each of {self._tokens} tokens, and {shapes[1]} split"
                 return
             what = f"outputs of {kind} sequences differ"
             if by_token:

@@ -70,7 +70,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
         return self._process.pid or 0
 
     @property

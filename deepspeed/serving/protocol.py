@@ -40,8 +40,6 @@ class APIError(DeepSpeedError):
 
 
 class StreamOptions(BaseModel):
-    """`stream_options`."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = False
     include_obfuscation: bool | None = False  # nothing is padded
@@ -93,7 +91,6 @@ class BaseRequest(BaseModel):
             raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None
 
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > 4 or not all(stops):
             raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(stops)}", "stop", "invalid_value")
@@ -143,7 +140,6 @@ class CompletionRequest(BaseRequest):
     logprobs: int | None = Field(None, ge=0, le=5)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One by one."""
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -156,7 +152,6 @@ class CompletionRequest(BaseRequest):
         return 16 if self.max_tokens is None else self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """As given."""
         return self.logprobs
 
 

@@ -77,7 +77,6 @@ class CachingAllocator:
         return piece
 
     def give(self, piece: _Piece) -> None:
-        """A block comes back."""
         self.allocated -= piece.size
         piece.free = True
         for other in (piece.after, piece.before):
@@ -202,11 +201,9 @@ class _Times:
             self._on.setdefault(entry.stream, []).append(number)
 
     def of_host(self, block: MemoryEvent) -> float:
-        """Seconds."""
         return self._timeline.clocks[block.position - 1] if block.position else 0.0
 
     def of_stream(self, stream: int, block: MemoryEvent) -> float:
-        """Seconds."""
         entries = self._on.get(stream, [])
         index = bisect.bisect_left(entries, block.position)
         return self._timeline.ends[entries[index - 1]] if index else 0.0

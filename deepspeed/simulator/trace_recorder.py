@@ -120,7 +120,6 @@ class StepRecorder(DispatchMode):
             self.wait(len(self.recording.entries) - 1)
 
     def add(self, entry: HostEvent) -> None:
-        """The next entry."""
         if not self.on:
             return
         entry.where = self._mark

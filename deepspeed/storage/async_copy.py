@@ -28,7 +28,6 @@ class PendingCopy:
             self._event.synchronize()  # type: ignore[attr-defined]
 
     def done(self) -> bool:
-        """Whether the copy is over."""
         return self._event.query()  # type: ignore[attr-defined]
 
     def stream(self) -> AbstractContextManager[object]:

@@ -26,7 +26,6 @@ class Evicted:
         self._storage.resize_(0)
 
     def restore(self, non_blocking: bool = False) -> None:
-        """Bring the values back."""
         self._storage.resize_(self._buffer.numel())
         arrival = None
         if non_blocking:
@@ -52,7 +51,6 @@ class Resident(StoredTensor):
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """The tensor."""
         return self._tensor
 
     def acquire(self, read: bool = True) -> torch.Tensor:
@@ -71,7 +69,6 @@ class Resident(StoredTensor):
             self._evicted = Evicted(self._tensor, pool)
 
     def restore(self, non_blocking: bool = False) -> None:
-        """Undo `evict`."""
         if self._evicted is not None:
             self._evicted.restore(non_blocking)
             self._evicted = None
@@ -80,7 +77,6 @@ class Resident(StoredTensor):
         """Nothing to do: it never left."""
 
     def drop(self) -> None:
-        """Let the tensor go."""
         self._tensor = self._tensor.new_empty(0)
 
 
@@ -90,11 +86,9 @@ class ResidentTier(Tier):
     name, moves, pool = "none", False, None
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Zeros on `device`."""
         return Resident(label, torch.zeros(numel, dtype=dtype, device=device))
 
     def lends_on(self, device: torch.device) -> torch.device:
-        """The device."""
         return device
 
 

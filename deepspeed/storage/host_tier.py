@@ -20,7 +20,6 @@ class _Pooled(Resident):
         self._pool = pool
 
     def drop(self) -> None:
-        """Give the buffer back to the pool."""
         if self._buffer.numel() or not self.numel:
             self._pool.put(self._buffer, after=self.end_use())
             self._buffer = self._buffer.new_empty(0)
@@ -41,7 +40,6 @@ class HostTier(Tier):
         self.pool = pool
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Zeros in host memory."""
         return _Pooled(label, self.pool, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:

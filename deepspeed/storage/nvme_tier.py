@@ -51,7 +51,6 @@ class _OnDisk(StoredTensor):
             return True
 
     def brought(self) -> None:
-        """Wait for the read."""
         with self._tier.lock:
             self._end_straight()
 
@@ -104,7 +103,6 @@ class _OnDisk(StoredTensor):
                 self.return_buffer()
 
     def drop(self) -> None:
-        """Give buffer and extent back."""
         with self._tier.lock:
             self._tier.forget(self)
             with contextlib.suppress(StorageError):  # what could not be moved is not needed any more

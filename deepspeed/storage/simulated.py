@@ -12,8 +12,6 @@ from deepspeed.storage.tensor_file import Disk, Extent, Transfer
 
 
 class _DoneTransfer(Transfer):
-    """A transfer that is over."""
-
     def __init__(self) -> None:
         self._job = None
 
@@ -25,26 +23,21 @@ class SimulatedDisk(Disk):
         self.folder, self._end = os.fspath(folder), 0
 
     def create(self, label: str, nbytes: int) -> Extent:
-        """Reserve space."""
         extent = Extent(label, nbytes, self._end)
         self._end += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         return extent
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
-        """Over."""
         return _DoneTransfer()
 
     def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
-        """Over."""
         return _DoneTransfer()
 
     def preflight(self, need_bytes: int) -> float:
-        """Nobody asks this disk for room or speed."""
         return 0.0
 
     def close(self) -> None:
         """Nothing to give back."""
 
     def cut(self) -> str:
-        """Nobody cuts it."""
         return ""

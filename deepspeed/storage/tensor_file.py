@@ -187,7 +187,7 @@ class Disk:
         Whoever cut it may have cut any tensor, and a later write would grow it again with zeros in the gap.
         """
         size = self._file.size()
-        return "" if size >= self._end else f"somebody cut the file to {size} bytes of {self._end}"
+        return "" if size >= self._end else f"somebody truncated the file to {size} bytes of {self._end}"
 
     def _start(self, extent: Extent, tensor: torch.Tensor, writing: bool) -> Transfer:
         verb = "writing" if writing else "reading"

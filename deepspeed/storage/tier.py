@@ -32,7 +32,6 @@ class StoredTensor(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:

@@ -188,7 +188,6 @@ class ModuleInputs:
             return value
 
     def run(self, module: nn.Module) -> Any:
-        """Call the module."""
         args, kwargs = self.apart().split()
         return module(*args, **kwargs)
 
@@ -268,7 +267,8 @@ class _Reads:
         self._handles = [modules[owner(row)].register_forward_pre_hook(self._note) for row in region.rows]
         for name in dict.fromkeys(map(owner, region.columns)):
             if name not in inner:
-                self._handles.append(modules[name].register_forward_pre_hook(self._detach))
+                detach = lambda _module, args: (args[0].detach(), *args[1:])  # noqa: E731
+                self._handles.append(modules[name].register_forward_pre_hook(detach))
         if region.home:  # what the unit is given may reach it under another name
             self._handles.append(modules[region.home].register_forward_pre_hook(self._take, with_kwargs=True))
 
@@ -284,9 +284,6 @@ class _Reads:
             return tensor
         self.inputs[path] = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
         return self.inputs[path].clone()
-
-    def _detach(self, module: nn.Module, args: Any) -> Any:
-        return (args[0].detach(), *args[1:])
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -35,8 +35,6 @@ from deepspeed.tensor_parallel.trace import ShardableRegion
 
 
 class PackedParallel(nn.Module):
-    """Some of the channels of each expert."""
-
     slot: SliceLocation
     added: Sequence[str] = ()  # parameters that are added to the result: each rank adds its part of them
 

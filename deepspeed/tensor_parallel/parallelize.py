@@ -117,7 +117,7 @@ def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
     return raise_together(
         everyone,
         action,
-        lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}"),
+        lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not split the model: {text}"),
     )
 
 
@@ -187,7 +187,7 @@ def _guard_saving(model: nn.Module) -> None:
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("state_dict") is None:
             raise UsageError(
-                "save_pretrained of a model that is cut over ranks (tp) would save one rank's slices: pass "
+                "save_pretrained of a model that is split over ranks (tp) would save one rank's slices: pass "
                 "state_dict=engine._consolidated_16bit_state_dict(), or call engine.save_16bit_model(folder)"
             )
 
@@ -203,7 +203,7 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
             f"ranks {axis.ranks[0]} and {axis.ranks[other]} (tp) should have the same model, and have {first} and "
             f"{second}"
         )
-    label = "broadcast of a model that is to be cut"
+    label = "broadcast of a model that is to be split"
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"]
     broadcast_tensors(axis, [t.data for t in tensors if not is_managed(t)], label)
     for param in [t for t in tensors if is_managed(t)]:
@@ -250,7 +250,7 @@ def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> 
     for unit in plan.units:
         unit.keep_common_calls([calls[unit.name] for _, _, calls, *_ in everyone], axis)
     if not plan.units:
-        raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
+        raise TensorParallelError(f"no matrix can be split on every rank of tp {list(axis.ranks)}: {plan.whole}")
     if specs is not None:
         specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
     return plan

@@ -123,11 +123,11 @@ class Specs:
             if wanted in ("", SKIP, planned):
                 continue
             why = (
-                f"it is cut by {planned}: {_OTHER[planned]}"
+                f"it is split by {planned}: {_OTHER[planned]}"
                 if planned
                 else whole.get(name, "no block has a pair for it")
             )
-            raise TensorParallelError(f"partition_config wants '{name}' cut by {wanted}: {why}")
+            raise TensorParallelError(f"partition_config wants '{name}' split by {wanted}: {why}")
         for pattern in (pattern for spec in self._entries for pattern in spec.patterns):
             if not any(pattern.search(name) for name in matrices):
                 log_rank0(f"partition_config: the pattern '{pattern.pattern}' is in no matrix's name")
@@ -293,9 +293,9 @@ class TensorParallelPlan:
             rows.update(self._rows_of(unit, shares))
         for name, how in self.cuts().items():
             if self.declared.get(name, how) != how:
-                rows[starred(name), how, f"its model's own plan cuts it by {self.declared[name]}"] += 1
+                rows[starred(name), how, f"its model's own plan splits it by {self.declared[name]}"] += 1
         for name, why in self.whole.items():
-            own = f"; its model's own plan cuts it by {self.declared[name]}" if name in self.declared else ""
+            own = f"; its model's own plan splits it by {self.declared[name]}" if name in self.declared else ""
             rows[starred(name), "whole", why + own] += 1
         return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in rows.items()]
 
@@ -315,7 +315,7 @@ class TensorParallelPlan:
 
     def table(self) -> str:
         """The plan in words, a line for each kind of matrix."""
-        rows = [("matrix", "cut", "channels of each rank"), *self.rows()]
+        rows = [("matrix", "split", "channels of each rank"), *self.rows()]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
         most, dense = max(map(self.held, range(self.ranks))), sum(map(math.prod, self.shapes.values()))
@@ -396,7 +396,7 @@ def make_plan(
     if not units:
         reasons = "; ".join(f"{starred(name)}: {why}" for name, why in list(whole.items())[:4])
         raise TensorParallelError(
-            f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
+            f"{type(model).__name__} cannot be split over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
     drops, declared = dropped_in(model, inputs) | _dropped_by_heads(units, modules), declared_cuts(model, shapes)
     plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)

@@ -308,7 +308,7 @@ class _PlanReader:
             if not meant:
                 raise entry.wrong(f"the model has no parameter {name!r}")
             if all(param in self.taken for param in meant):
-                raise entry.wrong(f"{name!r} is cut, in {self.taken[meant[0]].rpartition(': ')[2]}")
+                raise entry.wrong(f"{name!r} is split, in {self.taken[meant[0]].rpartition(': ')[2]}")
         return reasons
 
     def _unit(self, name: str, shapes: _FileEntry, regions: _FileEntry) -> Unit:
@@ -365,7 +365,9 @@ class _PlanReader:
             if not lies_in(name, region.home):
                 raise entry.wrong(f"'{name}' is not in the region's home '{region.home}'")
             if (name in shares.tensors) is not (name in region.columns or region.packed):
-                raise tensors.wrong(f"{name!r} is {'a row, cut by the channels' if name in region.rows else 'missing'}")
+                raise tensors.wrong(
+                    f"{name!r} is {'a row, split by the channels' if name in region.rows else 'missing'}"
+                )
             if not region.packed and not region.heads and not is_linear(layer):
                 raise entry.wrong(f"'{join(unit, owner(name))}' is no linear layer")
             turned = not region.packed and is_transposed(layer)
@@ -373,7 +375,7 @@ class _PlanReader:
             if name in region.rows and not region.packed and shapes[name][0 if turned else 1] != channels:
                 raise entry.wrong(f"the ranks' channels are {channels}, and '{name}' has shape {list(shapes[name])}")
             if name in region.columns and not region.packed and share is not None and share.dim != int(turned):
-                raise tensors.wrong(f"'{name}' is cut along dim {share.dim}, and its outputs are dim {int(turned)}")
+                raise tensors.wrong(f"'{name}' is split along dim {share.dim}, and its outputs are dim {int(turned)}")
             if region.packed and (share is None or share.copied):
                 raise tensors.wrong(f"'{name}' is not shared out")
         for name in {*shares.tensors, *region.rows}:
@@ -384,7 +386,7 @@ class _PlanReader:
     def _share(self, name: str, entry: _FileEntry, shape: tuple[int, ...] | None) -> TensorSharding:
         dim, segments, copied = entry.fields("dim", "segments", "copied")
         if dim.of(int) < (0 if shape is None else -1):
-            raise dim.wrong(f"{dim.value} is no dim that is cut")
+            raise dim.wrong(f"{dim.value} is no dim that is split")
         if dim.value < 0 and shape is not None:
             return TensorSharding(name, -1, [() for _ in segments.entries(self.ranks)], copied=True)
         if shape is not None and dim.value >= len(shape):

@@ -47,7 +47,6 @@ class Draws(OpTrace):
         self._inside.pop()
 
     def remove(self) -> None:
-        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 

@@ -348,7 +348,7 @@ def _sketches_differ(
 ) -> Iterator[str]:
     """The first way in which this rank's sketches are no parts of the dense ones."""
     if not wanted:
-        yield f"{name} is cut along both of its last dims, and is not compared"
+        yield f"{name} is split along both of its last dims, and is not compared"
     for along, part in wanted.items():
         own = None if ours is None else ours[along]
         texts = list(_apart(f"the gradient of {name}", part, own, sizes[0], limit, sizes[1][along]))
@@ -412,5 +412,5 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
     if wrong:
         raise TensorParallelError(
-            f"the model cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+            f"the model split over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
         ) from ended.error

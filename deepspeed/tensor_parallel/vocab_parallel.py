@@ -116,7 +116,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = torch.arange(len(target), device=logits.device)
         local = local.clamp(0, logits.shape[-1] - 1)
         chosen = torch.where(here, logits[rows, local].float() - largest, 0.0)
-        total, chosen = summed(torch.stack([weights.sum(-1), chosen]), axis, "sums of a cut softmax")
+        total, chosen = summed(torch.stack([weights.sum(-1), chosen]), axis, "sums of a split softmax")
         weights /= total[:, None]
         ctx.save_for_backward(weights, rows[here], local[here])
         ctx.dtype = logits.dtype
@@ -266,7 +266,7 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
         wrong = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
         if wrong:
             raise TensorParallelError(
-                f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+                f"the vocabulary split over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
             ) from ended.error
     model.loss_function = around.loss
     model.register_forward_pre_hook(around.before, with_kwargs=True)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.clients.common import zero
 from tests.clients.transformers_runs import AUTO, trainer_state
 
+ASKED = ["w3 w4", "w40", "w1 w2 w9"]
+
 
 def _base(folder: str) -> str:
     """A small encoder and its words."""
@@ -67,11 +69,16 @@ def saved(stage: int, folder: str) -> None:
         dist.barrier()
         engine: Any = trainer.model_wrapped
         state = engine._consolidated_16bit_state_dict()
+        trained = trainer.model.encode(ASKED)  # on all ranks, of weights that lie shared out
         engine.destroy()
     for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # scikit-learn's, when it is imported
         os.environ.pop(name, None)
     if state is not None:
         assert (Path(out) / "model.safetensors").stat().st_size > 4 * sum(value.numel() for value in state.values())
-        again = library.SentenceTransformer(out, device="cpu").state_dict()
+        loaded = library.SentenceTransformer(out, device="cpu")
+        again = loaded.state_dict()
         assert set(again) <= set(state)
         assert all(torch.equal(value, state[name]) for name, value in again.items())
+        assert trained.shape == (len(ASKED), 32)
+        assert (loaded.encode(ASKED) == trained).all()
+        assert (library.SentenceTransformer(base, device="cpu").encode(ASKED) != trained).any()

@@ -19,6 +19,7 @@ CLIENTS = {
     "trl-sft": trl_runs.train_sft,
     "trl-dpo": trl_runs.train_dpo,
     "trl-grpo": trl_runs.train_grpo,
+    "trl-reward": trl_runs.train_reward,
 }
 FAST = {
     ("accelerate", 0, "fp32", 1),
@@ -35,6 +36,7 @@ FAST = {
     ("trl-sft", 3, "bf16", 2),
     ("trl-dpo", 3, "fp32", 2),
     ("trl-grpo", 3, "fp32", 2),
+    ("trl-reward", 2, "fp32", 2),
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow, id="-".join(map(str, cell)))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+
 from tests.clients.common import WORDS, Run
-from tests.clients.transformers_runs import noted, settings, small_model, trainer_state
+from tests.clients.transformers_runs import noted, settings, small_config, small_model, trainer_state
 
 
 def tokenizer() -> Any:
@@ -54,6 +56,25 @@ def train_dpo(stage: int | None, precision: str) -> Run:
         trainer.train()
         if stage is not None:
             trainer.ref_model.destroy()
+        return noted(trainer)
+
+
+def reward_model(**values: Any) -> Any:
+    """Gives one figure for a text."""
+    from transformers import GPTNeoForSequenceClassification
+
+    torch.manual_seed(0)
+    return GPTNeoForSequenceClassification(small_config(num_labels=1, **values))
+
+
+def train_reward(stage: int | None, precision: str) -> Run:
+    from trl import RewardConfig, RewardTrainer
+
+    with trainer_state(stage) as folder:
+        arguments = RewardConfig(**settings(stage, precision, folder, max_length=32))
+        texts = data(prompt=4, chosen=5, rejected=5)
+        trainer = RewardTrainer(reward_model(), arguments, train_dataset=texts, processing_class=tokenizer())
+        trainer.train()
         return noted(trainer)
 
 

@@ -96,9 +96,9 @@ def test_a_file_cut_between_steps_is_found_by_whatever_comes_next(disk):
     for start, verb, extent in ((disk.write, "writing", first), (disk.read, "reading", second)):
         with pytest.raises(StorageError) as failure:
             start(extent, values)
-        for word in (f"{verb} '{extent.label}'", disk.folder, "cut the file to", "GB free"):
+        for word in (f"{verb} '{extent.label}'", disk.folder, "truncated the file to", "GB free"):
             assert word in str(failure.value), failure.value
-    with pytest.raises(StorageError, match=r"making room for 'layers\.2\.weight'.*cut the file"):
+    with pytest.raises(StorageError, match=r"making room for 'layers\.2\.weight'.*truncated the file"):
         disk.create("layers.2.weight", 100)
 
 
@@ -281,7 +281,7 @@ def trained(folder: Path, fault: str) -> Ended:
     return end
 
 
-@pytest.mark.parametrize(("fault", "word"), [("cut", "cut the file to "), ("short", "File too large")])
+@pytest.mark.parametrize(("fault", "word"), [("cut", "truncated the file to "), ("short", "File too large")])
 def test_a_fault_between_steps_ends_the_run_by_name(tmp_path, fault, word):
     end = trained(tmp_path, fault)
     last = end.err.strip().splitlines()[-1]

@@ -285,7 +285,9 @@ def handed_over() -> None:
         handle.remove()
     for text, kind in (("not here", "profile"), ("", "best")):
         handle = model.transformer.h[1].register_forward_pre_hook(functools.partial(_not_here, text)) if first else None
-        with raises(PipelineError, text if first else f"rank 0 could not cut the model into stages: {text or 'Pipe'}"):
+        with raises(
+            PipelineError, text if first else f"rank 0 could not split the model into stages: {text or 'Pipe'}"
+        ):
             config = config_of(1, 2, 2, pipeline={"partition": kind})
             deepspeed.initialize(model=model, optimizer=fresh, config=config)
         if handle is not None:

@@ -23,7 +23,7 @@ FOLDER = Path("build/tensor-table")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensor-parallel-models.md"
 RANKS = (2, 3)
 SECONDS = 60.0  # a class may take on each number of ranks
-HEAD = """# Models that were cut
+HEAD = """# Models that were split
 
 Every causal LM, masked encoder and encoder-decoder of Transformers {version}, at toy size with random weights, fp32,
 over 2 and 3 ranks (`python -m tests.parallel.tensor_table` writes this page). *equal*: loss within 1e-5, gradients

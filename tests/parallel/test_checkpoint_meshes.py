@@ -243,7 +243,7 @@ def whole_state(folder: str, mesh: Mesh, action: str) -> None:
             assert any("row_var" in one and one["row_var"].any() for one in state.values())
         else:
             before = engine.module.weights["embed"].detach().clone()
-            with raises(CheckpointError, "row_var", "'weights.", "cut in another way"):
+            with raises(CheckpointError, "row_var", "'weights.", "split in another way"):
                 engine.load_checkpoint(folder)
             assert torch.equal(engine.module.weights["embed"], before)
             engine.load_checkpoint(folder, load_optimizer_states=False)

@@ -69,6 +69,11 @@ def test_lora(tmp_path: Path) -> None:
     drawn(tmp_path / "runs/gallery/lora.png")
 
 
+def test_evoformer(tmp_path: Path) -> None:
+    said = launched(tmp_path, "evoformer/train.py")
+    assert float(re.findall(r"unseen alignments ([\d.]+) % are found", said)[0]) > 80, said
+
+
 def test_gan(tmp_path: Path) -> None:
     said = launched(tmp_path, "gallery/gan.py")
     (reached, share) = map(int, re.findall(r"(\d) of 8 clusters are reached, (\d+) %", said)[0])

@@ -191,7 +191,7 @@ def refused() -> None:
     with raises(MeshError, "tp"):
         start(model_of("Llama"), config_of(0, 3))
     for pattern, how, why in (
-        ("q_proj", "row", "cut by column"),
+        ("q_proj", "row", "split by column"),
         ("embed", "column", "no block"),
         ("(", "row", "no reg"),
     ):

@@ -216,7 +216,7 @@ def test_the_models_own_plan_is_compared() -> None:
     model = model_of("Llama")
     model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.down_proj": "colwise", "model.norm": "rowwise"}
     table = " ".join(make_plan(model, 2, 0).table().split())
-    assert "model.layers.*.mlp.down_proj.weight (2) row its model's own plan cuts it by column" in table, table
+    assert "model.layers.*.mlp.down_proj.weight (2) row its model's own plan splits it by column" in table, table
     assert table.count("own plan") == 1
 
 

@@ -223,7 +223,7 @@ def compared_as_told() -> None:
                 except TensorParallelError as error:
                     found[check, what] = str(error)
     assert sorted(found) == [("model", "between"), ("model", "unit"), ("units", "unit")], found
-    assert "the model cut over 2 ranks (tp) is not the dense one" in found["model", "between"]
+    assert "the model split over 2 ranks (tp) is not the dense one" in found["model", "between"]
     assert "rank 0" in found["model", "between"] and "'model.layers.0.self_attn'" in found["units", "unit"]
 
 

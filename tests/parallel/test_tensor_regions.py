@@ -242,7 +242,7 @@ class Lonely(Recurrent):
 
 
 def test_a_model_without_a_pair_is_refused_by_name() -> None:
-    with pytest.raises(TensorParallelError, match="Lonely cannot be cut over 2 ranks"):
+    with pytest.raises(TensorParallelError, match="Lonely cannot be split over 2 ranks"):
         make_plan(Lonely(), 2, 0)
 
 

@@ -73,7 +73,6 @@ class GatheredTensor:
         self.dtype = dtype if row.dtype.is_floating_point else row.dtype
 
     def contiguous(self) -> torch.Tensor:
-        """The tensor."""
         return in_dtype(self._source.whole(self._row.name), self.dtype)
 
 

@@ -130,17 +130,13 @@ class CutGroup:
         """Where the concatenation is cut, padding included."""
         return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
 
-    @cached_property
-    def _offsets(self) -> tuple[int, ...]:
-        return self.layout.offsets
-
     def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, RegionRange]]:
         """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
 
         Args:
             low: first element of the flattened packed box.
         """
-        box, cuts, offset = self.boxes[index], self.layout.cuts, self._offsets[index]
+        box, cuts, offset = self.boxes[index], self.layout.cuts, self.layout.offsets[index]
         end = offset + box.numel
         for rank in range(max(bisect.bisect_right(cuts, offset) - 1, 0), len(self.files)):
             if cuts[rank] >= end:
@@ -226,7 +222,7 @@ class Manifest:
         """The file that holds the first element of a box, and its state that is not cut."""
         group = self._find(row, box)
         if group is None:
-            raise CheckpointError(f"the checkpoint does not contain '{row.name}' cut as it is here")
+            raise CheckpointError(f"the checkpoint does not contain '{row.name}' split as it is here")
         for file, _ in group[0].pieces(group[1], 0, 1):
             return file
         return group[0].files[0]

@@ -181,9 +181,9 @@ def check_optimizer(
             whole = fragment.range.numel == box.numel and source.manifest.has_box(row, box)
             if rule is not None and rule.whole and not whole:
                 raise CheckpointError(
-                    f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be cut, and here the "
-                    f"parameter is cut in another way; load with the optimizer and the model slices it was saved with, "
-                    f"or pass load_optimizer_states=False"
+                    f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be split, and here "
+                    f"the parameter is split in another way; load with the optimizer and the model slices it was saved "
+                    f"with, or pass load_optimizer_states=False"
                 )
             now = numbers.get(id(fragment.leaf), -1)
             if row.group not in (-1, now):

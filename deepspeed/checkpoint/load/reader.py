@@ -61,7 +61,6 @@ class Fetch:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.distance * (self.into.shape[0] - 1 if self.distance else 0) + self.into.shape[-1]
 
 
@@ -203,7 +202,6 @@ class NativeSource(Source):
     # -- small state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The small state of the run. All ranks call together."""
         server = self.server(STATE)
         small: dict[str, bytes] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -293,7 +291,6 @@ class TensorSource(Source):
         self._chunks, self._state = chunks, state or {}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copy elements."""
         for request in wanted:
             name, copied = entry_name(request.field, request.row.name), 0
             own_shape = self.manifest.is_whole(request.field, request.row)
@@ -310,7 +307,6 @@ class TensorSource(Source):
                 )
 
     def state(self) -> dict[str, Any]:
-        """The small state of the run."""
         return self._state
 
 

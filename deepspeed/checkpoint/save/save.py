@@ -174,7 +174,9 @@ class Saving:
 
     def _complete(self, manifest: Manifest) -> None:
         staging, folder, seals = self.target.staging, self.target.folder, manifest.files
-        small = self._small_files()
+        small = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.small_files}
+        if self._small["pickle"]:
+            small[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
         filesystem.write_files({staging / name: data for name, data in small.items()})
         seals |= {name: Seal(len(data), zlib.crc32(data)) for name, data in small.items()}
         if self._small["tensors"]:
@@ -187,12 +189,6 @@ class Saving:
             small_files[filesystem.LATEST] = f"{self.target.tag}\n".encode()
         filesystem.publish(folder, self.target.tag, small_files)
         log_rank0(f"checkpoint '{self.target.tag}' is complete in {folder}")
-
-    def _small_files(self) -> dict[str, bytes]:
-        files = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.small_files}
-        if self._small["pickle"]:
-            files[STATE_PICKLE] = pickle.dumps(self._small["pickle"])
-        return files
 
     @staticmethod
     def _recover(folder: Path, tag: str) -> None:

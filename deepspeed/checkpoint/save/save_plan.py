@@ -419,7 +419,8 @@ def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
     for group in view.groups:
         rows = []
         for member in group.members:
-            kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
+            # the dtype of the master values, where there is a master
+            kind, dtype = _kind(member.param, leave_out_frozen), member.group.updated.dtype
             place = order.get(member.uid, -1), -1, places.get(member.name, -1)
             rows.append(ManifestEntry(member.name, view.box(member.name).shape, dtype, kind, None, *place))
         offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))

@@ -274,7 +274,6 @@ class CommsLogger:
         return rows
 
     def reset(self) -> None:
-        """Forget every time."""
         self.times.clear()
         self.received.clear()
         self._underway.clear()

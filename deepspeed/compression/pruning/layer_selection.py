@@ -222,7 +222,6 @@ class InfluenceWatch:
         return (self.sums[0] / self.sums[1].clamp(min=1)).tolist()
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
@@ -329,7 +328,6 @@ class Depth:
         self.remove()
 
     def remove(self) -> None:
-        """Take hooks off."""
         if self._watch is not None:
             self._watch.remove()
             self._watch = None

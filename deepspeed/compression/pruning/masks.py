@@ -51,7 +51,6 @@ def pack_flags(keep: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_flags(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """Undo `pack_flags`."""
     flags = _FLAGS.to(packed.device).index_select(0, packed.to(torch.int32))
     return flags.view(torch.bool)[:numel]
 

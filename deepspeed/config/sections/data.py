@@ -40,9 +40,9 @@ class DynamicBatching(Section):
     metrics_path: str | None = later(None, "file of sample lengths")
     lr_scaling_method: Literal["linear", "sqrt", "none"] = later("linear", "learning rate by batch size")
     min_batch_size: Int = later(1, "fewest samples", ge=1)
-    max_batch_size: Int | None = later(None, "most samples", ge=1)
+    max_batch_size: Int | None = later(None, "maximum number of samples", ge=1)
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = later("dataloader", "order of samples")
-    max_tokens: Int | None = later(None, "most tokens", ge=1)
+    max_tokens: Int | None = later(None, "maximum number of tokens", ge=1)
     verbose: bool = later(False, "print each batch")
 
 

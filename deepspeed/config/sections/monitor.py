@@ -96,7 +96,6 @@ class MonitorSections(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is asked for."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
@@ -107,7 +106,7 @@ class TimelineConfig(Section):
     start_step: Int = key(2, "first update that is recorded, counted from 0", ge=1)
     steps: Int = key(3, "updates that are recorded", ge=1)
     modules: bool = key(True, "forward and backward by module")
-    ring: Int = key(1 << 16, "most spans that a rank keeps, the newest", ge=1024)
+    ring: Int = key(1 << 16, "maximum number of spans that a rank keeps: the newest", ge=1024)
     output_path: str = key("", "folder of the files; empty: the working directory")
     job_name: str = key("DeepSpeedJobName", "folder of this run")
 

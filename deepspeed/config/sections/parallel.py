@@ -46,7 +46,7 @@ class LayerSpecConfig(Section):
         None, "skip leaves the weight whole, with all that shares its channels; row, column are compared with the plan"
     )
     shape: list[Any] | None = moot(None, "view of a fused weight", "the plan finds fused weights and their layout")
-    partition_dim: Int | None = moot(None, "dimension that is cut", "it follows from row or column")
+    partition_dim: Int | None = moot(None, "dimension that is split", "it follows from row or column")
     model_types: Names | None = key(None, "model types the entry is for; null is all")
     gather_output: bool = later(False, "gather the layer's output")
     grad_allreduce: bool = later(False, "sum the gradient over ranks")
@@ -58,7 +58,7 @@ class PartitionConfig(Section):
     use_default_specs: bool = key(True, "also split weights that no entry names")
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
     lm_head_patterns: Names | None = later(None, "names of the output projection")
-    embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")
+    embedding_partition_dim: Int = later(1, "dimension of embeddings that is split")
     layer_specs: list[LayerSpecConfig] = key([], "exceptions from the plan, by parameter names")
 
 
@@ -66,7 +66,7 @@ class TpSize(Section):
     """`tensor_parallel.tp` (also spelled `tensor_parallel.tensor_parallel`)."""
 
     tp_size: Int = key(1, "ranks that share a layer", ge=1)
-    tp_grain_size: Int = later(1, "smallest piece of a cut", ge=1)
+    tp_grain_size: Int = later(1, "smallest piece of a split", ge=1)
     mpu: Any = later(None, "model-parallel unit object")
     tp_group: Any = later(None, "process group")
 
@@ -79,13 +79,13 @@ class TensorParallel(Section):
         "units", "comparison with the dense form before training: none, each unit, or also the model's output"
     )
     vocab_parallel_lm_head: bool | None = key(None, "also split embedding, output projection and loss by vocabulary")
-    vocab_parallel_ce_backend: Literal["torch", "liger"] = later("torch", "cross-entropy on a cut vocabulary")
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = later("torch", "cross-entropy on a split vocabulary")
     tp: TpSize = key(TpSize, "size", aliases=["tensor_parallel"])
     injection_policy_tuple: list[Any] | None = later(None, "output layers by name")
     preset_model: str | None = later(None, "built-in list of a model family")
-    keep_module_on_host: bool = later(False, "cut on the host")
+    keep_module_on_host: bool = later(False, "split on the host")
     replace_with_kernel_inject: bool = later(False, "replace layers by kernels", aliases=["kernel_inject"])
-    partition_config: PartitionConfig = key(PartitionConfig, "how each weight is cut")
+    partition_config: PartitionConfig = key(PartitionConfig, "how each weight is split")
     plan_file: str | None = key(None, "a written plan, used instead of finding one; checked against the model")
 
 
@@ -176,7 +176,7 @@ class Autotuning(Section):
     metric_path: str | None = key(None, "a trial's file of figures; a run with it is a trial and ends after it")
     tuner_type: Literal["gridsearch", "random", "model_based"] = moot("gridsearch", "order of trials", _PREDICTED)
     tuner_early_stopping: Int = moot(5, "trials without gain before it ends", "at most five trials are run", ge=0)
-    tuner_num_trials: Int = key(50, "most trials; more than five are never run", ge=1)
+    tuner_num_trials: Int = key(50, "maximum number of trials; more than five are never run", ge=1)
     arg_mappings: dict[str, Any] | None = key(None, "key to flag of the user's script")
     model_info: dict[str, Any] | None = moot(None, "size of the model", _WITHOUT_VALUES)
     model_info_path: str | None = moot(None, "file with the size of the model", _WITHOUT_VALUES)
@@ -196,7 +196,7 @@ class Elasticity(Section):
     max_train_batch_size: Int = key(2000, "largest global batch", ge=1)
     micro_batch_sizes: list[Int] = key([2, 4, 6], "micro-batches to choose from")
     min_gpus: Int = key(1, "fewest devices", ge=1)
-    max_gpus: Int = key(10000, "most devices", ge=1)
+    max_gpus: Int = key(10000, "maximum number of devices", ge=1)
     min_time: Int = key(0, "minutes between changes", ge=0)
     prefer_larger_batch: bool = key(True, "the larger of equal batches")
     ignore_non_elastic_batch_info: bool = key(False, "batch keys may be present")

@@ -36,7 +36,7 @@ class OffloadParam(Section):
     )
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
-    buffer_count: Int = key(5, "most slices read ahead, and most written behind, with nvme", ge=1)
+    buffer_count: Int = key(5, "maximum number of reads ahead, and of writes behind, with nvme", ge=1)
     buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer has the size of its shard", ge=0)
     max_in_cpu: Int = key(int(1e9), "elements of each rank that stay in host memory with nvme", ge=0)
 
@@ -50,7 +50,7 @@ class OffloadOptimizer(Section):
     )
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
-    buffer_count: Int = key(4, "most tensors read ahead, and most written behind, with nvme", ge=1)
+    buffer_count: Int = key(4, "maximum number of reads ahead, and of writes behind, with nvme", ge=1)
     pipeline_read: bool = key(True, "read the next group while this one is updated")
     pipeline_write: bool = key(True, "write the last group while this one is updated")
     fast_init: bool = moot(False, "create optimizer state in place", "state is created group by group, in its tier")
@@ -134,10 +134,10 @@ class Zero(Section):
         ge=0,
     )
     model_persistence_threshold: Int = key(
-        sys.maxsize, "most elements that stay gathered", aliases=["stage3_model_persistence_threshold"], ge=0
+        sys.maxsize, "maximum number of elements kept gathered", aliases=["stage3_model_persistence_threshold"], ge=0
     )
     max_live_parameters: Int = key(
-        int(1e9), "most elements gathered at a time", aliases=["stage3_max_live_parameters"], ge=0
+        int(1e9), "maximum number of elements gathered at a time", aliases=["stage3_max_live_parameters"], ge=0
     )
     max_reuse_distance: Int = key(
         int(1e9),
@@ -189,7 +189,7 @@ class Zero(Section):
     elastic_checkpoint: bool = moot(False, "load with another rank count", "every checkpoint loads on any topology")
     legacy_stage1: bool = moot(False, "the old stage 1", "one mechanism serves all stages")
     grad_hooks: bool = moot(True, "reduce from gradient hooks", _IN_PLACE)
-    parameter_alignment: bool = moot(False, "align slices", "slices are cut at aligned places")
+    parameter_alignment: bool = moot(False, "align slices", "shards begin at aligned places")
     module_granularity_threshold: Int = moot(
         0,
         "fetch fine-grained module trees as one unit",

@@ -177,7 +177,8 @@ class MemoryReport:
         activations = max(0, self.left_by_forward)
         if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
             activations = self._live() + _AT_ONCE * requested
-        return self._on_state(category, room - activations)
+        pipes = self._state.axes.mesh.size("pp") > 1
+        return advise_on_state(self._state.ds_config, self.holding(), room - activations, not pipes, category)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
         """Twice the bucket is under way where messages overlap backward; one group always is."""
@@ -217,10 +218,6 @@ class MemoryReport:
                 again = {"activation_checkpointing": {"enabled": True}}
                 return Advice(again | (keys if micro > 1 else {}), "backward computes blocks again")
         return None
-
-    def _on_state(self, category: str, room: float) -> Advice:
-        pipes = self._state.axes.mesh.size("pp") > 1
-        return advise_on_state(self._state.ds_config, self.holding(), room, not pipes, category)
 
     def holding(self) -> Holding:
         """What this engine's model makes state of."""

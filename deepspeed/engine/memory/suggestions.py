@@ -217,16 +217,13 @@ class Holding:
         if self.ranks == 1:  # what it collects is the sum, unless that rests elsewhere
             return total + (group * itemsize if setting.optimizer != DEVICE or itemsize < accumulator else 0)
         whole = not policy.owns_a_shard  # sent from where they are summed
-        posted = self.trained * accumulator if whole else self._under_way(group) * itemsize
+        rounds = min(self.trained, max(self.bucket, group)) + 2 * group  # elements filled, sent and received at once
+        posted = self.trained * accumulator if whole else rounds * itemsize
         if not self.addresses:
             return total + (group * accumulator if whole else posted)
         own = self.trained / self.ranks * itemsize if policy.gathers_before_use and setting.parameters == DEVICE else 0
         mapped = self.ranks * -(-(posted + own) // REGION) * REGION
         return total + mapped - (posted if whole else own)
-
-    def _under_way(self, group: int) -> int:
-        """Elements of rounds that are filled, sent and received at once."""
-        return min(self.trained, max(self.bucket, group)) + 2 * group
 
     def _of_update(self, setting: Setting, policy: Policy, groups: Sequence[int]) -> float:
         """What is lent for the update, and what an optimizer computes beside its state."""
@@ -317,7 +314,7 @@ def advise_on_state(
         {},
         f"No stage and no place for state fits: the least, {nearest} in zero_optimization, "
         f"takes {least[0] / mib:,.0f} MiB of the {near}, and {room / mib:,.0f} are there; "
-        f"more ranks, or a cut of the model (tensor_parallel, pipeline), would",
+        f"more ranks, or a split of the model (tensor_parallel, pipeline), would",
     )
 
 

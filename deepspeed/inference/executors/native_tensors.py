@@ -148,7 +148,7 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
     whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5, FORMS["lossless"]: 1.5}
     if matrix.form == FORMS["lossless"]:
         if first % GROUP:
-            raise PackingError(f"a matrix in 12 bits is not cut before its row {first}, only at multiples of {GROUP}")
+            raise PackingError(f"a matrix in 12 bits is not split before its row {first}, only at multiples of {GROUP}")
         rows.starts += first
     rows.weights += int(first * matrix.inputs * whole.get(matrix.form, 1.0))
     for name in ("scale", "offset"):

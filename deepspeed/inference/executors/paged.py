@@ -72,14 +72,10 @@ class NoLayers(list[Any]):
         raise PackingError("it keeps states of another kind in its cache than keys and values")
 
 
-def _causal(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    return key <= query
-
-
 class Mask:
     """The mask of a model as the rule by positions, instead of a tensor over one sequence."""
 
-    def __init__(self, mask_function: Callable[..., torch.Tensor] = _causal, **_: Any) -> None:
+    def __init__(self, mask_function: Callable[..., torch.Tensor] = lambda b, h, q, k: k <= q, **_: Any) -> None:
         self.function = mask_function
 
 

@@ -148,7 +148,6 @@ class LosslessWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parts."""
         return sum(part.nbytes for part in self._buffers.values() if part is not None)
 
     def dense(self) -> torch.Tensor:
@@ -205,5 +204,4 @@ class LosslessWeight(nn.Module):
         raise ArgumentError("a module with packed bf16 matrices is not pickled: save its state_dict, which is whole")
 
     def extra_repr(self) -> str:
-        """Shape and form."""
         return f"{tuple(self.shape)}, bf16 in 12 bits"

@@ -212,7 +212,6 @@ class PackedWeight(nn.Module):
         return moved
 
     def extra_repr(self) -> str:
-        """Shape and form."""
         return f"{tuple(self.shape)}, {self.form}"
 
     @staticmethod

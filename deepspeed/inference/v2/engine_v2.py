@@ -39,7 +39,6 @@ class DSSequenceDescriptor:
 
     @property
     def cur_allocated_blocks(self) -> int:
-        """Blocks that it holds."""
         return len(self.blocks)
 
 
@@ -83,7 +82,6 @@ class InferenceEngineV2:
         return 1
 
     def model(self) -> nn.Module:
-        """The model."""
         return self._model
 
     def put(

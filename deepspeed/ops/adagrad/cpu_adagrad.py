@@ -54,7 +54,6 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Update `params` in place by the class's equation."""
         for param, grad, state in zip(params, grads, states, strict=True):
             if group["weight_decay"]:
                 grad = grad.add(param, alpha=group["weight_decay"])

@@ -34,15 +34,9 @@ class DeepSpeedCPUAdam(HostOptimizer):
         fp32_optimizer_states: bool = True,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Keep the groups; states are made at the first step. Other arguments are those of `FusedAdam`.
 
         Args:
-            model_params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
-            lr: learning rate.
-            bias_correction: divide the moments by 1 - beta ** step.
-            betas: decay of the first and the second moment.
-            eps: added to the root of the second moment.
-            weight_decay: decay per unit of learning rate.
             amsgrad: divide by the largest second moment seen.
             adamw_mode: decay the weights themselves (AdamW).
             fp32_optimizer_states: moments of 16-bit parameters are fp32; otherwise of the parameters' dtype.
@@ -62,7 +56,6 @@ class DeepSpeedCPUAdam(HostOptimizer):
         )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """See `adam_update`."""
         adam_update(group, params, grads, states, lr=group["lr"], decoupled=self.adam_w_mode)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
@@ -132,7 +125,6 @@ class DeepSpeedCPUAdam(HostOptimizer):
         return tensors[number]
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
-        """The state before the first step, its moments of `dtype`."""
         state = {"step": torch.zeros((), dtype=torch.float32), **super().fresh_state(group, param, dtype)}
         if group["amsgrad"]:
             state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)

@@ -134,5 +134,4 @@ class FusedAdam(GroupOptimizer):
         )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """See `adam_update`."""
         adam_update(group, params, grads, states, lr=group["lr"], decoupled=self.adam_w_mode)

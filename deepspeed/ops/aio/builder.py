@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.op_builder.all_ops import AsyncIOBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 __all__ = ["AsyncIOBuilder"]

@@ -51,7 +51,6 @@ class BlockFile:
         return f"Its disk has {size_text(self.free())} free"
 
     def close(self) -> None:
-        """Close both descriptors."""
         for descriptor in (self.plain, self.direct):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -48,7 +48,7 @@ class BlockQueue(Protocol):
 
 
 def block_queue(block_size: int, queue_depth: int, threads: int) -> BlockQueue:
-    """A queue with `queue_depth` x `threads` requests in flight, kept aligned_block 4 and 64.
+    """A queue with `queue_depth` x `threads` requests in flight, between 4 and 64.
 
     Args:
         block_size: bytes per request (`aio.block_size`), rounded up to `ALIGNMENT`.
@@ -79,7 +79,6 @@ class NativeJob:
         self._error = 0
 
     def wait(self) -> tuple[int, int]:
-        """Block until it is over; returns (errno or 0, bytes moved)."""
         with self._lock:
             if self._tensor is not None:
                 self._error = self._queue.finish(self._handle, self._moved)
@@ -88,7 +87,6 @@ class NativeJob:
         return self._error, self._moved.value
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
         return self._tensor is None or self._queue.is_over(self._handle)
 
 
@@ -110,7 +108,6 @@ class NativeQueue:
         self.unfinished: set[NativeJob] = set()
 
     def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> NativeJob:
-        """Start moving a contiguous CPU tensor."""
         where = (file.direct, file.plain, tensor.data_ptr(), offset, tensor.nbytes, writing)
         job = NativeJob(self, tensor, self._library.ds_io_submit(self._handle, *where))
         self.unfinished.add(job)
@@ -125,7 +122,6 @@ class NativeQueue:
         return bool(self._library.ds_io_done(self._handle, job))
 
     def stop(self) -> None:
-        """End the threads once every job is over."""
         for job in list(self.unfinished):
             job.wait()
         self._library.ds_io_stop(self._handle)

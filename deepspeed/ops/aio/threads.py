@@ -27,12 +27,10 @@ class ThreadJob:
         self.over = threading.Event()
 
     def wait(self) -> tuple[int, int]:
-        """Block until it is over; returns (errno or 0, bytes moved)."""
         self.over.wait()
         return self.error, self.moved
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
         return self.over.is_set()
 
     def move(self, start: int, stop: int, aligned_block: _AlignedBlock) -> tuple[int, int]:
@@ -81,7 +79,6 @@ class ThreadQueue:
             thread.start()
 
     def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> ThreadJob:
-        """Start moving a contiguous CPU tensor."""
         job = ThreadJob(file, tensor, offset, writing)
         with self._change:
             self._jobs.append(job)
@@ -89,7 +86,6 @@ class ThreadQueue:
         return job
 
     def stop(self) -> None:
-        """End the threads once every job is over."""
         with self._change:
             self._stopping = True
             self._change.notify_all()
@@ -130,7 +126,6 @@ class _AlignedBlock:
         self._pages: mmap.mmap | None = None
 
     def view(self, nbytes: int) -> memoryview:
-        """Its first bytes."""
         if self._pages is None:
             self._pages = mmap.mmap(-1, self._nbytes)
         return memoryview(self._pages)[:nbytes]

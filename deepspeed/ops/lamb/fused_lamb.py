@@ -35,10 +35,7 @@ class FusedLamb(GroupOptimizer):
 
         Args:
             params: whole tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
-            lr: learning rate.
-            bias_correction: divide the moments by 1 - beta ** step.
-            betas: decay of the first and the second moment.
-            eps: added to the root of the second moment.
+            lr, bias_correction, betas, eps: as of `FusedAdam`.
             eps_inside_sqrt: add eps before the root instead.
             weight_decay: share of the weights added to the direction.
             max_grad_norm: must be 0; clipping is `gradient_clipping`.
@@ -74,12 +71,10 @@ class FusedLamb(GroupOptimizer):
         return [ratio.item() for ratio in self._ratios]
 
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; see `GroupOptimizer.step`."""
         self._ratios = []
         return super().step(closure)
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Update `params` in place by the class's equation."""
         for param, grad, state in zip(params, grads, states, strict=True):
             direction = self._direction(group, param, grad, state)
             weight_norm, update_norm = param.norm(), direction.norm()

@@ -27,13 +27,9 @@ class DeepSpeedCPULion(HostOptimizer):
         fp32_optimizer_states: bool = True,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Keep the groups; states are made at the first step. Other arguments are those of `FusedLion`.
 
         Args:
-            model_params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
-            lr: learning rate.
-            betas: share of the momentum in the sign, and its decay.
-            weight_decay: decay per unit of learning rate.
             fp32_optimizer_states: momentum of 16-bit parameters is fp32; otherwise of the parameters' dtype.
             moments_dtype: dtype of the momentum, whatever the parameters' is; None leaves it to the former.
         """
@@ -47,7 +43,6 @@ class DeepSpeedCPULion(HostOptimizer):
         )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """See `lion_update`."""
         lion_update(group, params, grads, states)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:

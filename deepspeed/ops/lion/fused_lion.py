@@ -53,5 +53,4 @@ class FusedLion(GroupOptimizer):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """See `lion_update`."""
         lion_update(group, params, grads, states)

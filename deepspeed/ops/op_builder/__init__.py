@@ -1,36 +1,15 @@
-"""Operator builders under upstream's names; a builder returns this package's module for its operator."""
+"""Operator builders under upstream's names. Nothing is built: an operator is a module of this package, or not there."""
 
 from __future__ import annotations
 
-from deepspeed.ops.op_builder.all_ops import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    CCLCommBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPULionBuilder,
-    DeepCompileBuilder,
-    EvoformerAttnBuilder,
-    FPQuantizerBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
-    GDSBuilder,
-    InferenceBuilder,
-    InferenceCoreBuilder,
-    InferenceCutlassBuilder,
-    OpBuilder,
-    QuantizerBuilder,
-    RaggedOpsBuilder,
-    RaggedUtilsBuilder,
-    RandomLTDBuilder,
-    ShareMemCommBuilder,
-    SparseAttnBuilder,
-    SpatialInferenceBuilder,
-    StochasticTransformerBuilder,
-    TransformerBuilder,
-    UtilsBuilder,
-)
+import importlib
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from deepspeed.errors import NotAvailableError
+from deepspeed.native import library
 
 __all__ = [
     "ALL_OPS",
@@ -61,3 +40,122 @@ __all__ = [
     "TransformerBuilder",
     "UtilsBuilder",
 ]
+
+
+class OpBuilder:
+    """The builder of one operator.
+
+    Attributes:
+        NAME: of the operator, the key of `deepspeed.ops.__compatible_ops__`.
+        MODULE: where the operator is; None where this version does not have it.
+        INSTEAD: what it is here, or what there is in its place, in a few words.
+    """
+
+    NAME: ClassVar[str] = ""
+    MODULE: ClassVar[str | None] = None
+    INSTEAD: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        return self.NAME
+
+    def absolute_name(self) -> str:
+        """The import path of the operator, or where it would be."""
+        return self.MODULE or f"deepspeed.ops.{self.NAME}"
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether this torch is built for AMD's devices."""
+        return torch.version.hip is not None
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether `load` gives the operator on this machine."""
+        return self.MODULE is not None
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The module that holds the operator; nothing is compiled.
+
+        Raises:
+            NotAvailableError: this version does not have it.
+        """
+        if self.MODULE is None:
+            raise NotAvailableError(f"{type(self).__name__}: '{self.NAME}' is not available yet: {self.INSTEAD}")
+        return importlib.import_module(self.MODULE)
+
+
+def _builder(class_name: str, operator: str, instead: str, module: str | None = None) -> type[OpBuilder]:
+    """The class of a builder: of the operator in a module, or of one that this version does not have."""
+    doc = f"{instead[0].upper()}{instead[1:]}." if module else f"Not available yet: {instead}."
+    return type(class_name, (OpBuilder,), {"__doc__": doc, "NAME": operator, "MODULE": module, "INSTEAD": instead})
+
+
+class ShareMemCommBuilder(OpBuilder):
+    """Collectives of one machine's CPU ranks."""
+
+    NAME = "deepspeed_shm_comm"
+    MODULE = "deepspeed.comm.shared_memory.transport"
+    INSTEAD = "collectives of one machine's CPU ranks"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the native library is there."""
+        return library() is not None
+
+
+AsyncIOBuilder = _builder(
+    "AsyncIOBuilder", "async_io", "reads and writes of files past the page cache", "deepspeed.ops.aio.handle"
+)
+CPUAdamBuilder = _builder(
+    "CPUAdamBuilder",
+    "cpu_adam",
+    "Adam over host memory, in one pass of native code or in torch",
+    "deepspeed.ops.adam.cpu_adam",
+)
+CPUAdagradBuilder = _builder(
+    "CPUAdagradBuilder", "cpu_adagrad", "Adagrad over host memory", "deepspeed.ops.adagrad.cpu_adagrad"
+)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "Lion over host memory", "deepspeed.ops.lion.cpu_lion")
+FusedAdamBuilder = _builder(
+    "FusedAdamBuilder", "fused_adam", "Adam on torch's fused kernel", "deepspeed.ops.adam.fused_adam"
+)
+FusedLambBuilder = _builder(
+    "FusedLambBuilder", "fused_lamb", "LAMB over all tensors of a group", "deepspeed.ops.lamb.fused_lamb"
+)
+FusedLionBuilder = _builder(
+    "FusedLionBuilder", "fused_lion", "Lion over all tensors of a group", "deepspeed.ops.lion.fused_lion"
+)
+UtilsBuilder = _builder("UtilsBuilder", "utils", "several tensors as one, and back", "deepspeed.ops.flatten")
+CCLCommBuilder = _builder(
+    "CCLCommBuilder", "deepspeed_ccl_comm", "CPU ranks communicate through shared memory and gloo"
+)
+DeepCompileBuilder = _builder("DeepCompileBuilder", "dc", "it belongs to whole-graph compilation")
+EvoformerAttnBuilder = _builder(
+    "EvoformerAttnBuilder",
+    "evoformer_attn",
+    "Evoformer attention in tiles, in torch",
+    "deepspeed.ops.deepspeed4science.evoformer_attn",
+)
+FPQuantizerBuilder = _builder("FPQuantizerBuilder", "fp_quantizer", "it belongs to quantized weights")
+GDSBuilder = _builder("GDSBuilder", "gds", "GPUDirect Storage; async_io goes through host memory")
+InferenceBuilder = _builder("InferenceBuilder", "transformer_inference", "it belongs to the inference engine")
+InferenceCoreBuilder = _builder("InferenceCoreBuilder", "inference_core_ops", "it belongs to the inference engine")
+InferenceCutlassBuilder = _builder("InferenceCutlassBuilder", "cutlass_ops", "it belongs to the inference engine")
+QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", "it belongs to quantized communication")
+RaggedOpsBuilder = _builder("RaggedOpsBuilder", "ragged_device_ops", "it belongs to the inference engine")
+RaggedUtilsBuilder = _builder("RaggedUtilsBuilder", "ragged_ops", "it belongs to the inference engine")
+RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd", "it belongs to data efficiency")
+SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn", "block-sparse attention layouts")
+SpatialInferenceBuilder = _builder("SpatialInferenceBuilder", "spatial_inference", "it belongs to the inference engine")
+StochasticTransformerBuilder = _builder(
+    "StochasticTransformerBuilder", "stochastic_transformer", "training uses torch's own layers instead"
+)
+TransformerBuilder = _builder("TransformerBuilder", "transformer", "training uses torch's own layers instead")
+
+ALL_OPS: dict[str, OpBuilder] = {
+    builder.NAME: builder() for name, builder in sorted(globals().items()) if name.endswith("Builder") and builder.NAME
+}
+"""A builder of each operator, by its name."""
+
+
+def compatible_ops() -> dict[str, bool]:
+    """Whether each operator can be loaded on this machine, by name."""
+    return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}

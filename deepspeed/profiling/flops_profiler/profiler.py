@@ -40,8 +40,6 @@ __all__ = [
 
 
 class _Mode(DispatchMode):
-    """Sees every operator."""
-
     def __init__(self, counter: Counter) -> None:
         super().__init__()
         self._counter, self._formulas = counter, formulas()

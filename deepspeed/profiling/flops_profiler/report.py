@@ -82,7 +82,6 @@ class Report:
         return f"{100 * part / whole:.2f}%" if whole else "0.00%"
 
     def whole(self, step: int, detailed: bool) -> str:
-        """All parts."""
         line = "-" * 26
         parts = [f"\n{line} DeepSpeed Flops Profiler {line}", f"Profile Summary at step {step}:", _NOTES, ""]
         parts += [f"{name + ':':<62}  {value}" for name, value in self._summary()]

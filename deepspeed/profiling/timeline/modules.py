@@ -44,7 +44,6 @@ class ModuleSpans:
                 self._hooks.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

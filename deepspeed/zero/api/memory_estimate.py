@@ -191,20 +191,12 @@ def estimate_zero3_model_states_mem_needs(
     model_parallel: int = 1,
     max_live_parameters: int = LIVE_PARAMETERS,
 ) -> tuple[int, int, int]:
-    """Bytes needed at stage 3 with 2-byte parameters and Adam.
+    """Bytes needed at stage 3 with 2-byte parameters and Adam; other arguments as at stage 2.
 
     Args:
-        total_params: parameters of the model.
         largest_layer_params: parameters of its largest layer, which are gathered together.
-        num_gpus_per_node: ranks on a node.
-        num_nodes: nodes.
-        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
-        cpu_offload_params: parameters rest there too (`offload_param`).
+        cpu_offload_params: parameters rest in host memory too (`offload_param`).
         zero_init: the model is made under `zero.Init`.
-        additional_buffer_factor: safety factor on host memory.
-        activation_bytes: activations of one micro-batch on one rank.
-        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
-        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
         max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
 
     Returns:
@@ -275,16 +267,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 3 table for a model.
-
-    Args:
-        model: the model.
-        num_gpus_per_node: ranks on a node.
-        num_nodes: nodes.
-        additional_buffer_factor: safety factor on host memory.
-        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (as at stage 2), `max_live_parameters` of
-            `estimate_zero3_model_states_mem_needs`.
-    """
+    """Print the stage 3 table for a model; arguments as at stage 2, and `max_live_parameters` among the sizes."""
     total, largest = _model_sizes(model, sizes)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes

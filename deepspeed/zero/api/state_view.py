@@ -262,10 +262,6 @@ class StateView(WindowView, PlacedView):
     def trained(self, member: ParamRecord) -> bool:
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
-    def value_dtype(self, member: ParamRecord) -> torch.dtype:
-        """The dtype of the master values, where there is a master, else of the parameter."""
-        return member.group.updated.dtype
-
     def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
         """The ranges of a group that this rank would store: (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)

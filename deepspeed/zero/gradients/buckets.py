@@ -209,7 +209,6 @@ class Bucket:
 
     @property
     def row_bytes(self) -> int:
-        """Length of `row()`, a multiple of eight."""
         return _ROW.size + -(-len(self.touched) // 8) * 8
 
     def row(self) -> bytes:

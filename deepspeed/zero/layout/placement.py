@@ -46,7 +46,7 @@ class Cut:
         for start, length in self.segments:
             if length <= 0 or start < -1 or (start >= 0 and start + length > self.size):
                 raise ArgumentError(
-                    f"segment ({start}, {length}) of a cut does not lie in dim {self.dim} of {self.size} elements"
+                    f"segment ({start}, {length}) of a split does not lie in dim {self.dim} of {self.size} elements"
                 )
 
     @property
@@ -90,7 +90,7 @@ class Placement:
         for cut in self.cuts:
             if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.local_size:
                 raise ArgumentError(
-                    f"a cut of {cut.local_size} elements along dim {cut.dim} does not fit a tensor of shape "
+                    f"a split of {cut.local_size} elements along dim {cut.dim} does not fit a tensor of shape "
                     f"{tuple(local)}"
                 )
             shape[cut.dim] = cut.size

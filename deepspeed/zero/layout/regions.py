@@ -54,7 +54,6 @@ class Region:
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
-        """Segments of every dim."""
         cut = {axis_cut.dim: axis_cut.segments for axis_cut in self.cuts}
         return tuple(cut.get(dim, ((0, size),)) for dim, size in enumerate(self.shape))
 

@@ -281,7 +281,9 @@ class ZeroOptimizer(OptimizerSurface):
         if self.masks is not None:
             self.masks.on_gradients()
         if self.settings.refuse_unused:
-            unused = self._unused_names()
+            members = [(shard.bucket, member) for shard in self.shards for member in shard.members]
+            trained = [(bucket, member) for bucket, member in members if member.param.requires_grad]
+            unused = [member.name for bucket, member in trained if not self.reducer.touched(bucket, member)]
             if unused:
                 self._end_window()
                 raise UsageError(
@@ -341,15 +343,6 @@ class ZeroOptimizer(OptimizerSurface):
     def lifecycle(self) -> ModuleHooks | None:
         """Gathers and frees sharded groups, when there are any."""
         return getattr(self, "parameter_offload", None)
-
-    def _unused_names(self) -> list[str]:
-        """Trainable parameters that no rank had a gradient for; valid after `finish`."""
-        return [
-            member.name
-            for shard in self.shards
-            for member in shard.members
-            if member.param.requires_grad and not self.reducer.touched(shard.bucket, member)
-        ]
 
     def _tag(self) -> int:
         self._rounds += 1

@@ -127,8 +127,8 @@ class ParamState(MutableMapping[str, Any]):
             if not isinstance(value, StateTensor):
                 raise UsageError(
                     f"optimizer state {key!r} of parameter '{self._member.name}' was given the shape "
-                    f"{tuple(value.shape)}: state that is cut over ranks has the parameter's, {tuple(shape)}, or no "
-                    f"dims; deepspeed.utils.safe_set_full_optimizer_state sets what is there"
+                    f"{tuple(value.shape)}: state that is sharded over ranks has the parameter's, {tuple(shape)}, or "
+                    f"no dims; deepspeed.utils.safe_set_full_optimizer_state sets what is there"
                 )
         self.create()
         if self._fragment is None:
@@ -144,7 +144,9 @@ class ParamState(MutableMapping[str, Any]):
         if isinstance(value, StateTensor):
             piece = value._ds_piece
             if piece.member is not self._member:
-                raise piece.refuse(f"assignment to the state of '{self._member.name}', which is cut in another way,")
+                raise piece.refuse(
+                    f"assignment to the state of '{self._member.name}', which is sharded in another way,"
+                )
             value = piece.local
             return value.clone() if isinstance(value, Away) and value is not live else value
         if isinstance(value, Away) and value is not live:
@@ -202,9 +204,6 @@ class OptimizerState(defaultdict[Any, Any]):
         self.of_others: dict[str, Any] = {}
         self.packing = False  # the optimizer makes its `state_dict`
         self._inside = 0
-
-    def belongs_to(self, owner: Owner) -> bool:
-        return self._owner() is owner
 
     @contextlib.contextmanager
     def by_leaf(self) -> Iterator[None]:
@@ -386,7 +385,7 @@ def adopt(owner: Owner) -> OptimizerState:
     """
     inner = owner.optimizer
     before = inner.state
-    if not (isinstance(before, OptimizerState) and before.belongs_to(owner)):
+    if not (isinstance(before, OptimizerState) and before._owner() is owner):
         state, loaded = OptimizerState(owner), False
         for key, value in list(dict.items(before) if isinstance(before, dict) else before.items()):
             loaded = loaded or not is_managed(key)

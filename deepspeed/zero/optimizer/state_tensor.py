@@ -156,7 +156,7 @@ class Piece:
         if isinstance(value, StateTensor):
             other = value._ds_piece
             if other.member is not self.member or other.start != self.start or other.shape != self.shape:
-                raise self.refuse(f"{name} with state of '{other.member.name}', which is cut in another way,")
+                raise self.refuse(f"{name} with state of '{other.member.name}', which is sharded in another way,")
             return other.local
         return self.cut(value) if isinstance(value, torch.Tensor) else value
 

@@ -57,6 +57,14 @@ def test_axes_are_plans_of_their_own_and_the_usual_ones_stay() -> None:
     assert len({plan.name for plan in [*plans, *usual]}) == len(plans) + len(usual)
 
 
+@pytest.mark.parametrize("batch", [MACHINE.ranks // 2, MACHINE.ranks, 3 * MACHINE.ranks])
+def test_no_update_of_a_pipeline_has_fewer_micro_batches_than_stages(batch: int) -> None:
+    plans = [plan for plan in mesh_plans(batch, MACHINE) if plan.shape.stages > 1]
+    assert [plan for plan in plans if plan.steps < plan.shape.stages] == []
+    if batch >= MACHINE.ranks:  # a batch that all ranks can share: every size has plans, the smallest micro-batch too
+        assert {plan.shape.stages for plan in plans if plan.micro == 1} == {2, 4}
+
+
 @pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(sequence=4), MeshShape(shard=2), MeshShape(stages=2)])
 def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: MeshShape) -> None:
     plan = next(plan for plan in mesh_plans(8, MACHINE) if plan.shape == shape and plan.stage in (1, 3))

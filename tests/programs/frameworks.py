@@ -1,0 +1,288 @@
+"""Training frameworks as they are: their command lines and their own DeepSpeed JSONs, two CPU ranks, tiny local models.
+
+Run it with the interpreter of an environment that has the framework (one each, as docs/clients.md says):
+
+    ENV/bin/python tests/programs/frameworks.py llamafactory --sources LLaMA-Factory --stages 2 3
+    ENV/bin/python tests/programs/frameworks.py swift --deepspeed FOLDER   # another deepspeed, `pip install --target`
+
+`--sources` is a checkout of the framework's repository, for what its package leaves out (JSONs, scripts). Prints a row
+of JSON for each stage. A framework that is not installed is skipped by name. Nothing of a framework is edited: what it
+finds instead of CUDA is in `on_cpu/sitecustomize.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import random
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ON_CPU = REPOSITORY / "tests/programs/on_cpu"
+STEPS, LIMIT_S = 4, 1500
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def sentences(count: int) -> list[tuple[str, str]]:
+    """Questions and answers, the same at every call."""
+    draw = random.Random(0)
+    return [
+        (f"add {a} and {b}", f"{a + b}") for a, b in ((draw.randrange(99), draw.randrange(99)) for _ in range(count))
+    ]
+
+
+def language_model(folder: Path) -> Path:
+    """A Qwen2 of two layers with random weights in float32, and a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = Qwen2Config(vocab_size=len(words), pad_token_id=0, eos_token_id=2, bos_token_id=None, **sizes)
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def llamafactory(folder: Path, stage: int, sources: Path) -> list[str]:
+    texts = [{"instruction": question, "input": "", "output": answer} for question, answer in sentences(64)]
+    (folder / "sums.json").write_text(json.dumps(texts))
+    (folder / "dataset_info.json").write_text(json.dumps({"sums": {"file_name": "sums.json"}}))
+    # The keys are those of examples/train_full/qwen3_full_sft.yaml; JSON is YAML.
+    settings = {
+        "model_name_or_path": str(language_model(folder / "model")),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "deepspeed": str(sources / f"examples/deepspeed/ds_z{stage}_config.json"),
+        "dataset": "sums",
+        "dataset_dir": str(folder),
+        "template": "qwen",
+        "cutoff_len": 128,
+        "output_dir": str(folder / "out"),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "max_steps": STEPS,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "bf16": False,
+        "ddp_timeout": 1800,
+    }
+    (folder / "sft.yaml").write_text(json.dumps(settings))
+    return [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(folder / "sft.yaml")]
+
+
+def swift(folder: Path, stage: int, sources: Path) -> list[str]:
+    lines = ({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+             for question, answer in sentences(64))  # fmt: skip
+    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [str(Path(sys.executable).parent / "swift"), "sft", "--model", str(language_model(folder / "model"))]
+    command += ["--model_type", "qwen2", "--template", "qwen", "--dataset", str(folder / "sums.jsonl")]
+    command += ["--deepspeed", f"zero{stage}", "--tuner_type", "full", "--torch_dtype", "float32"]
+    command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
+    command += ["--max_steps", str(STEPS), "--logging_steps", "1", "--max_length", "128", "--attn_impl", "eager"]
+    command += ["--output_dir", str(folder / "out"), "--report_to", "none", "--split_dataset_ratio", "0"]
+    return [*command, "--dataloader_num_workers", "0", "--dataset_num_proc", "1"]
+
+
+def axolotl(folder: Path, stage: int, sources: Path) -> list[str]:
+    texts = [{"instruction": question, "input": "", "output": answer} for question, answer in sentences(64)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = {
+        "base_model": str(language_model(folder / "model")),
+        "datasets": [{"path": str(folder / "sums.jsonl"), "ds_type": "json", "type": "alpaca"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "val_set_size": 0,
+        "output_dir": str(folder / "out"),
+        "sequence_len": 256,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "optimizer": "adamw_torch",
+        "learning_rate": 1e-3,
+        "lr_scheduler": "cosine",
+        "bf16": False,
+        "fp16": False,
+        "tf32": False,
+        "logging_steps": 1,
+        "save_steps": STEPS,
+        "seed": 42,
+        "deepspeed": str(sources / f"deepspeed_configs/zero{stage}.json"),
+    }
+    (folder / "sft.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port()]
+    return [*command, "--multi_gpu", "-m", "axolotl.cli.train", str(folder / "sft.yaml")]
+
+
+def picture_model(folder: Path) -> Path:
+    """A Stable Diffusion pipeline with random weights, small enough for a test."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "words").mkdir(parents=True)
+    (folder / "words" / "vocab.json").write_text(json.dumps({word: at for at, word in enumerate(words)}))
+    (folder / "words" / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(
+        str(folder / "words" / "vocab.json"), str(folder / "words" / "merges.txt"), model_max_length=16
+    )
+    ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+    text = CLIPTextConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=16, **ends)  # fmt: skip
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=32, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"))  # fmt: skip
+    vae = AutoencoderKL(
+        block_out_channels=(32, 64), latent_channels=4, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)  # fmt: skip
+    StableDiffusionPipeline(
+        vae=vae, text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=DDPMScheduler(),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,  # pyright: ignore
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
+    import numpy
+    from PIL import Image
+
+    (folder / "pictures").mkdir()
+    lines, draw = [], numpy.random.default_rng(0)
+    for number in range(32):
+        Image.fromarray(draw.integers(0, 255, (16, 16, 3), dtype=numpy.uint8)).save(folder / f"pictures/{number}.png")
+        lines.append(json.dumps({"file_name": f"{number}.png", "text": random.Random(number).choice(["a cat", "dog"])}))
+    (folder / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
+    config = REPOSITORY / f"tests/clients/launch/zero{stage}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", free_port(), str(sources / "examples/text_to_image/train_text_to_image.py")]
+    command += ["--pretrained_model_name_or_path", str(picture_model(folder / "model")), "--resolution", "16"]
+    command += ["--train_data_dir", str(folder / "pictures"), "--image_column", "image", "--caption_column", "text"]
+    command += ["--train_batch_size", "2", "--max_train_steps", str(STEPS), "--learning_rate", "1e-3", "--seed", "3"]
+    return [*command, "--lr_warmup_steps", "0", "--output_dir", str(folder / "out"), "--report_to", "tensorboard"]
+
+
+FRAMEWORKS: dict[str, tuple[str, Callable[[Path, int, Path], list[str]]]] = {
+    "llamafactory": ("llamafactory", llamafactory),
+    "swift": ("ms-swift", swift),
+    "axolotl": ("axolotl", axolotl),
+    "diffusers": ("diffusers", diffusers),
+}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def losses(out: Path) -> list[float]:
+    """One a step: of the last `trainer_state.json`, or of TensorBoard's file."""
+    states = sorted(out.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    if states:
+        return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
+    found: list[float] = []
+    for path in out.rglob("events.out.tfevents*"):
+        from tensorboard.backend.event_processing.event_accumulator import (  # pyright: ignore[reportMissingImports]
+            EventAccumulator,
+        )
+
+        events = EventAccumulator(str(path))
+        events.Reload()
+        if "train_loss" in events.Tags()["scalars"]:
+            found = [event.value for event in events.Scalars("train_loss")]
+    return found
+
+
+def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dict[str, Any]:
+    """A row: what ran, with which versions, how it ended, and the losses."""
+    package, prepare = FRAMEWORKS[name]
+    row: dict[str, Any] = {"framework": package, "version": importlib.metadata.version(package), "stage": stage}
+    row["deepspeed"] = "this" if deepspeed == REPOSITORY else str(deepspeed)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        command = prepare(folder, stage, sources.resolve())
+        paths = [str(ON_CPU), str(deepspeed)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": free_port(),
+        }
+        environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "HF_HOME": str(folder / "home")}
+        environment |= {"HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": str(folder / "home"), "AXOLOTL_DO_NOT_TRACK": "1"}
+        environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        row["command"] = " ".join(command).replace(str(folder), ".")
+        with log.open("w") as output:
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
+                )
+                row["ended"] = done.returncode
+            except subprocess.TimeoutExpired:
+                row["ended"] = f"still running after {LIMIT_S} s"
+        return row | {"losses": losses(folder / "out"), "log": str(log)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("--sources", type=Path, default=Path(), help="a checkout of the framework's repository")
+    parser.add_argument("--deepspeed", type=Path, default=REPOSITORY, help="a folder that has another deepspeed")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    options = parser.parse_args()
+    if find_spec(options.framework) is None:
+        print(f"{options.framework}: skipped, not installed in {sys.prefix}")
+        return 0
+    runpy.run_path(str(ON_CPU / "sitecustomize.py"))  # this process makes the models with the framework's libraries
+    failed = 0
+    for stage in options.stages:
+        which = "this" if options.deepspeed == REPOSITORY else "other"
+        row = ran(
+            options.framework,
+            stage,
+            options.sources,
+            options.deepspeed,
+            options.logs / f"{options.framework}-{stage}-{which}.log",
+        )
+        failed += row["ended"] != 0 or len(row["losses"]) < 2
+        print(json.dumps(row), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
