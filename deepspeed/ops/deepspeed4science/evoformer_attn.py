@@ -95,7 +95,7 @@ class _Tiles:
         rows = min(max(budget // max(heads * length, 1), 1), length)
         some = max(budget // max(heads * length * rows, 1), 1)
         for row in range(0, length, max(rows, 1)):
-            yield slice(row, row + rows), [slice(at, at + some) for at in range(0, sequences, some)]
+            yield slice(row, row + rows), [slice(first, first + some) for first in range(0, sequences, some)]
 
     def scores(self, some: slice, rows: slice) -> Tensor:
         """One tile, `[n, H, rows, L]`."""
@@ -201,5 +201,5 @@ def _differentiable_gradients(
             scores = scores if bias is None else scores + bias
         result = torch.matmul(scores.softmax(-1), value.to(dtype).transpose(2, 3)).transpose(2, 3).to(query.dtype)
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need and tensor is not None]
-        found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
-    return tuple(next(found) if need else None for need in needed)
+        gradients = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True))
+    return tuple(next(gradients) if need else None for need in needed)
