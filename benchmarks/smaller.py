@@ -157,7 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--held_out", type=int, default=64, help="windows")
     parser.add_argument("--rate", type=float, default=2e-4, help="of rows that lose something")
     parser.add_argument("--dense_rate", type=float, default=1e-4)
-    parser.add_argument("--attention", default="self_attn", help="expression that finds the attention modules")
+    parser.add_argument("--attention", default="o_proj", help="expression that finds the matrices out of attention")
     parser.add_argument("--ffn", default="(gate|up)_proj", help="expression that finds the matrices into the FFN")
     parser.add_argument("--heads", type=float, default=2 / 3, help="kept share; whole key-value groups")
     parser.add_argument("--units", type=float, default=0.75, help="kept share of the FFN")
