@@ -72,8 +72,8 @@ with torch.no_grad():
         raise SystemExit("this process knows deepspeed")
     print(json.dumps(sum(param.numel() for param in model.parameters())), flush=True)
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        print(json.dumps(loss(*arguments) if what == "loss" else timed(what, *arguments)), flush=True)
+        what, *given = json.loads(line)  # no name of a function above
+        print(json.dumps(loss(*given) if what == "loss" else timed(what, *given)), flush=True)
 """
 
 

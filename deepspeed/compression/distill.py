@@ -31,6 +31,8 @@ class Distiller:
         self.teacher: Any = None
         self.close: Callable[[], None] | None = None  # ends what was made for the teacher
         self._list_name = ""  # of the teacher's blocks
+        kinds = (getattr(module, "loss_type", None) for module in student.modules())
+        self._shifts = "ForCausalLM" in kinds  # logits of a position are for the label of the next one
         self._hooks = [
             student.register_forward_pre_hook(self._request_outputs, with_kwargs=True),
             student.register_forward_hook(self._add_loss, with_kwargs=True),
@@ -137,10 +139,12 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """The whole loss: the student's own, and its distances from the teacher; labels of -100 are left out."""
+        """The whole loss: the student's own, and its distances from the teacher; what labels of -100 leave out, too."""
         section = self.section
         total = section.hard * own
         if section.logits:
+            if self._shifts and labels is not None:
+                labels = functional.pad(labels[..., 1:], (0, 1), value=_IGNORED)
             distance = divergence(output.logits, teacher_output.logits, section.temperature, labels)
             total = total + section.logits * distance
         if section.hidden:

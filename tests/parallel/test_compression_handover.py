@@ -33,7 +33,7 @@ def plain_distilled(steps: int) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 told = torch.log_softmax(teacher(input_ids=ids).logits / 2, -1)
             mine = torch.log_softmax(out.logits / 2, -1)
-            soft = 4 * (told.exp() * (told - mine)).sum(-1).mean()
+            soft = 4 * (told.exp() * (told - mine)).sum(-1)[:, :-1].mean()
             ((0.5 * out.loss + 0.5 * soft) / ranks).backward()
         inner.step()
     return {name: p.detach() for name, p in student.named_parameters()}

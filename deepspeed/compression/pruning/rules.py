@@ -265,12 +265,15 @@ class _RuleBuilder:
                 )
 
     def _heads(self, group: Any, shared: Any) -> Iterator[Family]:
-        """Heads of the modules of a group: of the plan, or equal runs of the inputs of a module."""
+        """Heads that modules of a group read or write, of the plan; else equal runs of the inputs of a module."""
+        families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules)):
             weight, axis = f"{name}.weight", 1 - out_axis(module)
-            family = self.plan.family_of(weight, axis, "heads") if group.related_modules is None else None
+            axes = (axis, 1 - axis) if group.related_modules is None else ()
+            known = (self.plan.family_of(weight, at, "heads") for at in axes)
+            family = next((one for one in known if one is not None), None)
             if family is not None:
-                yield family.scored_by([weight])
+                families.setdefault(id(family), (family, []))[1].append(weight)
                 continue
             heads = shared.num_heads or self.plan.heads
             shape = self._shapes.get(weight)
@@ -286,6 +289,8 @@ class _RuleBuilder:
                         axis = outputs if len(shape) > 1 else 0
                         slots.append(ParameterSlice.along_axis(param, axis, shape[axis], heads, scored=False))
             yield Family("heads", name, heads, slots, 1, False)
+        for family, weights in families.values():
+            yield family.scored_by(weights)
 
     def _partners(self, group: Any, index: int, name: str) -> list[str]:
         """Modules named as partners of a module: those that share the most of its name, of each expression."""

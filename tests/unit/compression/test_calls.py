@@ -300,11 +300,30 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
     maps = [(mine.attentions[a], theirs.attentions[b]) for a, b in ((0, 1), (1, 3))]
     hidden, attention = (torch.stack([(x - y).square().mean() for x, y in one]).mean() for one in (states, maps))
     logs = [torch.log_softmax(one.logits / 2, -1) for one in (mine, theirs)]
+    logs = [log[:, :-1] for log in logs]  # the last position has no label
     soft = 4 * nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
     expected = 0.5 * mine.loss + 0.3 * soft + 0.1 * hidden + 0.2 * attention
     assert torch.allclose(found, expected, rtol=1e-5)
     labels = torch.full((1, 10), -100)
     assert divergence(mine.logits, theirs.logits, 1.0, labels) == 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_distillation_counts_what_labels_count(wrapped: bool) -> None:
+    """A prompt is left out, and the first token of the answer counts: the logits of the prompt's last token say it."""
+    student, teacher = llama(0, 2).train(), llama(1, 2).eval()
+    ids, labels = torch.arange(10)[None], torch.arange(10)[None].clone()
+    labels[:, :6] = labels[:, 9:] = -100
+    with torch.no_grad():
+        logs = [torch.log_softmax(model(input_ids=ids).logits[:, 5:8], -1) for model in (student, teacher)]
+    module = nn.Sequential(student) if wrapped else student
+    distiller = Distiller(module, Distillation(enabled=True, hard=0.0, logits=1.0, temperature=1.0))
+    distiller.set_teacher(teacher)
+    output = student(input_ids=ids)
+    found = distiller.loss(output, teacher(input_ids=ids), labels, torch.zeros(()))
+    distiller.remove()
+    soft = nn.functional.kl_div(*logs, log_target=True, reduction="none").sum(-1).mean()
+    assert torch.allclose(found, soft, rtol=1e-5)
 
 
 def test_layer_by_layer_is_the_sum_written_by_hand() -> None:

@@ -17,7 +17,7 @@ from deepspeed.compression.pruning.rules import rules_of
 from deepspeed.errors import CompressionError
 from tests.unit.compression import networks
 from tests.unit.compression.networks import KINDS, lively
-from tests.unit.compression.test_calls import config, technique
+from tests.unit.compression.test_calls import config, llama, technique
 
 
 def named(modules: list[str], related: Any = None, ratio: float = 0.5) -> dict[str, Any]:
@@ -124,3 +124,16 @@ def test_channels_that_leave_the_model_say_so() -> None:
     section = config(technique("channel_pruning", named(["out"]), method="l1", physical=True))
     with pytest.raises(CompressionError, match="out: they leave the model"):
         init_compression(networks.UNet(), section)
+
+
+@pytest.mark.parametrize("named_by", ["self_attn", "q_proj", "v_proj"])
+def test_heads_are_those_of_the_plan_whichever_matrix_is_named(named_by: str) -> None:
+    """Not runs of the inputs of q, k and v, which are channels of the residual stream."""
+    model = llama(0, 2)
+    plan, found = PruningPlan(model), []
+    for name in ("o_proj", named_by):
+        group = {"g": {"params": {"dense_ratio": 0.5}, "modules": [name]}}
+        (rule,) = rules_of(model, section_of(config(technique("head_pruning", group)))[0], plan)
+        assert rule.removable
+        found.append([(family.label, family.size, family.names()) for family in rule.families])
+    assert found[0] == found[1] and len(found[0]) == 2
