@@ -18,9 +18,8 @@ from tests.unit.serving.server import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "trained-model.md").read_text()
-COMMANDS = [
-    line for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()
-]
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
 pytestmark = pytest.mark.slow
 
 
@@ -55,7 +54,7 @@ def test_the_chat_answers(where: Path) -> None:
 
 
 def test_the_python_block_answers(where: Path) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (block,) = [block for language, block in FENCES if language == "python"]
     assert "Paris" in run([sys.executable, "-c", block], where)
 
 
