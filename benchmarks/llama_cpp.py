@@ -1,10 +1,10 @@
 """llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER SLOTS TOKENS`, in an environment that has
 `xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each of up to TOKENS.
 
-Writes the Llama in FOLDER (Transformers, safetensors, bf16) as GGUF in bf16 beside it, with a vocabulary of made-up
-words, loads it on one thread, and answers lines of JSON on stdin: `{"prompts": [[tokens]], "new": [numbers]}` gets
-`{"texts": [strings]}` once all are answered. Prompts of one line go on together, with continuous batching; nothing of
-an earlier prompt is reused.
+Writes the Llama in FOLDER (Transformers, safetensors, bf16 or fp32) as GGUF of that dtype beside it, with a vocabulary
+of made-up words, loads it on one thread, and answers lines of JSON on stdin:
+`{"prompts": [[tokens]], "new": [numbers]}` gets `{"texts": [strings]}` once all are answered. Prompts of one line go on
+together, with continuous batching; nothing of an earlier prompt is reused.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def renamed(name: str) -> str:
 
 
 def tensors(path: Path) -> Any:
-    """(name, bf16 as uint16 in its shape) of a safetensors file."""
+    """(name, values in their shape: fp32, or bf16 as uint16) of a safetensors file."""
     import numpy as np
 
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     for name, said in json.loads(raw[8 : 8 + length]).items():
         if name != "__metadata__":
-            assert said["dtype"] == "BF16", (name, said)
+            kind = {"BF16": np.uint16, "F32": np.float32}[said["dtype"]]
             begin, end = said["data_offsets"]
-            yield name, np.frombuffer(raw[8 + length + begin : 8 + length + end], np.uint16).reshape(said["shape"])
+            yield name, np.frombuffer(raw[8 + length + begin : 8 + length + end], kind).reshape(said["shape"])
 
 
 def interleaved(matrix: Any, heads: int) -> Any:
@@ -52,15 +52,15 @@ def interleaved(matrix: Any, heads: int) -> Any:
     return matrix.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def write(folder: Path) -> Path:
-    """The GGUF of a folder."""
+def write(folder: Path, path: Path | None = None) -> Path:
+    """The GGUF of a folder: at `path`, or in it."""
     import gguf
     import numpy as np
 
     config = json.loads((folder / "config.json").read_text())
     heads, size = config["num_attention_heads"], config["vocab_size"]
     cached = config.get("num_key_value_heads") or heads
-    path = folder / "model.gguf"
+    path = path or folder / "model.gguf"
     made = gguf.GGUFWriter(path, "llama")
     made.add_context_length(config["max_position_embeddings"])
     made.add_embedding_length(config["hidden_size"])
@@ -81,12 +81,14 @@ def write(folder: Path) -> Path:
     made.add_eos_token_id(2)
     made.add_add_bos_token(False)
     for name, values in tensors(folder / "model.safetensors"):
+        whole = values.dtype == np.float32
         if values.ndim == 1:
-            made.add_tensor(renamed(name), (values.astype(np.uint32) << 16).view(np.float32))
+            made.add_tensor(renamed(name), values if whole else (values.astype(np.uint32) << 16).view(np.float32))
             continue
         turned = heads if "q_proj" in name else cached if "k_proj" in name else 0
         values = np.ascontiguousarray(interleaved(values, turned) if turned else values)
-        made.add_tensor(renamed(name), values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        kind = gguf.GGMLQuantizationType.F32 if whole else gguf.GGMLQuantizationType.BF16
+        made.add_tensor(renamed(name), values if whole else values.view(np.uint8), raw_dtype=kind)
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()

@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspeed.compression.pruning.dependency_groups import CONV
 from deepspeed.compression.pruning.transformers_groups import dense_class, inside, on_meta, plain_state
+from deepspeed.compression.utils import four_bit_scales
 from deepspeed.errors import CompressionError, NotAvailableError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import config_of
@@ -39,8 +40,9 @@ def export(
         model: says class and config; its own values are not read.
         state: all weights, whole, as forward sees them.
         folder: made if it is not there.
-        weights: `float`, `int8` (a scale per output row), `int4` (a scale per `group_size` inputs), or `w8a8`: int8
-            weights, and inputs that are rounded to 8 bits too, with a scale per token that is found as they come.
+        weights: `float`, `int8` (a scale per output row), `int4` (a signed scale per `group_size` inputs, of least
+            squared error), or `w8a8`: int8 weights, and inputs that are rounded to 8 bits too, with a scale per token
+            that is found as they come.
         group_size: of int4.
 
     Returns:
@@ -147,9 +149,12 @@ def _pack(model: Any, weights: str, group_size: int, folder: Path) -> None:
     with torch.no_grad():
         for module in chosen.values():
             scale: Any = module.weight_scale
-            rows = module.weight.view(module.out_features, scale.shape[-1], -1) if bits == 4 else module.weight[:, None]
-            largest = rows.float().abs().amax(-1).view(scale.shape)
-            scale.copy_((largest / (2 ** (bits - 1) - 1)).clamp(min=1e-12))
+            if bits == 4:
+                groups = module.weight.view(module.out_features, scale.shape[-1], -1)
+                scale.copy_(four_bit_scales(groups.float()).view(scale.shape))
+            else:
+                largest = module.weight.float().abs().amax(-1).view(scale.shape)
+                scale.copy_((largest / 127).clamp(min=1e-12))
     compressor = library.ModelCompressor.from_pretrained_model(model, quantization_format=form)
     if compressor is None:
         raise CompressionError("compressed-tensors finds nothing to pack")

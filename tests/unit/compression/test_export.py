@@ -15,6 +15,7 @@ from safetensors import safe_open
 from deepspeed.compression.export import export, packable
 from deepspeed.compression.fake_quantize import FakeQuantizers
 from deepspeed.compression.pruning.verify import build, inputs_for
+from deepspeed.compression.utils import four_bit_scales
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CompressionError
 from tests.parallel.tiny import said, with_words
@@ -78,6 +79,26 @@ def test_packed_integers_are_small_on_disk(weights: str, share: float, apart: fl
     found, far = packed_folder(tmp_path, weights)
     print(f"{weights}: {found:.4f} × the bytes of fp32 per tensor, logits within {far:.4f}")
     assert found <= share and far <= apart, (found, far)
+
+
+def test_scales_of_four_bits_have_the_least_error_of_the_usual_ones() -> None:
+    """Beside the largest size over 7, and Q4_0's signed largest over -8; what lies on such a grid comes back whole."""
+    torch.manual_seed(0)
+    groups = torch.randn(4096, 32)
+
+    def error(scale: torch.Tensor) -> float:
+        return float(((groups / scale).round().clamp(-8, 7) * scale - groups).square().mean())
+
+    size = groups.abs().amax(-1, keepdim=True)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    found, even, signed = error(four_bit_scales(groups)), error(size / 7), error(largest / -8)
+    assert found < 0.72 * even and found < 0.92 * signed, (found, even, signed)
+    for first in (-8, 7):
+        levels = torch.randint(-7, 8, (64, 32)).float()
+        levels[:, 0] = first
+        scale = four_bit_scales(levels * -0.03)
+        assert torch.allclose((levels * -0.03 / scale).round().clamp(-8, 7) * scale, levels * -0.03, atol=1e-6)
+    assert torch.equal((torch.zeros(2, 32) / four_bit_scales(torch.zeros(2, 32))), torch.zeros(2, 32))
 
 
 # In a process without this package: how far the first matrix is from a product with inputs that were not rounded.
