@@ -270,8 +270,8 @@ class _RuleBuilder:
         for index, name, module in list(matched(self.model, group.modules)):
             weight, axis = f"{name}.weight", 1 - out_axis(module)
             axes = (axis, 1 - axis) if group.related_modules is None else ()
-            known = (self.plan.family_of(weight, at, "heads") for at in axes)
-            family = next((one for one in known if one is not None), None)
+            candidates = [self.plan.family_of(weight, dim, "heads") for dim in axes]
+            family = next((known for known in candidates if known is not None), None)
             if family is not None:
                 families.setdefault(id(family), (family, []))[1].append(weight)
                 continue
