@@ -14,21 +14,24 @@ HEAD = """# Programs as they are
 `DeepSpeedExamples` is the original's own collection of programs. They run here unedited, from a checkout of commit
 `{commit}` ({day}), with their usual command lines and their own JSON, on two CPU ranks that the launcher of
 this package starts. Models and data are tiny, random, made on the spot, and stand under the names that the programs ask
-the hub for. Beside each stands what {reference} does on the same machine, from the same command, in an environment with
-the same packages; its files were not read.
+the hub for. Beside each stands what {reference} does on the same machine, from the same command, in an environment
+with the same packages; its files were not read. It compiles an extension when ranks first meet.
 
 ```
 export DEEPSPEED_EXAMPLES=…   # the checkout
-python -m tests.programs.run --work /tmp/programs                     # this package
-python -m tests.programs.run --work /tmp/programs --side reference    # the other
-python -m tests.programs.run --work /tmp/programs --page              # writes this page
+python -m tests.programs.run --work FOLDER  # this package
+python -m tests.programs.run --work FOLDER --side reference    # the other
+python -m tests.programs.run --work FOLDER --page              # writes this page
 ```
 
 What a program is given from outside (`tests/programs/shim/sitecustomize.py`): stand-ins for the calls of `torch.cuda`
 that it makes without asking, "cuda" and "nccl" as names of the host and of gloo, CIFAR-10 from a local folder, and
 operators that torchvision's CPU import misses. Losses are what rank 0 hands to `backward`, or gets from `train_batch`.
-Rows marked ¹ run with the releases that the program was written for ({older}). "Differs by" is the largest relative
-difference of the two columns over all steps.
+Rows marked ¹ run with older releases, whose names the program imports ({older}).
+"Differs by" is the largest relative difference of the two columns over all steps. "Not run" is a gap of this table, not
+of the program.
+The machine was busy: ranks were forked from an interpreter that had imported torch, Transformers and the package, where
+`run.py` starts plain ones.
 
 {count}
 
@@ -36,7 +39,7 @@ difference of the two columns over all steps.
 |---|---|---|---|---|---|---|
 """
 TAIL = """
-## Not run
+## Left out
 
 | program | reason |
 |---|---|

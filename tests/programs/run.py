@@ -96,9 +96,10 @@ def run(program: Program, checkout: Path, work: Path, side: str, port: int = 296
                      for command, own in commands_of(program, python, port, side)]  # fmt: skip
         code = ended(processes, started + program.seconds)
     text = (place / "log").read_text(errors="replace")
+    why = f"not done within {program.seconds} s" if code == -1 else last_error(text) if code else ""
     return {"name": program.name, "code": code, "losses": losses_of(record), "steps": steps_of(record),
             "seconds": round(time.time() - started), "outcome": outcome(program, code, record, text),
-            "error": last_error(text) if code else ""}  # fmt: skip
+            "error": why}  # fmt: skip
 
 
 def ended(processes: list[subprocess.Popen[bytes]], latest: float) -> int:
