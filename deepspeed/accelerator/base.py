@@ -37,6 +37,7 @@ class Accelerator:
     passed: frozenset[str]
 
     def __init__(self) -> None:
+        self._name = self.name  # programs read it to tell a CPU from a device
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

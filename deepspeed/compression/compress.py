@@ -23,7 +23,7 @@ from deepspeed.compression.pruning.structured_removal import remove_from
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, QuantizeTraining
 from deepspeed.errors import ArgumentError, CompressionError
-from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.parameter import ShardedParameter, is_managed
 
 _LAST_STEP = 1 << 40  # every schedule has ended then
 
@@ -132,7 +132,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     Masks follow from the weights: what training masked is zero. Learned scores are not needed for that.
 
     Args:
-        model: whole, with trained weights; changed in place.
+        model: whole, with trained weights; changed in place. From an engine at stages 0 to 2 too, which cannot train
+            it any further then.
         deepspeed_config: as for `init_compression`.
         mpu: accepted for old scripts.
 
@@ -144,8 +145,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     """
     section, training = section_of(deepspeed_config)
     inner = _inner(model)
-    if any(is_managed(param) for param in inner.parameters()):
-        raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
+    _take_out(inner)
     quantizers = FakeQuantizers(inner, section, training)
     quantizers.at_step(_LAST_STEP)
     with torch.no_grad():
@@ -168,6 +168,18 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
         remove_from(inner, plan.removal_of(chosen))
     vars(inner).pop(CALLED, None)
     return model
+
+
+def _take_out(inner: nn.Module) -> None:
+    """Give a model that an engine trained parameters of its own, with the engine's values; shared ones stay shared."""
+    if any(isinstance(param, ShardedParameter) for param in inner.parameters()):
+        raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
+    managed = [param for param in inner.parameters() if is_managed(param)]
+    own = {param: nn.Parameter(param.detach().clone(), param.requires_grad) for param in managed}
+    for module in inner.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param in own:
+                module._parameters[name] = own[param]
 
 
 def get_module_name(

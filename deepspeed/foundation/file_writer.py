@@ -22,6 +22,7 @@ class PyFileWriter:
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(file_path)
         self._file: io.BufferedWriter | None = open(self._path, "wb")
+        self._writes = self._bytes = 0
 
     def write(self, buffer: Any) -> int:
         """Append bytes; returns the number written.
@@ -29,7 +30,17 @@ class PyFileWriter:
         Raises:
             ArgumentError: the writer is closed.
         """
+        written = self._put(buffer)
+        self._writes += 1
+        self._bytes += written
+        return written
+
+    def _put(self, buffer: Any) -> int:
         return self._open_file().write(buffer)
+
+    def _dump_state(self) -> None:
+        """Print what was written; programs call it after `close`."""
+        print(f"{type(self).__name__}: {self._bytes} bytes in {self._writes} writes to {self._path}")
 
     def flush(self) -> None:
         self._open_file().flush()
@@ -57,12 +68,12 @@ class MockFileWriter(PyFileWriter):
     """Discards all bytes, to measure the time of serialization.
 
     Args:
-        file_path: stored as the path; no file is created.
+        file_path: of the file, which is made or emptied, and stays empty.
     """
 
-    def __init__(self, file_path: str | os.PathLike[str]) -> None:
-        super().__init__(os.devnull)
-        self._path = os.fspath(file_path)
+    def _put(self, buffer: Any) -> int:
+        self._open_file()
+        return memoryview(buffer).nbytes
 
 
 @dataclass
@@ -105,7 +116,7 @@ class FastFileWriter(PyFileWriter):
         self._buffer = memoryview(buffer.detach().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
         self._filled = 0
 
-    def write(self, buffer: Any) -> int:
+    def _put(self, buffer: Any) -> int:
         file, data = self._open_file(), memoryview(buffer).cast("B")
         for start in range(0, len(data), len(self._buffer)):
             piece = data[start : start + len(self._buffer)]

@@ -102,6 +102,10 @@ def test_the_cpu():
         pass
 
 
+def test_a_program_reads_the_name_to_tell_a_cpu_from_a_device():
+    assert (CpuAccelerator()._name, CudaAccelerator()._name) == ("cpu", "cuda")
+
+
 def test_facts_cannot_be_spoiled_by_a_caller():
     CpuAccelerator().supported_dtypes().clear()
     assert CpuAccelerator().supported_dtypes()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.compression import (
     convert_conv1d_to_linear,
     init_compression,
@@ -101,6 +102,26 @@ def test_two_patterns_of_a_group_are_cleaned_apart() -> None:
     assert [m.weight.shape[0] for m in model.up] == [6, 6] and model.up[1].out_features == 6
     assert type(model.up[0]) is nn.Linear
     assert torch.allclose(model(torch.arange(9)), masked(torch.arange(9)), atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_is_cleaned_where_an_engine_trained_it(stage: int, alone: None) -> None:
+    """As a fresh model is that was given the trained weights; the examples clean the one they have."""
+    settings = config(ROWS) | {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    torch.manual_seed(0)
+    model = init_compression(Branch(), settings)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(4)).square().mean())
+        engine.step()
+    fresh = init_compression(Branch(), settings)
+    fresh.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    expected = redundancy_clean(fresh, settings)
+    cleaned = redundancy_clean(model, settings)
+    assert [up.weight.shape[0] for up in cleaned.up] == [6, 6]
+    assert cleaned.head.weight is cleaned.emb.weight and not cleaned.down[1].weight.requires_grad
+    assert torch.equal(cleaned(torch.arange(9)), expected(torch.arange(9)))
 
 
 def test_xtc_and_zeroquant_recipes() -> None:

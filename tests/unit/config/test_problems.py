@@ -134,7 +134,10 @@ def test_what_is_not_available_is_refused_by_name(config, path):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"expert_parallel": {"size": 2, "use_grouped_mm": False}}, "is not available yet: comes with mixture of experts"),
+        (
+            {"expert_parallel": {"size": 2, "use_grouped_mm": False}},
+            "is not available yet: comes with mixture of experts",
+        ),
         ({"hybrid_engine": {"enabled": True}}, "is not available yet: comes with rollouts"),
         ({"sparse_attention": {"mode": "fixed"}}, "is not available yet: comes with science and sparse blocks"),
         ({"datastates_ckpt": {"a": 1}}, "is refused for good: asynchronous, atomic saves are built in"),

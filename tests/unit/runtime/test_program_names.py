@@ -213,7 +213,7 @@ def test_hosts_are_chosen_from_counts() -> None:
 
 
 @pytest.mark.parametrize("size", [7, 64, 5000])
-def test_writers_of_files(tmp_path: Path, size: int) -> None:
+def test_writers_of_files(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     from deepspeed.io import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
 
     state = {"a": torch.randn(300), "b": torch.arange(9), "c": [1, "two"]}
@@ -225,12 +225,15 @@ def test_writers_of_files(tmp_path: Path, size: int) -> None:
         assert writer.fileno() > 2
         writer.close()
         writer.close()
+        writer._dump_state()
         with pytest.raises(ArgumentError, match="is closed"):
             writer.write(b"more")
+    told = capsys.readouterr().out
     for name in ("py.pt", "fast.pt"):
         loaded = torch.load(tmp_path / name, weights_only=True)
         assert torch.equal(loaded["a"], state["a"]) and loaded["c"] == [1, "two"]
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["fast.pt", "py.pt"]
+        assert f"{(tmp_path / name).stat().st_size} bytes in" in told
+    assert (tmp_path / "mock.pt").stat().st_size == 0  # programs ask for its size
 
 
 def test_the_address_of_comm_is_comm() -> None:
