@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.parallel.tiny import Tiny, micro_step, raises, start
+from tests.parallel.tiny import Tiny, adamw, masters, micro_step, raises, start
 
 RANKS = 2
 
@@ -80,3 +80,20 @@ def stale(folder: str) -> None:
 def test_it_saves_no_old_ones(workers: Any, tmp_path: Path) -> None:
     workers(RANKS).run(stale, str(tmp_path), timeout=120)
     assert not list(tmp_path.iterdir())
+
+
+def saved_by_one_rank(folder: str) -> None:
+    """As programs do that were written for stage 2."""
+    with start(3, optimizer=adamw) as engine:
+        micro_step(engine, 0)
+        trained = masters(engine)
+        if dist.get_rank() == 0:
+            torch.save(engine.module.state_dict(), f"{folder}/model.bin")
+            saved = torch.load(f"{folder}/model.bin", weights_only=True)
+            assert set(saved) == set(trained)
+            assert all(torch.equal(saved[name], values) for name, values in trained.items())
+        micro_step(engine, 1)
+
+
+def test_one_rank_alone_saves_a_sharded_state_dict(workers: Any, tmp_path: Path) -> None:
+    workers(2).run(saved_by_one_rank, str(tmp_path))

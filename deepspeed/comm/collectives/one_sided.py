@@ -114,8 +114,10 @@ class FetchService:
     def version(self, channel: int) -> int:
         return self._served[channel].version
 
-    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Ask every owner for its slice of `full` (1-D), and receive it there."""
+    def pull(
+        self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
+    ) -> Handle:
+        """Ask every owner for its slice of `full` (1-D), and receive it there; at least what lies `within`."""
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
         if group is None:
@@ -125,7 +127,8 @@ class FetchService:
             works = []
             for rank in self.axis.peers:
                 part = full[cuts[rank] : cuts[rank + 1]]
-                if part.numel():
+                needed = within is None or (cuts[rank] < within.stop and cuts[rank + 1] > within.start)
+                if part.numel() and needed:
                     works.append(group.recv([part], rank, tag_of(channel, PULL, seq)))
                     self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
             return works
@@ -246,14 +249,18 @@ class SharedSlices:
     def advance(self, channel: int) -> None:
         self._window.advance(channel)
 
-    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+    def pull(
+        self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
+    ) -> Handle:
         """Copy every owner's slice into `full` once it has this rank's version; arguments as above."""
         shared = self._window
-        givers = [r for r in self.axis.peers if cuts[r + 1] > cuts[r]]
+        first, last = (0, cuts[-1]) if within is None else (within.start, within.stop)
+        givers = [r for r in self.axis.peers if max(cuts[r], first) < min(cuts[r + 1], last)]
 
         def copy() -> None:
             for r in givers:
-                full[cuts[r] : cuts[r + 1]].copy_(shared.served(r, channel, full.dtype))
+                low, high = max(cuts[r], first), min(cuts[r + 1], last)
+                full[low:high].copy_(shared.served(r, channel, full.dtype)[low - cuts[r] : high - cuts[r]])
                 if not shared.level(r, channel):
                     raise watchdog.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 

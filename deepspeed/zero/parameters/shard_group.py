@@ -365,8 +365,16 @@ class ShardGroup(LocalShard):
             copied = self.views[member.index].clone()
             self.reshard()
             return copied
+        label = f"read of {member.name}"
         with self.values.borrowed() as values:
-            return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
+            if self.fetch is None:
+                return self.assemble(member, values, READ, label).view(member.shape)
+            # Programs save on one rank alone: it pulls, and no other rank takes part.
+            whole = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            whole[self.low : self.high] = values
+        span = slice(member.offset, member.offset + member.numel)
+        self.fetch.pull(self.channel, whole, self.layout.cuts, label, span).wait()
+        return whole[span].clone().view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
         """All-gather one member's fragments, as every rank holds them in `of`.
