@@ -1,8 +1,8 @@
 """Divides the experts of a model among ranks, without a change of its code.
 
-A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k) and their weights
-(T, k), and its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is tried
-on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
+A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k) and their
+weights (T, k), and its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is
+tried on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
 experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
 sends tokens to their experts (`exchange.py`) and runs the module's own code there.
 """
@@ -166,9 +166,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             "expert_parallel: the model has no module that is called with tokens, choices and weights and holds its "
             "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
-    axis = mesh.axis("ep", ep=ep)
-    place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
-    order, tried = [place_of[index] for index in range(ep)], set[Any]()
+    axis, order, tried = mesh.axis("ep", ep=ep), order_of(mesh, ep), set[Any]()
     for name, module, count in found:
         if count % ep:
             fits = [n for n in range(1, count + 1) if count % n == 0]
@@ -183,6 +181,13 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
         become_parallel(module, ExpertLocation(axis, name, count, order))
     log_rank0(f"experts of {len(found)} layers are divided among {ep} ranks: {found[0][2] // ep} of {found[0][2]} each")
     return [name for name, *_ in found]
+
+
+def order_of(mesh: Mesh, ep: int) -> list[int]:
+    """Positions on the axis of `ep` ranks of the one with the first experts, the second, and so on."""
+    ranks = mesh.axis("ep", ep=ep).ranks
+    place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(ranks)}
+    return [place_of[index] for index in range(ep)]
 
 
 _classes: dict[type, type] = {}
