@@ -37,7 +37,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.foundation.log": "log_dist logger",
         "deepspeed.foundation.script_helpers": "OnDevice",
         "deepspeed": "dist=comm",
-        "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference",
+        "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference moe",
     },
     "deepspeed.checkpoint": {
         "deepspeed.checkpoint.compat.upstream_names": (
@@ -67,6 +67,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
     "deepspeed.io": {
         "deepspeed.foundation.file_writer": "FastFileWriter FastFileWriterConfig MockFileWriter PyFileWriter",
     },
+    "deepspeed.moe": {"": "experts layer mappings sharded_moe utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {
         "deepspeed.foundation.script_helpers": "MultiTensorApply",
     },

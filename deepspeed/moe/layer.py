@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,27 +102,28 @@ class MoE(nn.Module):
 
     def _divide(self) -> None:
         layer, mesh, ep = self.deepspeed_moe, current_mesh(), self.ep_size
-        experts = layer.experts.deepspeed_experts
-        order = order_of(mesh, ep)
-        at = ExpertLocation(mesh.axis("ep", ep=ep), "MoE", self.num_experts, order)
-        before, layer.location = layer.location, at
+        experts: Any = layer.experts.deepspeed_experts
+        location = ExpertLocation(mesh.axis("ep", ep=ep), "MoE", self.num_experts, order_of(mesh, ep))
+        before = layer.location
         if before is not None:
-            if before.first != at.first:
+            if before.first != location.first:
                 raise ExpertParallelError(
-                    f"this rank has the experts from {before.first} of a MoE layer, and those from {at.first} by the "
+                    f"this rank has the experts from {before.first} of a MoE layer, and those from {location.first} by the "
                     f"current mesh: make the model anew for another mesh"
                 )
-            at.name = before.name
+            location.name = before.name
+            layer.location = location
             return
-        experts.number_from(at.first, at.count)
         for param in experts.parameters():
             if is_managed(param):
                 raise NotAvailableError(
                     "experts of a MoE layer with ep_size > 1 that are made under deepspeed.zero.Init are not available "
                     "yet: make the model outside of it, deepspeed.initialize shards it"
                 )
-            own = placement_of(param)
-            place(param, replace(own, relations={**own.relations, "ep": Relation.ABSENT}, ep=ep))
+            placed = placement_of(param)
+            place(param, replace(placed, relations={**placed.relations, "ep": Relation.ABSENT}, ep=ep))
+        layer.location = location
+        experts.number_from(location.first, location.count)
         log_rank0(f"a MoE layer has {self.num_local_experts} of {self.num_experts} experts on each of {ep} ranks")
 
     def forward(

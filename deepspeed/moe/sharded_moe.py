@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.comm.collectives.torch_api import all_reduce
+from deepspeed.comm import ReduceOp, all_reduce, get_world_size
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.moe.exchange import Routing, combine, dispatch
@@ -59,11 +58,11 @@ class CapacityRoutes:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Loss, weights (S, E, C), slots taken (S, E, C) bool, counts."""
         token = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1).expand_as(self.index)
-        at = token[self.kept], self.index[self.kept], self.slot[self.kept]
+        places = token[self.kept], self.index[self.kept], self.slot[self.kept]
         shape = (self.index.shape[0], self.counts.numel(), self.capacity)
         taken = torch.zeros(shape, dtype=torch.bool, device=self.index.device)
-        taken[at] = True
-        return self.loss, self.weights.new_zeros(shape).index_put(at, self.weights[self.kept]), taken, self.counts
+        taken[places] = True
+        return self.loss, self.weights.new_zeros(shape).index_put(places, self.weights[self.kept]), taken, self.counts
 
     def sparse(self) -> tuple[Any, ...]:
         """Loss, C, E, experts (k, S) int32 (-1: dropped), slots (k, S), weights (k, S), counts."""
@@ -240,8 +239,8 @@ def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
 def _fullest(counts: torch.Tensor, group: Any) -> int:
     """The largest count of any expert, on any rank of the group."""
     most = counts.max()
-    if group is not None and dist.get_world_size(group) > 1:
-        all_reduce(most, op=dist.ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
+    if group is not None and get_world_size(group) > 1:
+        all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
     return int(most)
 
 
@@ -400,15 +399,15 @@ class MOELayer(nn.Module):
         index, weights = index.t(), weights.t().to(tokens.dtype)
         if self.ep_size == 1:
             return self.experts(tokens, index, weights).view(*hidden.shape[:-1], -1)
-        at = self.location
-        if at is None:
+        location = self.location
+        if location is None:
             raise UsageError(
                 f"the experts of this layer are to be divided among {self.ep_size} ranks (ep_size): pass the model to "
                 f"deepspeed.initialize, or call the layer's set_deepspeed_parallelism(), before its first forward"
             )
-        owner = torch.cat([at.owner, at.owner.new_tensor([-1])])  # a dropped choice, -1, is nobody's
-        routing = Routing.of(index.long(), owner, at.axis, at.name)
+        owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # a dropped choice, -1, is nobody's
+        routing = Routing.of(index.long(), owner, location.axis, location.name)
         rows, row_weights = dispatch(tokens, weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
-        chosen = torch.where(chosen < 0, chosen, chosen - at.first)
+        chosen = torch.where(chosen < 0, chosen, chosen - location.first)
         return combine(self.experts(rows, chosen, row_weights), routing).view(*hidden.shape[:-1], -1)

@@ -24,6 +24,7 @@ from deepspeed.checkpoint.format.manifest import (
 from deepspeed.checkpoint.format.safetensors_file import NAMES
 from deepspeed.checkpoint.load.reader import Chunk, TensorSource
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+from deepspeed.foundation.log import warn_once
 
 
 class Inert:
@@ -131,7 +132,7 @@ class _Reading:
     def _unsharded(self, model: dict[str, Any]) -> None:
         self._stage = 0
         saved = model.get("optimizer")
-        if not saved or not self.trained:
+        if not saved or not self.trained or self.experts:
             return
         inner = saved.get("optimizer_state_dict", saved)
         groups = inner["param_groups"]
@@ -319,9 +320,9 @@ class _Reading:
         `counts`: experts of each layer, as the model file says.
         """
         files = {
-            (int(found.group(1) or 0), int(found.group(2))): file
+            (int(match.group(1) or 0), int(match.group(2))): file
             for file in self.path.glob("*expert_*_mp_rank_00_model_states.pt")
-            if (found := _EXPERT_FILE.fullmatch(file.name))
+            if (match := _EXPERT_FILE.fullmatch(file.name))
         }
         if not files:
             return
@@ -336,6 +337,10 @@ class _Reading:
             )
         for _, file in sorted(files.items()):
             self.experts |= load_pt(file)
+        warn_once(
+            f"{self.path} has a file for each expert: their weights are read, and not the optimizer's state of them, "
+            f"which is stored by rank"
+        )
 
     # -- what the files hold --------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 def test_routing_is_that_of_the_loops(k: int, ours: dict[str, Any], theirs: dict[str, Any], factor: float) -> None:
     logits = scores().requires_grad_()
     other = scores().requires_grad_()
-    call: Any = {1: top1gating, 2: top2gating, 3: lambda l, *a, **kw: topkgating(l, 3, *a, **kw)}[k]
+    call: Any = {1: top1gating, 2: top2gating, 3: lambda x, *a, **kw: topkgating(x, 3, *a, **kw)}[k]
     torch.manual_seed(3)
     drawn = dict(theirs)
     if "noise" in theirs:
