@@ -202,7 +202,7 @@ class WeightsIO:
             SaveWindow(self._state.module, None, sharded)
             return None
         state_dict |= {alias: state_dict[name] for alias, name in aliases.items() if name in state_dict}
-        order = [name for name in self._state.module.state_dict() if name in state_dict]
+        order = [name for name in self._state.module.state_dict(keep_vars=True) if name in state_dict]
         state = OrderedDict((name, state_dict[name]) for name in dict.fromkeys([*order, *state_dict]))
         SaveWindow(self._state.module, state, sharded)
         return state

@@ -99,8 +99,8 @@ def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
     cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
     if cut is not None:
         raise OptimizerError(
-            f"{type(optimizer).__name__} may read whole matrices, and '{cut}' is cut over ranks (tp): use an optimizer "
-            f"that updates element by element, such as AdamW, SGD or Lion"
+            f"{type(optimizer).__name__} may read whole matrices, and '{cut}' is split over ranks (tp, ep): use an "
+            f"optimizer that updates element by element, such as AdamW, SGD or Lion"
         )
 
 

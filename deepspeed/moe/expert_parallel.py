@@ -1,7 +1,7 @@
 """Divides the experts of a model among ranks, without a change of its code.
 
-A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k) and their
-weights (T, k), and its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is
+A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k), and their
+weights (T, k). Its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is
 tried on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
 experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
 sends tokens to their experts (`exchange.py`) and runs the module's own code there.
@@ -17,15 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.collectives.autograd import gathered
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
-from deepspeed.errors import ExpertParallelError
+from deepspeed.errors import ExpertParallelError, UsageError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.moe.exchange import Routing, combine, dispatch
 from deepspeed.tensor_parallel.layers import cut_tensor
+from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.parameters.grouping import unshard
+from deepspeed.zero.parameters.parameter import StandIn, is_managed
 
 _TOKENS, _CHOICES = 16, 2  # of the trial
 _INDEX, _WEIGHTS = ("ind", "select", "expert"), ("weight", "score", "prob")
@@ -44,6 +48,7 @@ class ExpertLocation:
     def __init__(self, axis: Axis, name: str, count: int, order: list[int]) -> None:
         self.axis, self.name, self.count = axis, name, count
         self.local_count = count // axis.size
+        self.order = order
         self.owner = torch.tensor(order).repeat_interleave(self.local_count)
         self.first = order.index(axis.rank) * self.local_count
 
@@ -167,18 +172,24 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
     axis, order, tried = mesh.axis("ep", ep=ep), order_of(mesh, ep), set[Any]()
-    for name, module, count in found:
+    for name, _, count in found:
         if count % ep:
             fits = [n for n in range(1, count + 1) if count % n == 0]
             raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
-        kind = (type(module), tuple(tuple(param.shape) for param in module.parameters()))
+    everyone, alike = mesh.axis(*REPLICATED), mesh.axis("edp", ep=ep)
+    for name, module, count in found:
+        params = dict(module.named_parameters())
+        born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
+        unshard(params[key] for key in born_sharded)
+        kind = (type(module), tuple(tuple(param.shape) for param in params.values()))
         if kind not in tried and (why := _difference(module, count, ep)):
             raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
         tried.add(kind)
-    everyone = mesh.axis(*REPLICATED)
-    for name, module, count in found:  # the values of rank 0 count, as for all parameters
-        broadcast_tensors(everyone, list(module.parameters()), "broadcast of rank 0's experts")
+        whole = [param for key, param in params.items() if key not in born_sharded]
+        broadcast_tensors(everyone, whole, "broadcast of rank 0's experts")  # its values count, as for all parameters
         become_parallel(module, ExpertLocation(axis, name, count, order))
+        for key in born_sharded if alike.size > 1 else ():
+            shard_parameter(params[key], f"{name}.{key}", alike)
     log_rank0(f"experts of {len(found)} layers are divided among {ep} ranks: {found[0][2] // ep} of {found[0][2]} each")
     return [name for name, *_ in found]
 
@@ -203,6 +214,24 @@ def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
         cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)
     experts: Any = module
     experts.__class__, experts.location = _classes[kind], location
+    module.register_state_dict_post_hook(_whole_state)
+
+
+def _whole_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put all experts into a state dict. All ranks call together; with `keep_vars=True` local parameters stay."""
+    axis = module.location.axis
+    for name, param in module.named_parameters():
+        value = state.get(prefix + name)
+        if value is None or isinstance(value, nn.Parameter):
+            continue
+        if isinstance(value, StandIn):
+            raise UsageError(
+                f"state_dict() at ZeRO stage 3 has some of the experts of '{module.location.name}' only: take the "
+                f"weights from engine._zero3_consolidated_16bit_state_dict(), save_16bit_model or save_checkpoint"
+            )
+        label = f"experts of {module.location.name} for a state dict (all ranks call state_dict together)"
+        parts = gathered(param, axis, 0, label=label).chunk(axis.size)
+        state[prefix + name] = torch.cat([parts[position] for position in module.location.order])
 
 
 def _difference(module: nn.Module, count: int, ep: int) -> str:

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.mesh import current_mesh
-from deepspeed.errors import ArgumentError, ExpertParallelError, NotAvailableError
+from deepspeed.errors import ArgumentError, ExpertParallelError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.moe import groups
 from deepspeed.moe.expert_parallel import ExpertLocation, order_of
 from deepspeed.moe.experts import Experts, first_of
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.layout.placement import Relation, place, placement_of
+from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import is_managed
 
 
@@ -108,20 +110,21 @@ class MoE(nn.Module):
         if before is not None:
             if before.first != location.first:
                 raise ExpertParallelError(
-                    f"this rank has the experts from {before.first} of a MoE layer, and those from {location.first} by the "
-                    f"current mesh: make the model anew for another mesh"
+                    f"this rank has the experts from {before.first} of a MoE layer, and by the current mesh those from "
+                    f"{location.first}: make the model anew for another mesh"
                 )
             location.name = before.name
             layer.location = location
             return
-        for param in experts.parameters():
-            if is_managed(param):
-                raise NotAvailableError(
-                    "experts of a MoE layer with ep_size > 1 that are made under deepspeed.zero.Init are not available "
-                    "yet: make the model outside of it, deepspeed.initialize shards it"
-                )
+        params = dict(experts.named_parameters())
+        born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`, over all ranks
+        unshard(params[key] for key in born_sharded)
+        for param in params.values():
             placed = placement_of(param)
             place(param, replace(placed, relations={**placed.relations, "ep": Relation.ABSENT}, ep=ep))
+        alike = mesh.axis("edp", ep=ep)
+        for key in born_sharded if alike.size > 1 else ():
+            shard_parameter(params[key], f"MoE.{key}", alike)
         layer.location = location
         experts.number_from(location.first, location.count)
         log_rank0(f"a MoE layer has {self.num_local_experts} of {self.num_experts} experts on each of {ep} ranks")

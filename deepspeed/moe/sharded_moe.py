@@ -6,11 +6,11 @@ the expert adds nothing to them. With m the mean probability of an expert and c 
 | k     | balance loss             | order in which tokens take slots         | weights                         |
 |-------|--------------------------|------------------------------------------|---------------------------------|
 | 1     | E sum(m c)               | random, or by position                   | the probability                 |
-| 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over choices kept    |
-| other | E^2 / k mean(m c)        | by probability, or by position           | normalised over choices kept    |
+| 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over those with slots |
+| other | E^2 / k mean(m c)        | by probability, or by position           | normalised over those with slots |
 
 k = 1: Fedus et al. 2021 (Switch); k = 2: Lepikhin et al. 2020 (GShard). The buffer (E, C, H) of these papers is not
-sent: only tokens that are kept travel, with the same results.
+sent: only tokens with a slot travel, with the same results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CapacityRoutes:
         capacity: slots C of an expert.
         index: (S, k) int64: the chosen experts.
         slot: (S, k) int64: which slot of the expert a token has; of no meaning where it was dropped.
-        kept: (S, k) bool: which choices have a slot.
+        has_slot: (S, k) bool: which choices have a slot.
         weights: (S, k): 0 where a choice was dropped.
     """
 
@@ -52,40 +52,41 @@ class CapacityRoutes:
     capacity: int
     index: torch.Tensor
     slot: torch.Tensor
-    kept: torch.Tensor
+    has_slot: torch.Tensor
     weights: torch.Tensor
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Loss, weights (S, E, C), slots taken (S, E, C) bool, counts."""
         token = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1).expand_as(self.index)
-        places = token[self.kept], self.index[self.kept], self.slot[self.kept]
+        places = token[self.has_slot], self.index[self.has_slot], self.slot[self.has_slot]
         shape = (self.index.shape[0], self.counts.numel(), self.capacity)
         taken = torch.zeros(shape, dtype=torch.bool, device=self.index.device)
         taken[places] = True
-        return self.loss, self.weights.new_zeros(shape).index_put(places, self.weights[self.kept]), taken, self.counts
+        combining = self.weights.new_zeros(shape).index_put(places, self.weights[self.has_slot])
+        return self.loss, combining, taken, self.counts
 
     def sparse(self) -> tuple[Any, ...]:
         """Loss, C, E, experts (k, S) int32 (-1: dropped), slots (k, S), weights (k, S), counts."""
-        experts = self.index.masked_fill(~self.kept, -1).t().int()
+        experts = self.index.masked_fill(~self.has_slot, -1).t().int()
         return self.loss, self.capacity, self.counts.numel(), experts, self.slot.t(), self.weights.t(), self.counts
 
     @classmethod
     def of(
-        cls, probabilities: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor, **rest: Any
+        cls, probabilities: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, has_slot: torch.Tensor, **rest: Any
     ) -> CapacityRoutes:
         """With weights from probabilities.
 
         Args:
-            probabilities, slots, kept: (S, E) of every expert; slots and kept also (S, k), of the choices.
+            probabilities, slots, has_slot: (S, E) of every expert; slots and has_slot also (S, k), of the choices.
             index: (S, k) choices.
             rest: `loss`, `counts`, `capacity`.
         """
         if slots.shape != index.shape:
-            slots, kept = slots.gather(1, index), kept.gather(1, index)
-        weights = probabilities.gather(1, index) * kept
+            slots, has_slot = slots.gather(1, index), has_slot.gather(1, index)
+        weights = probabilities.gather(1, index) * has_slot
         if index.shape[1] > 1:
             weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
-        return cls(index=index, slot=slots, kept=kept, weights=weights, **rest)
+        return cls(index=index, slot=slots, has_slot=has_slot, weights=weights, **rest)
 
 
 def top1gating(
@@ -140,8 +141,8 @@ def top1gating(
     else:
         capacity = _fullest(counts, ep_group)
     slots = mask.cumsum(0) - 1
-    kept = mask & (slots < capacity)
-    routes = CapacityRoutes.of(probabilities, index, slots, kept, loss=loss, counts=counts, capacity=capacity)
+    has_slot = mask & (slots < capacity)
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
     return routes.sparse() if sparse_routes else routes.dense()
 
 
@@ -176,8 +177,8 @@ def top2gating(
     in_order = [masks[0].cumsum(0) - 1, masks[1].cumsum(0) - 1 + ahead]
     index = torch.cat([first, second], 1)
     slots = torch.cat([in_order[0].gather(1, first), in_order[1].gather(1, second)], 1)
-    kept = slots < capacity
-    routes = CapacityRoutes.of(probabilities, index, slots, kept, loss=loss, counts=counts, capacity=capacity)
+    has_slot = slots < capacity
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
     return routes.sparse() if sparse_routes else routes.dense()
 
 
@@ -219,8 +220,8 @@ def topkgating(
     else:
         capacity = _fullest(counts, ep_group)
     slots = mask.cumsum(0) - 1
-    kept = mask & (slots < capacity)
-    routes = CapacityRoutes.of(probabilities, index, slots, kept, loss=loss, counts=counts, capacity=capacity)
+    has_slot = mask & (slots < capacity)
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
     return routes.sparse() if sparse_routes else routes.dense()
 
 

@@ -180,6 +180,28 @@ def saved_whole(folder: str, stage: int) -> None:
         assert all(torch.equal(saved[name], value) for name, value in masters.items() if value is not None)
 
 
+def whole_state(stage: int) -> None:
+    engine, *_ = deepspeed.initialize(model=toy("Mixtral"), config=with_adamw(stage, 2))
+    train(engine, 0, 1)
+    state = engine.module.state_dict()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(state[name], utils.safe_get_full_fp32_param(param)), name
+    assert set(state) == set(toy("Mixtral").state_dict())
+    engine.destroy()
+
+
+def partial_state() -> None:
+    engine, *_ = deepspeed.initialize(model=toy("Mixtral"), config=with_adamw(3, 2))
+    with raises(DeepSpeedError, "some of the experts", "save_16bit_model"):
+        engine.module.state_dict()
+    engine.destroy()
+
+
+def test_a_state_dict_has_every_expert_or_is_refused(workers: Any) -> None:
+    workers(2).run(whole_state, 1, timeout=120)
+    workers(4).run(partial_state, timeout=120)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_file_has_every_expert(workers: Any, tmp_path: Path, stage: int) -> None:
     workers(2).run(saved_whole, str(tmp_path), stage, timeout=120)
@@ -229,6 +251,77 @@ def with_another_axis(extra: dict[str, Any], stage: int, ep: int) -> tuple[float
 def test_with_another_axis(workers: Any, extra: dict[str, Any], stage: int, world: int, ep: int) -> None:
     for difference, norm in workers(world).run(with_another_axis, extra, stage, ep, timeout=180):
         assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
+
+
+def born_sharded(stage: int, ep: int) -> float:
+    dense, config = toy("Mixtral"), with_adamw(stage, ep)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = toy("Mixtral")
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    train(engine, 0, STEPS)
+    in_one_process(dense, optimizer_of(dense.parameters(), "adamw"), dist.get_world_size())
+    apart = gap(engine, dense)
+    engine.destroy()
+    return apart
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
+def test_a_model_that_was_born_sharded(workers: Any, world: int, ep: int) -> None:
+    assert max(workers(world).run(born_sharded, 3, ep, timeout=120)) <= 2e-5
+
+
+def in_stages(stage: int, ep: int) -> float:
+    dense, model = toy("Mixtral"), toy("Mixtral")
+    config = with_adamw(stage, ep, pipeline={"stages": 2})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    data = engine._state.axes.data
+    for step in range(STEPS):
+        ids = tokens(data.rank, step)
+        engine.train_batch(iter([{"input_ids": ids, "labels": ids}]))
+    in_one_process(dense, optimizer_of(dense.parameters(), "adamw"), data.size)
+    own = dict(dense.named_parameters())
+    worst = 0.0
+    for name, param in engine.module.named_parameters():
+        ours = utils.safe_get_full_fp32_param(param)
+        if ours is not None:
+            worst = max(worst, float((ours - own[name]).detach().abs().max() / own[name].detach().abs().max()))
+    engine.destroy()
+    return worst
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_with_pipeline_stages(workers: Any, stage: int) -> None:
+    assert max(workers(4).run(in_stages, stage, 2, timeout=180)) <= 2e-5
+
+
+def over_sequences(stage: int) -> float:
+    dense, model = toy("Mixtral"), toy("Mixtral")
+    engine, *_ = deepspeed.initialize(model=model, config=with_adamw(stage, 2, sequence_parallel_size=2))
+    data = engine._state.axes.data
+    for step in range(STEPS):
+        ids = sequence(data.rank, step)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    optimizer = optimizer_of(dense.parameters(), "adamw")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(data.size):
+            ids = sequence(rank, step)
+            (dense(input_ids=ids, labels=ids).loss / data.size).backward()
+        nn.utils.clip_grad_norm_(dense.parameters(), CLIP)
+        optimizer.step()
+    apart = gap(engine, dense)
+    engine.destroy()
+    return apart
+
+
+def sequence(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_with_ranks_that_share_a_sequence(workers: Any, world: int, stage: int) -> None:
+    assert max(workers(world).run(over_sequences, stage, timeout=180)) <= 2e-5
 
 
 class Listed(nn.Module):

@@ -157,9 +157,11 @@ def gap(engine: Any, dense: nn.Module) -> float:
     return worst
 
 
-def trains(stage: int, sizes: tuple[int, int]) -> tuple[float, float]:
+def trains(stage: int, sizes: tuple[int, int], born_sharded: bool = False) -> tuple[float, float]:
     dense = whole_net()
-    engine, *_ = deepspeed.initialize(model=Net(sizes), config=settings(stage))
+    with deepspeed.zero.Init(config_dict_or_path=settings(stage), enabled=born_sharded):
+        model = Net(sizes)
+    engine, *_ = deepspeed.initialize(model=model, config=settings(stage))
     engine.load_module_state_dict(dense.state_dict())
     assert engine.has_moe_layers and engine.num_experts == [EXPERTS, 2 * EXPERTS] and len(engine.moe_layers) == 2
     train(engine, 0, STEPS)
@@ -185,6 +187,62 @@ def trains(stage: int, sizes: tuple[int, int]) -> tuple[float, float]:
 def test_training_is_that_of_one_process(workers: Any, stage: int, world: int, sizes: tuple[int, int]) -> None:
     for difference, norm in workers(world).run(trains, stage, sizes, timeout=180):
         assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), pytest.param(4, (2, 4), marks=pytest.mark.slow)])
+def test_layers_born_sharded(workers: Any, world: int, sizes: tuple[int, int]) -> None:
+    for difference, norm in workers(world).run(trains, 3, sizes, True, timeout=180):
+        assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
+
+
+class Stage(nn.Module):
+    """A layer of a pipeline; it adds its balance loss to what it passes on."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        common: dict[str, Any] = {"min_capacity": 2, "top2_2nd_expert_sampling": False}
+        self.moe = MoE(WIDTH, expert_of(WIDTH), EXPERTS, ep, k=2, **common)
+
+    def forward(self, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, loss = state
+        out, aux, _ = self.moe(x)
+        return x + out, loss + aux
+
+
+def piped(sizes: tuple[int, int]) -> float:
+    """Stages with layers of different ep sizes, two data-parallel ranks each."""
+    from deepspeed.pipe import PipelineModule
+
+    def loss_of(state: Any, labels: torch.Tensor) -> torch.Tensor:
+        return (state[0] - labels).square().mean() + 0.1 * state[1].sum()
+
+    def batch(rank: int, step: int) -> Any:
+        return (tokens_of(0, 10 * step + rank), torch.zeros(1)), torch.zeros(TOKENS, WIDTH)
+
+    dense = nn.ModuleList([Stage(1), Stage(1)])
+    dense.load_state_dict(weights_of(dense))
+    config = settings(1, gradient_clipping=0.0)
+    model = PipelineModule([Stage(size) for size in sizes], num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.load_module_state_dict(dense.state_dict())
+    data = engine.mesh.axis("dp_shard").rank
+    for step in range(2):
+        engine.train_batch(iter([batch(data, step)]))
+    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-2, eps=1e-4, weight_decay=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            state, labels = batch(rank, step)
+            (loss_of(dense[1](dense[0](state)), labels) / 2).backward()
+        optimizer.step()
+    apart = gap(engine, dense)
+    engine.destroy()
+    return apart
+
+
+@pytest.mark.slow
+def test_stages_with_layers_of_their_own_sizes(workers: Any) -> None:
+    assert max(workers(4).run(piped, (2, 1), timeout=240)) <= 2e-5
 
 
 def goes_on(folder: str, stages: tuple[int, int], sizes: tuple[tuple[int, int], tuple[int, int]]) -> float:

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import huge_pages, own_pages
@@ -96,10 +95,12 @@ class BufferViews:
         """Whether autograd has saved the gathered parameter itself, where no place or prehook provides its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
-        if count == 1 and param.requires_grad:  # what is saved, or the node that accumulates its gradient
-            edge = get_gradient_edge(param)  # that node is there now
+        if count == 1 and param.requires_grad and not (member.accumulates and torch._C._current_graph_task_id() != -1):
+            with torch.enable_grad():  # is that what is saved, or the node that accumulates its gradient?
+                node = param.view_as(param).grad_fn  # keeps the latter
             count = references_to(param) - 1
-            del edge
+            member.accumulates = count == 1  # backward frees it in the same graph, and need not ask again
+            del node
         count -= param.requires_grad
         if count > 0 and self.functions:
             count -= sum(saved.data is param for saved in self._saved_by_functions())

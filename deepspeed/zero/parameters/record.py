@@ -182,6 +182,7 @@ class ParamRecord:
     version: int = 0  # the parameter's version counter when it was last known to agree with its shard
     address: int = 0  # of its place in the full buffer, when it was last looked at
     saved: bool = False  # autograd has saved the parameter itself, so it lies in the full buffer though it is freed
+    accumulates: bool = False  # when it was freed last, its only holder in autograd was the node that accumulates
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
     snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
 
