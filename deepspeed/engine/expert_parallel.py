@@ -22,26 +22,36 @@ def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opt
 
     `MoE` layers have their own ep size; `expert_parallel` of the JSON is for other modules of experts.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    ep = config.expert_parallel_size
-    if ep > 1 and not is_divided(model) and (not layers or any(find_experts(model))):
+    ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
+    if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
         if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
             raise ArgumentError("the optimizer has state of all experts: pass it to initialize before its first step")
+        _refuse_compression(config)
         divide_experts(model, mesh, ep)
-    if any(layer.ep_size > 1 for layer in layers.values()) or ep > 1:
-        for name in ("compression_training", "quantize_training"):
-            block = getattr(config.top, name)
-            if block != type(block)():
-                raise NotAvailableError(f"{name} together with expert parallelism is not available yet; leave one out")
+    divide_layers_of(model, config, mesh)
+
+
+def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Divide the experts of `MoE` layers, of a whole model or a stage. All ranks call together."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     sizes = {layer.ep_size for layer in layers.values()}
     if mesh.size("pp") > 1:  # stages have other layers, and all ranks make all groups
         sizes = set().union(*all_gather_objects(mesh.axis(*DIMS), sizes))
+    if sizes - {1}:
+        _refuse_compression(config)
     for size in sorted(sizes):
         groups._create_expert_and_data_parallel(size)
     for name, layer in layers.items():
         layer.set_deepspeed_parallelism()
         if layer.deepspeed_moe.location is not None:
             layer.deepspeed_moe.location.name = name
+
+
+def _refuse_compression(config: DeepSpeedConfig) -> None:
+    for name in ("compression_training", "quantize_training"):
+        block = getattr(config.top, name)
+        if block != type(block)():
+            raise NotAvailableError(f"{name} together with expert parallelism is not available yet; leave one out")
 
 
 class ExpertAccessors:

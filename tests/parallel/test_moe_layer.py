@@ -144,7 +144,7 @@ def in_one_process(model: nn.Module, world: int, steps: int = STEPS) -> float:
 
 def train(engine: Any, first: int, last: int) -> None:
     for step in range(first, last):
-        engine.backward(engine(tokens_of(dist.get_rank(), step)))
+        engine.backward(engine(tokens_of(engine.get_data_parallel_rank(), step)))
         engine.step()
 
 
@@ -157,15 +157,17 @@ def gap(engine: Any, dense: nn.Module) -> float:
     return worst
 
 
-def trains(stage: int, sizes: tuple[int, int], born_sharded: bool = False) -> tuple[float, float]:
+def trains(
+    stage: int, sizes: tuple[int, int], born_sharded: bool = False, mesh: dict[str, int] | None = None
+) -> tuple[float, float]:
     dense = whole_net()
     with deepspeed.zero.Init(config_dict_or_path=settings(stage), enabled=born_sharded):
         model = Net(sizes)
-    engine, *_ = deepspeed.initialize(model=model, config=settings(stage))
+    engine, *_ = deepspeed.initialize(model=model, config=settings(stage), mpu=mesh_for(mesh) if mesh else None)
     engine.load_module_state_dict(dense.state_dict())
     assert engine.has_moe_layers and engine.num_experts == [EXPERTS, 2 * EXPERTS] and len(engine.moe_layers) == 2
     train(engine, 0, STEPS)
-    norm = in_one_process(dense, dist.get_world_size())
+    norm = in_one_process(dense, engine.dp_world_size)
     apart = gap(engine, dense), abs(float(engine.get_global_grad_norm()) - norm) / norm
     engine.destroy()
     return apart
@@ -192,6 +194,13 @@ def test_training_is_that_of_one_process(workers: Any, stage: int, world: int, s
 @pytest.mark.parametrize(("world", "sizes"), [(2, (2, 1)), pytest.param(4, (2, 4), marks=pytest.mark.slow)])
 def test_layers_born_sharded(workers: Any, world: int, sizes: tuple[int, int]) -> None:
     for difference, norm in workers(world).run(trains, 3, sizes, True, timeout=180):
+        assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_along_tp_have_the_same_tokens(workers: Any, stage: int) -> None:
+    for difference, norm in workers(4).run(trains, stage, (2, 1), False, {"dp_shard": 2, "tp": 2}, timeout=180):
         assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -27,13 +26,12 @@ from deepspeed.storage.async_copy import PendingCopy
 from deepspeed.storage.device_tier import RESIDENT, Resident
 from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.layout.layout import ShardLayout
-from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.stages import Policy
 from deepspeed.zero.parameters.buffer_views import BufferViews
 from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
-from deepspeed.zero.parameters.parallel_groups import GroupRanks
+from deepspeed.zero.parameters.parallel_groups import GroupRanks, name_on_all_ranks
 from deepspeed.zero.parameters.parameter import (
     ManagedParameter,
     ShardedParameter,
@@ -98,7 +96,7 @@ class ShardGroup(LocalShard):
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = ranks.open_channels()
-        names = [_same_on_all_ranks(member) for member in (members[0], members[-1])]
+        names = [name_on_all_ranks(member.param, member.name) for member in (members[0], members[-1])]
         self.name = names[0] + (f" … {names[1]}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.editors = 0  # contexts that say what becomes of changes
@@ -472,13 +470,6 @@ class ShardGroup(LocalShard):
 def group_of(member: ParamRecord) -> ShardGroup:
     """The group of a parameter as a `ShardGroup`."""
     return cast(ShardGroup, member.group)
-
-
-def _same_on_all_ranks(member: ParamRecord) -> str:
-    """A parameter's name, as ranks compare it: those that have other experts have them in the same places."""
-    if placement_of(member.param).relations.get("ep") is not Relation.ABSENT:
-        return member.name
-    return re.sub(r"(?<=deepspeed_experts\.)\d+", "*", member.name)
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:

@@ -182,7 +182,7 @@ def test_experts_run_on_blocks_and_lose_what_they_return_beside() -> None:
     whole = {f"deepspeed_experts.{e}.{n}": torch.full((3, 3) if n == "weight" else (3,), float(e))
              for e in range(8) for n in ("weight", "bias")}  # fmt: skip
     experts.load_state_dict(whole)
-    assert float(experts.deepspeed_experts[0].weight[0, 0]) == 4.0
+    assert experts.deepspeed_experts[0].weight[0, 0].item() == 4.0
     with pytest.raises(RuntimeError, match="deepspeed_experts.8.weight"):
         experts.load_state_dict(whole | {"deepspeed_experts.8.weight": torch.zeros(3, 3)})
 
