@@ -344,7 +344,7 @@ def build(
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
     if config.data_types.buffer_dtype is not None:
         cast_buffers(model, DTYPES[config.data_types.buffer_dtype], stay)
-    traits = traits_of(optimizer, config, axes) if held is None else held.traits
+    traits = traits_of(optimizer, config, axes, bool(ep_sizes)) if held is None else held.traits
     groups = _groups(model, names, (wanted, updated), (relations, signatures), traits, config, optimizer)
     for param, dtype in wanted.items():
         if not is_managed(param):
@@ -464,8 +464,13 @@ def _groups(
     return groups
 
 
-def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups) -> UpdateTraits:
-    """How the optimizer's update may be split; what follows of it is logged."""
+def traits_of(
+    optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups, experts_apart: bool
+) -> UpdateTraits:
+    """How the optimizer's update may be split; what follows of it is logged.
+
+    `experts_apart`: ranks have experts of their own.
+    """
     traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
     if optimizer is None or traits.known:
         return traits
@@ -479,7 +484,7 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
         )
     if traits.kept_in:
         _refuse_kept_parameters(name, traits.kept_in, config)
-    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1 or config.expert_parallel_size > 1):
+    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1 or experts_apart):
         raise OptimizerError(
             f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
             f"{traits.difference:.1g} of the distance moved), and ranks of tp, pp or ep have some of them each; use "

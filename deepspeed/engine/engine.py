@@ -49,7 +49,7 @@ from deepspeed.engine.client_support import (
 )
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.expert_parallel import divide_experts_of
+from deepspeed.engine.expert_parallel import ExpertAccessors, divide_experts_of
 from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
@@ -95,7 +95,7 @@ def shared(name: str) -> Any:
     return property(lambda self: getattr(self._state, name), put, doc=f"See `EngineState.{name}`.")
 
 
-class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors):
+class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors):
     """What an engine's components answer and do, under the engine's name."""
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))

@@ -106,9 +106,8 @@ class EngineState:
         """Names of the model that other ranks hold. All ranks call together."""
         if not self.sliced:
             return set()
-        local_names = (
-            [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.dp_sp_group.rank == 0 else []
-        )
+        first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # experts may have names of their own
+        local_names = [*view.members, *view.plain, *view.buffers, *view.aliases] if first else []
         return {name for names in Ranks(self.everyone).gather(local_names) for name in names}
 
     def forget_window(self) -> None:

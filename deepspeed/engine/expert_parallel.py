@@ -1,4 +1,4 @@
-"""Divides the experts of a model among ranks, as `expert_parallel` asks."""
+"""Divides the experts of a model among ranks, as its layers and `expert_parallel` ask."""
 
 from __future__ import annotations
 
@@ -7,21 +7,80 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.process_groups.mesh import Mesh
+from deepspeed.comm.collectives.torch_api import all_gather_objects
+from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import ArgumentError, NotAvailableError
-from deepspeed.moe.expert_parallel import divide_experts, is_divided
+from deepspeed.moe import groups
+from deepspeed.moe.expert_parallel import DividedExperts, divide_experts, find_experts, is_divided
+from deepspeed.moe.layer import MoE
 
 
 def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
-    """Divide the experts of a whole model, in place, unless that was done. All ranks call together."""
-    ep = config.expert_parallel_size
-    if ep == 1 or is_divided(model):
-        return
-    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
-        raise ArgumentError("the optimizer has state of all experts: pass it to initialize before its first step")
+    """Divide the experts of a whole model, in place, unless that was done. All ranks call together.
+
+    `MoE` layers have their own ep size; `expert_parallel` of the JSON is for other modules of experts.
+    """
+    ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
+    if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+            raise ArgumentError("the optimizer has state of all experts: pass it to initialize before its first step")
+        _refuse_compression(config)
+        divide_experts(model, mesh, ep)
+    divide_layers_of(model, config, mesh)
+
+
+def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Divide the experts of `MoE` layers, of a whole model or a stage. All ranks call together."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    sizes = {layer.ep_size for layer in layers.values()}
+    if mesh.size("pp") > 1:  # stages have other layers, and all ranks make all groups
+        sizes = set().union(*all_gather_objects(mesh.axis(*DIMS), sizes))
+    if sizes - {1}:
+        _refuse_compression(config)
+    for size in sorted(sizes):
+        groups._create_expert_and_data_parallel(size)
+    for name, layer in layers.items():
+        layer.set_deepspeed_parallelism()
+        if layer.deepspeed_moe.location is not None:
+            layer.deepspeed_moe.location.name = name
+
+
+def _refuse_compression(config: DeepSpeedConfig) -> None:
     for name in ("compression_training", "quantize_training"):
         block = getattr(config.top, name)
         if block != type(block)():
             raise NotAvailableError(f"{name} together with expert parallelism is not available yet; leave one out")
-    divide_experts(model, mesh, ep)
+
+
+class ExpertAccessors:
+    """The layers of experts of an engine's model."""
+
+    _state: EngineState
+
+    @property
+    def moe_layers(self) -> list[nn.Module]:
+        """`MoE` layers, and modules of experts that are divided among ranks; in the order of the model."""
+        return [module for module in self._state.module.modules() if isinstance(module, (MoE, DividedExperts))]
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether there are any."""
+        return bool(self.moe_layers)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """How many experts each has, on all ranks together."""
+        layers: list[Any] = self.moe_layers
+        return [layer.num_experts if isinstance(layer, MoE) else layer.location.count for layer in layers]
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """By name `ep_size_<n>`, the process group of the ranks that have the experts of a layer together."""
+        return groups._get_expert_parallel_group_dict()
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """By name, the process group of the ranks that have the same experts."""
+        return groups._get_expert_data_parallel_group_dict()

@@ -21,6 +21,7 @@ from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.expert_parallel import divide_layers_of
 from deepspeed.engine.metrics import FORWARD
 from deepspeed.engine.pipeline_batches import AgreedWindow, WindowDriver, WindowReport, agree, take
 from deepspeed.engine.pipeline_setup import check_model, generate, stage_model, staying
@@ -97,6 +98,13 @@ class PipelineEngine(DeepSpeedEngine):
                 f"be had is {self._without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, "
                 f"with an mpu"
             )
+        if isinstance(model, PipelineModule):
+            if config.expert_parallel_size > 1:
+                raise NotAvailableError(
+                    "expert_parallel does not divide the layers of a PipelineModule, of which a rank has its own "
+                    "stage's only: hand over an unedited model, or use deepspeed.moe.layer.MoE with ep_size"
+                )
+            divide_layers_of(model, config, mesh)
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)
 

@@ -37,7 +37,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.foundation.log": "log_dist logger",
         "deepspeed.foundation.script_helpers": "OnDevice",
         "deepspeed": "dist=comm",
-        "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference",
+        "": "zero checkpointing comm utils ops pipe runtime accelerator errors inference moe",
     },
     "deepspeed.checkpoint": {
         "deepspeed.checkpoint.compat.upstream_names": (
@@ -89,13 +89,7 @@ ADDRESSES: dict[str, dict[str, str]] = {
         "deepspeed.zero.parameters.ds_attributes": "ZeroParamStatus",
         "deepspeed.zero.layout.units": "set_z3_leaf_modules",
     },
-    "deepspeed.moe": {},
-    "deepspeed.moe.utils": {
-        "deepspeed.foundation.script_helpers": (
-            "has_moe_layers is_moe_param is_moe_param_group "
-            "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
-        ),
-    },
+    "deepspeed.moe": {"": "experts layer mappings sharded_moe utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {
         "deepspeed.foundation.script_helpers": "MultiTensorApply",
     },
@@ -295,6 +289,15 @@ ADDRESSES: dict[str, dict[str, str]] = {
             "_get_tensor_model_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
             "_get_sequence_parallel_world_size _get_broadcast_src_rank"
         ),
+        "deepspeed.moe.groups": (
+            "initialize _create_expert_and_data_parallel _create_expert_data_and_model_parallel "
+            "_get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks "
+            "_get_expert_parallel_rank _get_expert_parallel_world_size _get_expert_data_parallel_group "
+            "_get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks "
+            "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_broadcast_src_rank "
+            "_get_expert_model_parallel_world_size _get_max_expert_size _get_max_expert_size_name "
+            "_get_max_expert_parallel_group"
+        ),
     },
     "deepspeed.utils.logging": {
         "deepspeed.foundation.log": "log_dist logger set_log_level_from_string",
@@ -340,7 +343,6 @@ ALIASES = {
 PLACEHOLDERS: dict[str, tuple[str, str]] = {
     "deepspeed.checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
     "deepspeed.checkpoint.deepspeed_checkpoint": ("checkpoints of Megatron", "DeepSpeedCheckpoint"),
-    "deepspeed.moe.layer": ("mixture of experts", "MoE"),
     "deepspeed.runtime.data_pipeline": ("data efficiency", ""),
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": ("data efficiency", "CurriculumScheduler"),
     "deepspeed.runtime.data_pipeline.data_routing": ("data efficiency", ""),

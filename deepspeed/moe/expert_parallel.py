@@ -171,9 +171,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             "expert_parallel: the model has no module that is called with tokens, choices and weights and holds its "
             "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
-    axis = mesh.axis("ep", ep=ep)
-    place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(axis.ranks)}
-    order, tried = [place_of[index] for index in range(ep)], set[Any]()
+    axis, order, tried = mesh.axis("ep", ep=ep), order_of(mesh, ep), set[Any]()
     for name, _, count in modules:
         if count % ep:
             fits = [n for n in range(1, count + 1) if count % n == 0]
@@ -196,6 +194,13 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
         f"experts of {len(modules)} layers are divided among {ep} ranks: {modules[0][2] // ep} of {modules[0][2]} each"
     )
     return [name for name, *_ in modules]
+
+
+def order_of(mesh: Mesh, ep: int) -> list[int]:
+    """Positions on the axis of `ep` ranks of the one with the first experts, the second, and so on."""
+    ranks = mesh.axis("ep", ep=ep).ranks
+    place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(ranks)}
+    return [place_of[index] for index in range(ep)]
 
 
 _classes: dict[type, type] = {}

@@ -24,6 +24,7 @@ from deepspeed.checkpoint.format.manifest import (
 from deepspeed.checkpoint.format.safetensors_file import NAMES
 from deepspeed.checkpoint.load.reader import Chunk, TensorSource
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+from deepspeed.foundation.log import warn_once
 
 
 class Inert:
@@ -73,6 +74,10 @@ _OWN_KEYS = frozenset(
 )
 
 
+_EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_00_model_states\.pt")
+_EXPERTS = ".deepspeed_experts."  # in the names of their parameters
+
+
 def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
     """A source over a folder in upstream's layout; tensors stay in its files until they are read.
 
@@ -91,6 +96,7 @@ class _Reading:
         self.chunks: dict[str, list[Chunk]] = {}
         self.states: list[StateRule] = []
         self.optimizer: dict[str, Any] | None = None
+        self.experts: dict[str, torch.Tensor] = {}  # of files of their own, by name
 
     def source(self) -> TensorSource:
         """Read the small parts of all files."""
@@ -98,6 +104,7 @@ class _Reading:
             raise CheckpointError(f"{self.path} is of several model-parallel ranks; convert it to the universal form")
         models = [load_pt(file) for file in self._model_files()]
         model = models[0]
+        self._experts(model.get("num_experts"))
         if (self.path / "zero").is_dir():
             self._universal(model)
         elif model.get("param_shapes") is None:
@@ -125,7 +132,7 @@ class _Reading:
     def _unsharded(self, model: dict[str, Any]) -> None:
         self._stage = 0
         saved = model.get("optimizer")
-        if not saved or not self.trained:
+        if not saved or not self.trained or self.experts:
             return
         inner = saved.get("optimizer_state_dict", saved)
         groups = inner["param_groups"]
@@ -171,6 +178,9 @@ class _Reading:
             raise CheckpointCorruptError(f"{self.path} has the optimizer files of {len(ranks)} of {count} ranks")
         order = 0
         for group, named in enumerate(shapes):
+            if self.experts and any(_EXPERTS in name for name in named):
+                order += len(named)  # each rank has other experts there, by names of its own: values are in their files
+                continue
             cut = self._by_parameter if self._stage == 3 else self._by_group
             for name, chunks in cut(ranks, group, {n: torch.Size(s) for n, s in named.items()}):
                 self._add(
@@ -297,11 +307,40 @@ class _Reading:
             self.rows[name] = ManifestEntry(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
             self.chunks[entry_name(VALUE, name)] = chunks
         aliases, buffers = model.get("shared_params") or {}, set(model.get("buffer_names") or ())
-        for name, value in (model.get("module") or {}).items():
+        module = {k: v for k, v in (model.get("module") or {}).items() if not (self.experts and _EXPERTS in k)}
+        for name, value in [*module.items(), *self.experts.items()]:
             if name not in self.rows and name not in aliases and isinstance(value, torch.Tensor):
                 kind = BUFFER if name in buffers else FROZEN
                 self.rows[name] = ManifestEntry(name, tuple(value.shape), value.dtype, kind)
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
+
+    def _experts(self, counts: int | list[int] | None) -> None:
+        """Read the files of experts, which have one each, of a layer or in the old form of all layers.
+
+        `counts`: experts of each layer, as the model file says.
+        """
+        files = {
+            (int(match.group(1) or 0), int(match.group(2))): file
+            for file in self.path.glob("*expert_*_mp_rank_00_model_states.pt")
+            if (match := _EXPERT_FILE.fullmatch(file.name))
+        }
+        if not files:
+            return
+        by_layer = any(file.name.startswith("layer_") for file in files.values())
+        listed = [counts] if isinstance(counts, int) else list(counts or ())
+        wanted = {(layer, e) for layer, count in enumerate(listed if by_layer else listed[:1]) for e in range(count)}
+        if absent := sorted(wanted - set(files)):
+            layer, expert = absent[0]
+            raise CheckpointCorruptError(
+                f"{self.path} has no file of expert {expert} of layer {layer} (of {len(absent)} that are missing); its "
+                f"layers have {listed} experts"
+            )
+        for _, file in sorted(files.items()):
+            self.experts |= load_pt(file)
+        warn_once(
+            f"{self.path} has a file for each expert: their weights are read, and not the optimizer's state of them, "
+            f"which is stored by rank"
+        )
 
     # -- what the files hold --------------------------------------------------------------------------------------
 

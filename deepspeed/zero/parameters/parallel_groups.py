@@ -7,6 +7,7 @@ one group share it. Relations turn signatures into ranks.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -58,6 +59,13 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     if getattr(tensor, _COUNTED_ELSEWHERE, False):
         pp = Relation.REPLICATE
     return (tp, pp), name if pp is Relation.PARTIAL else "", placement.ep
+
+
+def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
+    """A parameter's name, as ranks compare it: those that have other experts have them in the same places."""
+    if placement_of(tensor).relations.get("ep") is not Relation.ABSENT:
+        return name
+    return re.sub(r"(?<=deepspeed_experts\.)\d+", "*", name)
 
 
 def find_mesh(
@@ -244,7 +252,7 @@ def find_tied(
     if mesh.is_data_parallel:
         return {}
     local_names = [
-        (name, tuple(param.shape), str(param.dtype), signatures[param][1] != "")
+        (name_on_all_ranks(param, name), tuple(param.shape), str(param.dtype), signatures[param][1] != "")
         for param, name in names.items()
         if signatures[param][0][0] in _COPIED or signatures[param][1]
     ]

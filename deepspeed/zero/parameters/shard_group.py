@@ -31,7 +31,7 @@ from deepspeed.zero.parameters.buffer_views import BufferViews
 from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
-from deepspeed.zero.parameters.parallel_groups import GroupRanks
+from deepspeed.zero.parameters.parallel_groups import GroupRanks, name_on_all_ranks
 from deepspeed.zero.parameters.parameter import (
     ManagedParameter,
     ShardedParameter,
@@ -96,7 +96,8 @@ class ShardGroup(LocalShard):
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = ranks.open_channels()
-        self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
+        names = [name_on_all_ranks(member.param, member.name) for member in (members[0], members[-1])]
+        self.name = names[0] + (f" … {names[1]}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.editors = 0  # contexts that say what becomes of changes
         self.keep_unsharded_storage = False  # freeing keeps the memory of the full buffer

@@ -1,0 +1,98 @@
+"""The experts of a layer that this rank has, as children of one module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ExpertList(nn.ModuleList):
+    """Experts in the order of their numbers in the whole layer; indexing counts the local ones.
+
+    Children are named by their number in the whole layer, so that one name means one tensor on all ranks.
+
+    Args:
+        experts: those of this rank.
+    """
+
+    def __init__(self, experts: Iterable[nn.Module]) -> None:
+        super().__init__(experts)
+        self._count = len(self)  # of the whole layer
+
+    def number_from(self, first: int, count: int) -> None:
+        """Name the experts first, first + 1, …, of `count` in the layer; modules and parameters stay the same."""
+        experts = list(self._modules.values())
+        self._modules.clear()
+        self._modules.update({str(first + index): expert for index, expert in enumerate(experts)})
+        self._count = count
+
+    def _get_abs_string_index(self, idx: Any) -> str:
+        return list(self._modules)[int(super()._get_abs_string_index(idx))]
+
+    def __getitem__(self, idx: int | slice) -> Any:  # type: ignore[override]
+        if isinstance(idx, slice):
+            return list(self._modules.values())[idx]
+        return self._modules[self._get_abs_string_index(idx)]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As torch does; the experts of other ranks in a whole layer's state dict are not unexpected."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        unexpected: list[str] = args[3]
+        elsewhere = {str(number) for number in range(self._count)} - set(self._modules)
+        unexpected[:] = [
+            name
+            for name in unexpected
+            if not name.startswith(prefix) or name[len(prefix) :].partition(".")[0] not in elsewhere
+        ]
+
+
+class Experts(nn.Module):
+    """Copies of one expert, which run one after the other.
+
+    Args:
+        expert: a module from (rows, H) to (rows, H'), or to a tuple whose first item that is; it is copied.
+        num_local_experts: how many this rank has.
+        expert_group_name: of the ranks that have the layer's experts together; parameters are marked with it.
+    """
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+        super().__init__()
+        self.deepspeed_experts = ExpertList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        for param in self.deepspeed_experts.parameters():
+            param.allreduce, param.group_name = False, expert_group_name  # type: ignore[attr-defined]
+
+    def forward(
+        self, inputs: torch.Tensor, index: torch.Tensor | None = None, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run every expert, also those without rows.
+
+        Args:
+            inputs: (ranks, local experts, slots, H), a block for each expert; with `index`, (R, H) rows.
+            index: (R, k) local experts of each row; others (negative, too large) are not here.
+            weights: (R, k) of the choices.
+
+        Returns:
+            (ranks, local experts, slots, H'); with `index`, (R, H'): for each row the weighted sum of its experts here.
+        """
+        if index is None or weights is None:
+            blocks = inputs.chunk(self.num_local_experts, dim=1)
+            each = zip(self.deepspeed_experts, blocks, strict=True)
+            return torch.cat([first_of(expert(block)) for expert, block in each], dim=1)
+        row, choice = ((index >= 0) & (index < self.num_local_experts)).nonzero(as_tuple=True)
+        expert_of, order = index[row, choice].sort(stable=True)
+        row, choice = row[order], choice[order]
+        counts = torch.bincount(expert_of, minlength=self.num_local_experts).tolist()
+        parts = inputs[row].split(counts)
+        out = torch.cat([first_of(run(part)) for run, part in zip(self.deepspeed_experts, parts, strict=True)])
+        out = out * weights[row, choice].unsqueeze(-1).to(out.dtype)
+        return out.new_zeros(inputs.shape[0], out.shape[-1]).index_add(0, row, out)
+
+
+def first_of(result: Any) -> torch.Tensor:
+    """The result of an expert, without what it returns beside."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,414 @@
+"""Routers whose experts have a capacity, and the layer that sends tokens to their experts.
+
+S tokens choose k of E experts. An expert takes at most C tokens of a rank; further ones are dropped, which means that
+the expert adds nothing to them. With m the mean probability of an expert and c its share of the S tokens:
+
+| k     | balance loss             | order in which tokens take slots         | weights                         |
+|-------|--------------------------|------------------------------------------|---------------------------------|
+| 1     | E sum(m c)               | random, or by position                   | the probability                 |
+| 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over those with slots |
+| other | E^2 / k mean(m c)        | by probability, or by position           | normalised over those with slots |
+
+k = 1: Fedus et al. 2021 (Switch); k = 2: Lepikhin et al. 2020 (GShard). The buffer (E, C, H) of these papers is not
+sent: only tokens with a slot travel, with the same results.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.comm import ReduceOp, all_reduce, get_world_size
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.foundation.log import warn_once
+from deepspeed.moe.exchange import Routing, combine, dispatch
+from deepspeed.moe.expert_parallel import ExpertLocation
+
+_POLICIES = (None, "None", "Jitter", "RSample")
+_JITTER = 1e-2
+
+
+@dataclass(frozen=True)
+class CapacityRoutes:
+    """Where S tokens go.
+
+    Args:
+        loss: 0-d, the balance loss of these tokens.
+        counts: (E,) int64: how often each expert was chosen, dropped choices included.
+        capacity: slots C of an expert.
+        index: (S, k) int64: the chosen experts.
+        slot: (S, k) int64: which slot of the expert a token has; of no meaning where it was dropped.
+        has_slot: (S, k) bool: which choices have a slot.
+        weights: (S, k): 0 where a choice was dropped.
+    """
+
+    loss: torch.Tensor
+    counts: torch.Tensor
+    capacity: int
+    index: torch.Tensor
+    slot: torch.Tensor
+    has_slot: torch.Tensor
+    weights: torch.Tensor
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Loss, weights (S, E, C), slots taken (S, E, C) bool, counts."""
+        token = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1).expand_as(self.index)
+        places = token[self.has_slot], self.index[self.has_slot], self.slot[self.has_slot]
+        shape = (self.index.shape[0], self.counts.numel(), self.capacity)
+        taken = torch.zeros(shape, dtype=torch.bool, device=self.index.device)
+        taken[places] = True
+        combining = self.weights.new_zeros(shape).index_put(places, self.weights[self.has_slot])
+        return self.loss, combining, taken, self.counts
+
+    def sparse(self) -> tuple[Any, ...]:
+        """Loss, C, E, experts (k, S) int32 (-1: dropped), slots (k, S), weights (k, S), counts."""
+        experts = self.index.masked_fill(~self.has_slot, -1).t().int()
+        return self.loss, self.capacity, self.counts.numel(), experts, self.slot.t(), self.weights.t(), self.counts
+
+    @classmethod
+    def of(
+        cls, probabilities: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, has_slot: torch.Tensor, **rest: Any
+    ) -> CapacityRoutes:
+        """With weights from probabilities.
+
+        Args:
+            probabilities, slots, has_slot: (S, E) of every expert; slots and has_slot also (S, k), of the choices.
+            index: (S, k) choices.
+            rest: `loss`, `counts`, `capacity`.
+        """
+        if slots.shape != index.shape:
+            slots, has_slot = slots.gather(1, index), has_slot.gather(1, index)
+        weights = probabilities.gather(1, index) * has_slot
+        if index.shape[1] > 1:
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+        return cls(index=index, slot=slots, has_slot=has_slot, weights=weights, **rest)
+
+
+def top1gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: torch.Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+    ep_group: Any = None,
+    sparse_routes: bool = False,
+    use_tutel: bool = False,
+) -> Any:
+    """Each token goes to one expert.
+
+    Args:
+        logits: (S, E).
+        capacity_factor: slots of an expert are S / E times this, rounded up.
+        min_capacity: fewest slots.
+        used_token: (S,) of 0 and 1: tokens with 0 go nowhere.
+        noisy_gate_policy: "RSample": choose by logits with Gumbel noise.
+        drop_tokens: False: as many slots as the fullest expert needs.
+        use_rts: which tokens get the slots of a full expert is random; False: the first ones.
+        ep_group: with `drop_tokens=False`, the fullest expert is that of all its ranks, which call together.
+        sparse_routes: return choices instead of dense tensors.
+        use_tutel: has no effect.
+
+    Returns:
+        Balance loss (0-d), weights (S, E, C), slots taken (S, E, C) bool, counts (E,). With `sparse_routes`: loss, C,
+        E, experts (1, S) int32 (-1: dropped), slots (1, S), weights (1, S), counts.
+
+    Raises:
+        ArgumentError: there are fewer tokens than `min_capacity`, and tokens may be dropped.
+    """
+    if drop_tokens and logits.shape[0] < min_capacity:
+        raise ArgumentError(
+            f"top-1 routing of {logits.shape[0]} token(s) with min_capacity {min_capacity}: every expert would have "
+            f"more slots than there are tokens; lower min_capacity or route more tokens"
+        )
+    probabilities = logits.softmax(1)
+    noisy = noisy_gate_policy == "RSample"
+    index = (logits + _gumbel(logits) if noisy else probabilities).argmax(1, keepdim=True)
+    mask = _mask(index, logits)
+    if used_token is not None:
+        mask = mask & (used_token.view(-1, 1) != 0)
+    loss, counts = _balance(probabilities, mask) * logits.shape[1], mask.sum(0)
+    if drop_tokens:
+        capacity = _capacity(logits, capacity_factor, min_capacity)
+        if use_rts:
+            mask = mask & _largest(mask * (1 - torch.rand(mask.shape, device=mask.device)), capacity)
+    else:
+        capacity = _fullest(counts, ep_group)
+    slots = mask.cumsum(0) - 1
+    has_slot = mask & (slots < capacity)
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
+    return routes.sparse() if sparse_routes else routes.dense()
+
+
+def top2gating(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: Any = None,
+    top2_2nd_expert_sampling: bool = True,
+    sparse_routes: bool = False,
+) -> Any:
+    """Each token goes to two experts; all first choices get slots before the second ones.
+
+    Args:
+        top2_2nd_expert_sampling: draw the second expert by the probabilities of those that are left (Gumbel-max).
+        logits, capacity_factor, min_capacity, drop_tokens, ep_group, sparse_routes: as `top1gating`, with twice the
+            slots.
+
+    Returns:
+        As `top1gating`.
+    """
+    probabilities = logits.softmax(1)
+    first = probabilities.argmax(1, keepdim=True)
+    scores = logits + _gumbel(logits) if top2_2nd_expert_sampling else logits
+    second = scores.masked_fill(_mask(first, logits), -math.inf).argmax(1, keepdim=True)
+    masks = [_mask(first, logits), _mask(second, logits)]
+    loss = _balance(probabilities, masks[0]) * logits.shape[1]
+    counts = masks[0].sum(0) + masks[1].sum(0)
+    capacity = _capacity(logits, 2 * capacity_factor, min_capacity) if drop_tokens else _fullest(counts, ep_group)
+    ahead = masks[0].sum(0)
+    in_order = [masks[0].cumsum(0) - 1, masks[1].cumsum(0) - 1 + ahead]
+    index = torch.cat([first, second], 1)
+    slots = torch.cat([in_order[0].gather(1, first), in_order[1].gather(1, second)], 1)
+    has_slot = slots < capacity
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
+    return routes.sparse() if sparse_routes else routes.dense()
+
+
+def topkgating(
+    logits: torch.Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    ep_group: Any = None,
+    drop_policy: str = "probs",
+    sparse_routes: bool = False,
+) -> Any:
+    """Each token goes to its k most probable experts.
+
+    Args:
+        k: experts of a token.
+        drop_policy: which tokens get the slots of a full expert: "probs", those with the largest probabilities of it,
+            or "position", the first ones.
+        logits, capacity_factor, min_capacity, drop_tokens, ep_group, sparse_routes: as `top1gating`, with k times the
+            slots.
+
+    Returns:
+        As `top1gating`.
+
+    Raises:
+        ArgumentError: the policy is none of these.
+    """
+    if drop_policy not in ("probs", "position"):
+        raise ArgumentError(f"drop_policy is {drop_policy!r}; it is 'probs' or 'position'")
+    probabilities = logits.softmax(1)
+    index = probabilities.topk(k, dim=1).indices
+    mask = _mask(index, logits)
+    loss, counts = _balance(probabilities, mask) * logits.shape[1] / k, mask.sum(0)
+    if drop_tokens:
+        capacity = _capacity(logits, k * capacity_factor, min_capacity)
+        if drop_policy == "probs":
+            mask = mask & _largest(mask * probabilities.detach(), capacity)
+    else:
+        capacity = _fullest(counts, ep_group)
+    slots = mask.cumsum(0) - 1
+    has_slot = mask & (slots < capacity)
+    routes = CapacityRoutes.of(probabilities, index, slots, has_slot, loss=loss, counts=counts, capacity=capacity)
+    return routes.sparse() if sparse_routes else routes.dense()
+
+
+def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum over experts of mean probability times share of the tokens; (S, E) each."""
+    tokens = max(1, mask.shape[0])
+    return ((probabilities.sum(0) / tokens) * (mask.sum(0) / tokens)).sum()
+
+
+def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
+    """Slots of an expert for (S, E) logits."""
+    tokens, experts = logits.shape
+    return max(math.ceil(tokens / experts * factor), int(fewest))
+
+
+def _fullest(counts: torch.Tensor, group: Any) -> int:
+    """The largest count of any expert, on any rank of the group."""
+    most = counts.max()
+    if group is not None and get_world_size(group) > 1:
+        all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
+    return int(most)
+
+
+def _mask(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """(S, E) bool: the experts that are chosen in (S, k)."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, index, True)
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """(S, E) bool: the `count` largest values of each expert."""
+    best = values.topk(min(count, values.shape[0]), dim=0).indices
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(0, best, True)
+
+
+def _gumbel(logits: torch.Tensor) -> torch.Tensor:
+    """Noise of the standard Gumbel distribution."""
+    return -torch.empty_like(logits).exponential_().log()
+
+
+class RouterLinear(nn.Linear):
+    """A linear layer without bias that computes in float32, or float64 for such inputs, also under autocast."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            return functional.linear(input.to(wide), self.weight.to(wide))
+
+
+class TopKGate(nn.Module):
+    """Chooses experts for tokens.
+
+    Args:
+        model_dim: width H of a token.
+        num_experts: E, on all ranks together.
+        k: experts of a token.
+        capacity_factor: in training, the slots of an expert are k S / E times this, rounded up.
+        eval_capacity_factor: the same, in evaluation.
+        min_capacity: fewest slots.
+        noisy_gate_policy: in training "Jitter" (tokens times 1 ± 0.01), or "RSample" (k = 1: Gumbel noise on logits).
+        drop_tokens: whether an expert without slots drops tokens.
+        use_rts: k = 1: which tokens are dropped is random; False: the last ones.
+        ep_group: see `top1gating`.
+        top2_2nd_expert_sampling: see `top2gating`.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if noisy_gate_policy not in _POLICIES:
+            raise ArgumentError(f"noisy_gate_policy is {noisy_gate_policy!r}; it is one of {_POLICIES}")
+        if not 1 <= k <= num_experts:
+            raise ArgumentError(f"tokens cannot choose k = {k} of {num_experts} expert(s)")
+        self.wg = RouterLinear(model_dim, num_experts, bias=False)
+        self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
+        self.min_capacity, self.noisy_gate_policy = min_capacity, noisy_gate_policy
+        self.drop_tokens, self.use_rts, self.ep_group = drop_tokens, use_rts, ep_group
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        self.ep_group = ep_group
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        use_tutel: bool = False,
+        sparse_routes: bool = False,
+    ) -> Any:
+        """Route (S, H) tokens; returns what `top1gating` returns.
+
+        Args:
+            used_token: (S,), k = 1 only.
+            use_tutel: has no effect.
+            sparse_routes: return choices, with slots for the tokens of this rank alone.
+        """
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        policy = self.noisy_gate_policy if self.training else None
+        if policy == "Jitter":
+            wide = wide * torch.empty_like(wide).uniform_(1 - _JITTER, 1 + _JITTER)
+        logits = self.wg(wide)
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        group = None if sparse_routes else self.ep_group
+        drop, fewest = self.drop_tokens, self.min_capacity
+        if self.k == 1:
+            return top1gating(
+                logits, factor, fewest, used_token, policy, drop, self.use_rts, group, sparse_routes, use_tutel
+            )
+        if self.k == 2:
+            return top2gating(logits, factor, fewest, drop, group, self.top2_2nd_expert_sampling, sparse_routes)
+        return topkgating(logits, self.k, factor, fewest, drop, group, sparse_routes=sparse_routes)
+
+
+class MOELayer(nn.Module):
+    """Sends tokens to their experts, wherever these are, and adds the results up.
+
+    Args:
+        gate: a `TopKGate`.
+        experts: the `Experts` of this rank.
+        ep_group_name: of the ranks that have the layer's experts together.
+        ep_size: how many they are.
+        num_local_experts: experts of this rank.
+        use_tutel: has no effect.
+    """
+
+    def __init__(
+        self,
+        gate: nn.Module,
+        experts: nn.Module,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ) -> None:
+        super().__init__()
+        if use_tutel:
+            warn_once("use_tutel has no effect: Tutel is not used, and results are the same")
+        self.gate, self.experts = gate, experts
+        self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
+        self.ep_group: Any = None
+        self.location: ExpertLocation | None = None
+        self.l_aux: Any = None
+        self.exp_counts: Any = None
+        self.time_falltoall = self.time_salltoall = self.time_moe = 0.0
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        self.ep_group = ep_group
+        set_group = getattr(self.gate, "_set_ep_group", None)
+        if set_group is not None:
+            set_group(ep_group)
+
+    def forward(self, *input: Any) -> torch.Tensor:
+        """Run (…, H) tokens through their experts; all ranks that share the experts call together.
+
+        Args:
+            input: the tokens and, for k = 1, which of them are used (S,).
+
+        Returns:
+            (…, H') the weighted sums of the experts' results; 0 for tokens that were dropped by all their experts.
+        """
+        hidden = input[0]
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        routes = self.gate(tokens, *input[1:2], sparse_routes=True)
+        self.l_aux, _, _, index, _, weights, self.exp_counts = routes
+        index, weights = index.t(), weights.t().to(tokens.dtype)
+        if self.ep_size == 1:
+            return self.experts(tokens, index, weights).view(*hidden.shape[:-1], -1)
+        location = self.location
+        if location is None:
+            raise UsageError(
+                f"the experts of this layer are to be divided among {self.ep_size} ranks (ep_size): pass the model to "
+                f"deepspeed.initialize, or call the layer's set_deepspeed_parallelism(), before its first forward"
+            )
+        owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # a dropped choice, -1, is nobody's
+        routing = Routing.of(index.long(), owner, location.axis, location.name)
+        rows, row_weights = dispatch(tokens, weights, routing)
+        chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
+        chosen = torch.where(chosen < 0, chosen, chosen - location.first)
+        return combine(self.experts(rows, chosen, row_weights), routing).view(*hidden.shape[:-1], -1)
