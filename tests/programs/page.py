@@ -67,6 +67,11 @@ def difference(here: list[float], there: list[float]) -> str:
     return "0" if worst == 0 else f"{worst:.1e}"
 
 
+def shown(folder: str) -> str:
+    """A folder of the examples, which is no folder of this repository."""
+    return f"DeepSpeedExamples/{folder}" if folder.startswith("benchmarks/") else folder
+
+
 def told(program: Program, result: dict[str, Any] | None, here: bool) -> str:
     """One cell: the outcome, and its reason where there is one."""
     if result is None:
@@ -88,7 +93,8 @@ def page(results: Path) -> str:
         ran += bool(here) and here["outcome"] == "runs"
         mine, other = (here or {}).get("losses", []), (there or {}).get("losses", [])
         mark = " ¹" if program.older else ""
-        rows.append(f"| {program.name}{mark}, `{program.folder}` | {program.json} | {told(program, here, True)} | "
+        rows.append(f"| {program.name}{mark}, `{shown(program.folder)}` | {program.json} | "
+                    f"{told(program, here, True)} | "
                     f"{figures(mine)} | {told(program, there, False)} | {figures(other)} | "
                     f"{difference(mine, other)} |")  # fmt: skip
     count = f"Of {len(PROGRAMS)} command lines {trained} train two steps or more here and {ran} do what else they do."
