@@ -51,7 +51,7 @@ class CpuAccelerator(Accelerator):
         return "cpu"
 
     def empty_cache(self) -> None:
-        """Return freed memory that the C library keeps to the system (glibc; no effect elsewhere)."""
+        """Return to the system the freed memory that the C library still holds (glibc; no effect elsewhere)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

@@ -65,7 +65,7 @@ def compression_preparation(model: nn.Module, compression_technique_list: Any = 
 def fix_compression(
     model: nn.Module, module_name: str, compression_technique: Any = None, mask: Any = None, dim_reduction: bool = False
 ) -> None:  # noqa: E501
-    """Give one module the class it had."""
+    """Restore the class that a compressed module had."""
     plain_module(recursive_getattr(model, module_name))
 
 

@@ -34,7 +34,7 @@ class Key:
         kind: the type, in words.
         default: its default value.
         note: meaning, class and spellings.
-        switches: paths of the keys that turn on the blocks around it; while one is off, the key asks for nothing.
+        switches: paths of the keys that turn on the blocks around it; while one is off, the key has no effect.
     """
 
     path: str

@@ -26,7 +26,7 @@ class Outlook:
         return f"not available yet: comes with {self.feature}" if self.feature else f"refused for good: {self.reason}"
 
     def covers(self, path: str) -> bool:
-        """Whether a path of the table of keys is one of these."""
+        """Whether this outlook is that of a key, by its path."""
         return any(fnmatchcase(path, pattern) for pattern in self.patterns.split())
 
 

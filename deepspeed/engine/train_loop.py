@@ -105,7 +105,7 @@ class _BatchReader:
 def equal_steps(
     loader: Iterable[Any] | None, *, agree: Agree, policy: str, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
-    """Yield batches so that every rank makes as many steps.
+    """Yield batches so that all ranks make the same number of steps.
 
     Each step costs one exchange of a small number, so that a loader that ends or fails on one rank ends the loop on
     all of them instead of leaving them in a collective.

@@ -17,7 +17,7 @@ CHANGING = ("dynamic", "longrope")  # rotations that depend on the length of the
 
 
 def length_limit(model: nn.Module) -> int | None:
-    """Tokens of prompt and answer that the model's positions bear; None where the config states none."""
+    """Maximum number of tokens of prompt and answer by the model's positions; None where the config states none."""
     config = text_config(model, decoder=True)
     for name in LENGTH_KEYS:
         value = getattr(config, name, None)

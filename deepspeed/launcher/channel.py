@@ -51,7 +51,7 @@ class Channel:
         self.flush()
 
     def send_line(self, text: str) -> None:
-        """Send a line outside of messages: an agent reads it first."""
+        """Send one line before all messages: the handshake of an agent."""
         self._outgoing += text.encode() + b"\n"
         self.flush()
 

@@ -102,7 +102,7 @@ def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
 
 
 def load_digests(folder: Path) -> list[SecretDigest]:
-    """The digests that `save_digests` left there, or below; longest first."""
+    """Digests that `save_digests` wrote in this folder or its subfolders; longest paths first."""
     digests: list[SecretDigest] = []
     for path in sorted(folder.rglob(f"{_PREFIX}*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -28,7 +28,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 class LivePage:
-    """One rank's page below the folder of a run.
+    """The status file of one rank, in the folder of a run.
 
     Args:
         folder: of the run.

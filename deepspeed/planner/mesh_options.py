@@ -75,7 +75,7 @@ class MeshShape:
 
 
 def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
-    """One axis at a time, each with the stages at which it is looked at."""
+    """Meshes with one axis besides data parallelism, each with the ZeRO stages to try it at."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0][:_SIZES]  # the smallest
     for size in sizes:
         shape = MeshShape(tensor=size)

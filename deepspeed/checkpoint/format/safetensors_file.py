@@ -114,7 +114,7 @@ def file_bytes(entries: Iterable[TensorToWrite]) -> int:
 
 
 def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
-    """Write a new file; it is on the disk when this returns. Large tensors are written from where they lie."""
+    """Write a new file; it is on the disk when this returns. Large tensors are written without a copy."""
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     body = sum(entry.nbytes for entry in ordered)
     blocks = -(-body // BLOCK)

@@ -68,7 +68,7 @@ class _TreeUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says of itself."""
+    """Metadata of a message: its structure, shapes and dtypes."""
 
     tree: bytes
     leaves: tuple[_TensorRef, ...]

@@ -79,7 +79,7 @@ class World:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says of this process."""
+    """Rank, local rank and world size by one source of environment variables."""
 
     source: str
     values: dict[str, str]

@@ -68,7 +68,7 @@ class Shrink:
 
     @property
     def layouts(self) -> int:
-        """Layouts that an axis may have."""
+        """Orders in which heads or channels may lie along a dimension."""
         return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
 
     def laid(self, layout: int) -> Shrink:

@@ -288,7 +288,7 @@ class _Place:
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Make autograd keep places instead of views, and of parameters, of these gathered groups."""
+    """Make autograd save positions in these gathered groups, instead of parameters and views of them."""
     by_memory = {group.buffer_views.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):

@@ -162,7 +162,7 @@ class GroupRanks:
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """The position among `everyone` of this rank's counterpart of a global rank."""
+        """Index in `everyone` of the rank that corresponds to a global rank."""
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")

@@ -331,7 +331,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """Bring new values of the shards under what is gathered, and under views that somebody holds."""
+        """Copy updated shards into the gathered buffer, in place, so that views of it have the new values too."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
