@@ -35,7 +35,7 @@ class _Notice:
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Have a function called in one phase of every end; a phase has one function."""
+    """Decorator: each shutdown of process groups calls the function in a phase; a phase has one function."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release

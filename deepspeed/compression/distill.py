@@ -139,7 +139,7 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """The whole loss: the student's own, and its distances from the teacher; what labels of -100 leave out, too."""
+        """The student's loss plus its distances from the teacher, both without positions whose label is -100."""
         section = self.section
         total = section.hard * own
         if section.logits:

@@ -85,7 +85,7 @@ class SaveWindow:
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the class of a part of the model saves, with the weights that were gathered last."""
+    """Call `save_pretrained` of a submodule's class with the weights that were gathered last."""
     save, window = getattr(type(self), _METHOD), _windows.get(self)
     if window is None or kwargs.get("state_dict") is not None or not window.open:
         return save(self, *args, **kwargs)

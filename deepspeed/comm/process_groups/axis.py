@@ -361,7 +361,7 @@ def axes_here() -> AxisRegistry:
 
 @released_in(Phase.AXES)
 def forget_axes() -> None:
-    """The process groups are gone, or are to be asked about anew; who keeps axes asks `axes_here`."""
+    """Drop all axes: the process groups have ended or changed. Code that keeps an axis asks `axes_here` again."""
     _registries.clear()
     forget_shared_memory()
 

@@ -122,7 +122,7 @@ groups = Groups()
 
 
 class Until:
-    """Something that will have come true; takes the place of a backend's handle."""
+    """The handle of an operation in shared memory, complete once its condition is true."""
 
     def __init__(self, memory: GroupSharedMemory, comes_true: Callable[[], bool]) -> None:
         self._memory, self._comes_true = memory, comes_true
@@ -134,7 +134,7 @@ class Until:
         return self._is_true
 
     def within(self, seconds: float) -> bool:
-        """Whether it comes true in that time; with 0 as far as is known, and nothing else is done."""
+        """Wait up to that time; whether it is complete. With 0, the condition is checked once, without waiting."""
         if seconds == 0:
             return self.ready()
         return groups.until(self._memory, self.ready, time.monotonic() + seconds)

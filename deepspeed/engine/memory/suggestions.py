@@ -57,7 +57,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how much state is near."""
+    """Settings that decide how much training state stays on the device."""
 
     stage: int  # of ZeRO
     optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
@@ -188,7 +188,7 @@ class Holding:
 
     @property
     def pair(self) -> int:
-        """Elements of the two largest modules that are gathered as one."""
+        """Elements of the two largest units (modules gathered together), added up."""
         return sum(sorted(self.units)[-2:])
 
     @property

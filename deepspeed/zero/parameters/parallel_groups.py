@@ -62,7 +62,7 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
 
 
 def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
-    """A parameter's name, as ranks compare it: those that have other experts have them in the same places."""
+    """The name by which ranks compare a parameter: `*` stands for the index of an expert, which differs by rank."""
     if placement_of(tensor).relations.get("ep") is not Relation.ABSENT:
         return name
     return re.sub(r"(?<=deepspeed_experts\.)\d+", "*", name)
