@@ -161,23 +161,6 @@ rank = dist.get_rank()
 """
 
 
-@pytest.mark.parametrize("reader", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_reads_alone_ends_by_name(reader: int) -> None:
-    snippet = MODEL.replace("STAGE", "3") + textwrap.dedent(f"""
-        engine = engine_of(8)
-        if rank == {reader}:
-            print(time.monotonic(), flush=True)
-            engine.module[1][0].weight.sum()
-        else:
-            time.sleep({TIMEOUT + MARGIN})
-    """)
-    ends = run_ranks(snippet, 2, limit=60, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
-    alone = ends[reader]
-    assert alone.code == 1, alone
-    assert "read of 1.0.weight" in alone.err and "The last collective of each rank:" in alone.err, alone.err
-    assert alone.last_word - float(alone.out) < TIMEOUT + MARGIN
-
-
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
     snippet = MODEL.replace("STAGE", str(stage)) + textwrap.dedent("""

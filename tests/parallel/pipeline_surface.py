@@ -279,7 +279,7 @@ def handed_over() -> None:
     with raises(ArgumentError if first else PipelineError, *words):
         deepspeed.initialize(model=model, optimizer=used if first else fresh, config=config_of(1, 2, 2))
     handle = model.register_forward_pre_hook(lambda *_: 1 // 0) if first else None
-    with raises(*(ZeroDivisionError, "") if first else (PipelineError, "rank 0 could not cut", "ZeroDivisionError")):
+    with raises(*(ZeroDivisionError, "") if first else (PipelineError, "rank 0 could not split", "ZeroDivisionError")):
         deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))
     if handle is not None:
         handle.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import warnings
 from typing import Any
@@ -354,22 +355,19 @@ def test_state_dict_costs_no_memory(workers: Any) -> None:
         assert grown < 0.01 * size
 
 
-def test_a_read_on_one_rank_alone_ends_by_name() -> None:
+def test_a_read_on_one_rank_alone_needs_no_other_rank() -> None:
     ends = run_ranks(
         """
 dist.init_distributed(verbose=False)
 from tests.parallel.tiny import start
 engine = start(3)
 if dist.get_rank() == 0:
-    engine.module.out.weight.sum()
-else:
-    dist.barrier(log_name="waiting for the others")
+    print(float(engine.module.out.weight.sum()))
+dist.barrier()
 """,
         world=2,
         limit=120,
-        DEEPSPEED_TIMEOUT="0.05",
+        DEEPSPEED_TIMEOUT="0.5",
     )
-    for end in ends:
-        assert end.code == 1, end.err
-        assert "in 'read of out.weight'" in end.err, end.err
-    assert "waiting for the others" in ends[0].err
+    assert [end.code for end in ends] == [0, 0], ends[0].err
+    assert math.isfinite(float(ends[0].out))

