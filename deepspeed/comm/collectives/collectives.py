@@ -13,6 +13,7 @@
 | any order)         |                           |                               |                                  |
 | all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
+| rows to all ranks  | post, each reads its rows | a message each way            | all-to-all of uneven splits      |
 
 The left column is `comm/shared_memory/transport`, taken where ranks share memory. All but the backend's own
 reduce-scatter, and sums that are formed within hosts first, give the same bits: the fp32 sum in rank order.

@@ -299,5 +299,5 @@ class ParamRecord:
             )
 
     def dense(self) -> torch.Tensor:
-        """A private dense copy; all ranks of the axis call together unless the values are here."""
+        """A private dense copy. Where shards are not served one-sidedly, all ranks of the axis call together."""
         return self.group.read(self)
