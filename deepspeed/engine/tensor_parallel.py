@@ -93,10 +93,15 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse optimizers whose update reads whole matrices, where ranks have slices."""
+    """Refuse optimizers whose update reads whole matrices, where this package has split a whole model.
+
+    Whoever makes the slices (an mpu) knows which update they want, as Megatron-LM's users do.
+    """
     if optimizer is None or not needs_whole_tensors(optimizer):
         return
-    cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
+    placed = ((name, placement_of(param)) for name, param in model.named_parameters())
+    ours = plan_of(model) is not None
+    cut = next((name for name, placement in placed if placement.cuts and (ours or placement.ep > 1)), None)
     if cut is not None:
         raise OptimizerError(
             f"{type(optimizer).__name__} may read whole matrices, and '{cut}' is split over ranks (tp, ep): use an "

@@ -14,7 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import utils
-from deepspeed.errors import DeepSpeedError, ExpertParallelError, MeshError
+from deepspeed.errors import DeepSpeedError, ExpertParallelError, MeshError, OptimizerError
 from deepspeed.moe.expert_parallel import DividedExperts, find_experts
 from tests import zoo
 from tests.parallel.tiny import raises
@@ -226,6 +226,10 @@ def refused() -> None:
     loss_of(model, tokens(0, 0)).backward()
     optimizer.step()
     with raises(DeepSpeedError, "state of all experts"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=settings(1, 2))
+    model = toy("Mixtral")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with raises(OptimizerError, "Adafactor", "experts", "AdamW"):
         deepspeed.initialize(model=model, optimizer=optimizer, config=settings(1, 2))
 
 
