@@ -109,6 +109,24 @@ class _Dispatch(torch.autograd.Function):
         return of_hidden, of_weights, None
 
 
+class _SameOnAllRanks(torch.autograd.Function):
+    """Saves a tensor between experts and combine, so that activation checkpointing recomputes alike on all ranks.
+
+    Recomputation begins when backward first asks for a saved tensor, and ends with the last one that was saved. A rank
+    without rows saves none in its experts: it would recompute, and so exchange, at another time or not at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows.new_empty(0))
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        return gradient
+
+
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, routing: Routing) -> torch.Tensor:  # type: ignore[override]
@@ -136,4 +154,4 @@ def dispatch(hidden: torch.Tensor, weights: torch.Tensor, routing: Routing) -> t
 
 def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Send (R, H) results back and add them up by token: (T, H). All ranks call together, forward and backward."""
-    return _Combine.apply(rows, routing)  # type: ignore[return-value]
+    return _Combine.apply(_SameOnAllRanks.apply(rows), routing)  # type: ignore[return-value]

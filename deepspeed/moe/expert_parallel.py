@@ -10,24 +10,29 @@ sends tokens to their experts (`exchange.py`) and runs the module's own code the
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives.autograd import gathered
 from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
 from deepspeed.errors import ExpertParallelError, UsageError
 from deepspeed.foundation.equivalence import relative_difference, tolerance
 from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.exchange import Routing, combine, dispatch
 from deepspeed.tensor_parallel.layers import cut_tensor
 from deepspeed.zero.api.reshard import shard_parameter
+from deepspeed.zero.api.tensor_access import join_slices
 from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import StandIn, is_managed
 
@@ -69,10 +74,15 @@ class DividedExperts(nn.Module):
         rows, row_weights = dispatch(hidden.reshape(-1, hidden.shape[-1]), weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
         if rows.shape[0]:
-            with counting(self, location.count, location.local_count):
+            with (
+                alarmed(lambda: f"experts of {location.name}"),
+                counting(self, location.count, location.local_count),
+            ):
                 results = run_pairs(super().forward, rows, chosen - location.first, row_weights, chosen >= 0)
         else:  # a gradient of zeros, as experts of a whole layer have that no token has chosen
-            results = rows + sum(param.flatten()[:0].sum() for param in self.parameters())
+            adapted = getattr(self, "parametrizations", {})
+            weights_here = [*self.parameters(), *(getattr(self, name) for name in adapted)]
+            results = rows + sum(weight.flatten()[:0].sum() for weight in weights_here)
         return combine(results, routing).view(*hidden.shape[:-1], -1)
 
 
@@ -178,18 +188,23 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
     everyone, alike = mesh.axis(*REPLICATED), mesh.axis("edp", ep=ep)
     for name, module, count in modules:
-        params = dict(module.named_parameters())
-        born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
-        unshard(params[key] for key in born_sharded)
-        kind = (type(module), tuple(tuple(param.shape) for param in params.values()))
+        location = ExpertLocation(axis, name, count, order)
+        wrappers = wrappers_of(model, module)
+        parts = [*_parts(module, location), *(part for one in wrappers for part in adapters_of(one, location))]
+        born_sharded = [part for part in parts if is_managed(part.param)]  # by `zero.Init`: equal on all ranks
+        unshard(part.param for part in born_sharded)
+        kind = (type(module), tuple(tuple(param.shape) for param in module.parameters()))
         if kind not in tried and (why := _difference(module, count, ep)):
             raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
         tried.add(kind)
-        whole = [param for key, param in params.items() if key not in born_sharded]
+        whole = [part.param for part in parts if part not in born_sharded]
         broadcast_tensors(everyone, whole, "broadcast of rank 0's experts")  # its values count, as for all parameters
-        become_parallel(module, ExpertLocation(axis, name, count, order))
-        for key in born_sharded if alike.size > 1 else ():
-            shard_parameter(params[key], f"{name}.{key}", alike)
+        become_parallel(module, location, parts)
+        for wrapper in wrappers:
+            set_local_count(wrapper, location)
+        for part in born_sharded if alike.size > 1 else ():
+            shard_parameter(part.param, f"{name}.{part.key}", alike)
+    advise(model, {name: module for name, module, _ in modules})
     log_rank0(
         f"experts of {len(modules)} layers are divided among {ep} ranks: {modules[0][2] // ep} of {modules[0][2]} each"
     )
@@ -206,34 +221,43 @@ def order_of(mesh: Mesh, ep: int) -> list[int]:
 _classes: dict[type, type] = {}
 
 
-def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
-    """Make a module keep the experts of this rank, in place."""
-    kind = type(module)
+def _parts(module: nn.Module, location: ExpertLocation) -> Iterator[ExpertPart]:
+    """What this rank keeps of the parameters of a module of experts."""
+    for key, param in module.named_parameters():
+        size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
+        yield ExpertPart(module, key, 0, [(location.first * size, location.local_count * size)])
+
+
+def become_parallel(module: nn.Module, location: ExpertLocation, parts: Iterable[ExpertPart]) -> None:
+    """Make a module, and the adapters on it, keep the experts of this rank, in place."""
+    kind, owners = type(module), dict[nn.Module, None]()
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
-    for param in module.parameters():
-        size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
-        cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)
+    for part in parts:
+        cut_tensor(part.param, part.dim, part.segments, ep=location.axis.size)
+        owners[part.owner] = None
     experts: Any = module
     experts.__class__, experts.location = _classes[kind], location
-    module.register_state_dict_post_hook(_whole_state)
+    for owner in owners:
+        owner.register_state_dict_post_hook(functools.partial(_whole_state, location))
 
 
-def _whole_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _whole_state(
+    location: ExpertLocation, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     """Put all experts into a state dict. All ranks call together; with `keep_vars=True` local parameters stay."""
-    axis = module.location.axis
     for name, param in module.named_parameters():
         value = state.get(prefix + name)
-        if value is None or isinstance(value, nn.Parameter):
+        if value is None or isinstance(value, nn.Parameter) or placement_of(param).ep == 1:
             continue
         if isinstance(value, StandIn):
             raise UsageError(
-                f"state_dict() at ZeRO stage 3 has some of the experts of '{module.location.name}' only: take the "
+                f"state_dict() at ZeRO stage 3 has some of the experts of '{location.name}' only: take the "
                 f"weights from engine._zero3_consolidated_16bit_state_dict(), save_16bit_model or save_checkpoint"
             )
-        label = f"experts of {module.location.name} for a state dict (all ranks call state_dict together)"
-        parts = gathered(param, axis, 0, label=label).chunk(axis.size)
-        state[prefix + name] = torch.cat([parts[position] for position in module.location.order])
+        label = f"experts of {location.name} for a state dict (all ranks call state_dict together)"
+        division = replace(placement_of(param), cuts=placement_of(param).cuts[-1:])  # tp's slices stay
+        state[prefix + name] = join_slices(location.axis, Region.of(division, param.shape), param.detach(), label)
 
 
 def _difference(module: nn.Module, count: int, ep: int) -> str:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.comm import ReduceOp, all_reduce, get_world_size
+from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.moe.exchange import Routing, combine, dispatch
@@ -411,4 +412,6 @@ class MOELayer(nn.Module):
         rows, row_weights = dispatch(tokens, weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
         chosen = torch.where(chosen < 0, chosen, chosen - location.first)
-        return combine(self.experts(rows, chosen, row_weights), routing).view(*hidden.shape[:-1], -1)
+        with alarmed(lambda: f"experts of {location.name}"):
+            results = self.experts(rows, chosen, row_weights)
+        return combine(results, routing).view(*hidden.shape[:-1], -1)

@@ -76,6 +76,24 @@ def test_adapters_on_packed_experts_in_other_layouts(
     workers(2).run(adapter_runs.adapters_on_experts, *cell, timeout=180)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage", "ranks", "ep", "born", "checkpointing"),
+    [
+        ("mixtral", 2, 2, 2, False, True),
+        *[
+            pytest.param(kind, stage, ranks, 2, born, not born, marks=slow)
+            for kind in adapter_runs.EXPERTS
+            for stage, ranks, born in ((0, 2, False), (1, 2, False), (3, 2, False), (3, 4, False), (3, 4, True))
+        ],
+    ],
+)
+def test_adapters_on_experts_divided_among_ranks(
+    workers: Any, kind: str, stage: int, ranks: int, ep: int, born: bool, checkpointing: bool, tmp_path: Path
+) -> None:
+    cell = (kind, stage, str(tmp_path), born, checkpointing, 2, False, ("default",), ep)
+    workers(ranks).run(adapter_runs.adapters_on_experts, *cell, timeout=180)
+
+
 def test_adapters_on_packed_experts_in_bf16(workers: Any) -> None:
     workers(2).run(adapter_runs.experts_in_bf16, timeout=180)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import deepspeed
 from deepspeed import utils
+from deepspeed.comm.process_groups.mesh import mesh_for, resolve
 from deepspeed.errors import DeepSpeedError, ExpertParallelError, MeshError, OptimizerError
-from deepspeed.moe.expert_parallel import DividedExperts, find_experts
+from deepspeed.moe.expert_parallel import DividedExperts, divide_experts, find_experts
+from deepspeed.zero.layout.placement import placement_of
 from tests import zoo
 from tests.parallel.tiny import raises
 
@@ -45,9 +49,21 @@ def tokens(rank: int, step: int, dtype: torch.dtype = torch.int64) -> torch.Tens
     return torch.randint(3, 64, (1, 10 + 3 * rank), generator=generator, dtype=dtype)
 
 
+class KeepDouble(TorchFunctionMode):
+    """Norms and routers of Transformers compute in fp32, whatever the model's dtype: inside, in fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return args[0].double() if func is torch.Tensor.float else func(*args, **kwargs)
+
+
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=ids).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    double = next(model.parameters()).dtype == torch.float64
+    with KeepDouble() if double else contextlib.nullcontext():
+        logits = model(input_ids=ids).logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def optimizer_of(params: Any, kind: str) -> torch.optim.Optimizer:
@@ -128,7 +144,12 @@ SLOW = [
     pytest.param(family, stage, world, ep, accumulation, "adamw", marks=pytest.mark.slow)
     for family in FAMILIES
     for stage in range(4)
-    for world, ep, accumulation in ((2, 2, 2), (4, 2, 1), (4, 4, 1))
+    for world, ep, accumulation, kind in (
+        (2, 2, 2, "adamw"),
+        (4, 2, 1, "adamw"),
+        (4, 4, 1, "adamw"),
+        (4, 2, 2, "sgd64"),
+    )
 ]
 
 
@@ -138,6 +159,39 @@ def test_a_model_trains_as_the_whole_one(
 ) -> None:
     for difference, norm in workers(world).run(equal_to_dense, family, stage, ep, accumulation, kind, timeout=180):
         assert difference <= 2e-5 and norm <= 1e-6, (difference, norm)
+
+
+def equal_in_double(family: str, ep: int) -> float:
+    """Without an engine, whose gradients are fp32: SGD in fp64 on models whose ranks average gradients by hand."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    dense, model = toy(family).double(), toy(family).double()
+    for each in (dense, model):
+        each.set_experts_implementation("eager")  # torch's grouped products have no fp64
+    mesh = mesh_for(resolve(world, []), list(range(world)))
+    divide_experts(model, mesh, ep)
+    copies = mesh.axis("edp", ep=ep)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, dense))
+    for step in range(STEPS):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        for each in range(world):
+            (loss_of(dense, tokens(each, step)) / world).backward()
+        for param in model.parameters():
+            alone = placement_of(param).ep > 1 and copies.size == 1
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            if not alone:
+                dist.all_reduce(param.grad, group=copies.group if placement_of(param).ep > 1 else None)
+            param.grad /= world
+        ours.step()
+        theirs.step()
+    state = model.state_dict()
+    return max(float((state[name] - p).abs().max() / p.abs().max()) for name, p in dense.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", *[pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]])
+def test_in_double_precision(workers: Any, family: str) -> None:
+    assert max(workers(4).run(equal_in_double, family, 2, timeout=180)) <= 1e-12
 
 
 def checkpoints_of_other_sizes(folder: str, stages: tuple[int, int], sizes: tuple[int, int]) -> float:
@@ -360,13 +414,17 @@ def test_experts_that_do_not_add_up_are_refused(workers: Any) -> None:
     workers(2).run(planted)
 
 
-def empty_rank() -> tuple[float, float]:
+def empty_rank(recompute: str, stage: int) -> tuple[float, float]:
     """All tokens of all ranks choose experts of rank 0."""
     dense, model = toy("Mixtral"), toy("Mixtral")
     for each in chain(dense.modules(), model.modules()):
         if type(each).__name__ == "MixtralTopKRouter":
             each.register_forward_hook(first_experts)
-    engine, *_ = deepspeed.initialize(model=model, config=with_adamw(2, 2))
+    if recompute in ("reentrant", "not reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+    more = {"activation_checkpointing": {"enabled": True}} if recompute == "engine" else {}
+    engine, *_ = deepspeed.initialize(model=model, config=with_adamw(stage, 2, **more))
+    engine.train()
     train(engine, 0, STEPS)
     norm = in_one_process(dense, optimizer_of(dense.parameters(), "adamw"), dist.get_world_size())
     apart = gap(engine, dense), abs(float(engine.get_global_grad_norm()) - norm) / norm
@@ -379,6 +437,93 @@ def first_experts(module: Any, args: Any, output: Any) -> Any:
     return logits, weights, torch.arange(index.shape[1]).expand_as(index)
 
 
-def test_a_rank_whose_experts_nobody_chooses(workers: Any) -> None:
-    for difference, norm in workers(2).run(empty_rank, timeout=120):
+@pytest.mark.parametrize(
+    ("recompute", "stage"),
+    [
+        ("", 2),
+        ("not reentrant", 2),
+        ("engine", 3),
+        *[
+            pytest.param(recompute, stage, marks=pytest.mark.slow)
+            for recompute in ("reentrant", "not reentrant", "engine")
+            for stage in (1, 2, 3)
+        ],
+    ],
+)
+def test_a_rank_whose_experts_nobody_chooses(workers: Any, recompute: str, stage: int) -> None:
+    for difference, norm in workers(2).run(empty_rank, recompute, stage, timeout=120):
         assert difference <= 2e-5 and norm <= 1e-6
+
+
+class IntegerExperts(nn.Module):
+    """Linear experts; with small integers as weights and tokens every product and sum is exact."""
+
+    def __init__(self, count: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(integers(count, width, width))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, choice = (index == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, token, hidden[token] @ self.up[expert] * weights[token, choice, None])
+        return out
+
+
+class IntegerModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Parameter(integers(6, 6)), IntegerExperts()
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        weights = 2.0 ** (index % 2).float()
+        return (self.experts(hidden @ self.first, index, weights) * targets).sum()
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def of_integers(rank: int, step: int) -> tuple[torch.Tensor, ...]:
+    seed, count = 100 * step + rank, 3 + rank
+    drawn = torch.Generator().manual_seed(seed)
+    index = torch.stack([torch.randperm(4, generator=drawn)[:2] for _ in range(count)])
+    return integers(count, 6, seed=seed), index, integers(count, 6, seed=seed + 1)
+
+
+def bit_equal(stage: int, ep: int) -> None:
+    world = dist.get_world_size()
+    dense, model = IntegerModel(), IntegerModel()
+    optimizer = torch.optim.SGD(dense.parameters(), lr=2.0**-6)
+    same = torch.optim.SGD(model.parameters(), lr=2.0**-6)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=same, config=settings(stage, ep, 2, clip=0.0))
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(engine(*of_integers(dist.get_rank(), 2 * step + micro)))
+            engine.step()
+        optimizer.zero_grad()
+        for micro in range(2):
+            for rank in range(world):
+                (dense(*of_integers(rank, 2 * step + micro)) / (2 * world)).backward()
+        optimizer.step()
+    for param, other in zip(engine.module.parameters(), dense.parameters(), strict=True):
+        assert torch.equal(utils.safe_get_full_fp32_param(param), other)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "ep"),
+    [
+        (3, 4, 2),
+        *[
+            pytest.param(stage, world, ep, marks=pytest.mark.slow)
+            for stage in range(4)
+            for world in (1, 2, 4)
+            for ep in (1, 2, 4)
+            if world % ep == 0
+        ],
+    ],
+)
+def test_integers_are_bit_equal(workers: Any, stage: int, world: int, ep: int) -> None:
+    workers(world).run(bit_equal, stage, ep, timeout=120)

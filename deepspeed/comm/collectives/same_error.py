@@ -160,14 +160,15 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
 def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
 
-    Nothing can be sent between the ranks afterwards.
+    Nothing can be sent between the ranks afterwards. Inside of `run_collectively`, that reports the error instead.
     """
     try:
         yield
-    except (CommError, *alike):
+    except (CommError, _Apart, *alike):
         raise
     except Exception as error:
-        watchdog.failed(label(), error)
+        if not _underway:
+            watchdog.failed(label(), error)
         raise
 
 

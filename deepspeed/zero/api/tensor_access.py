@@ -15,11 +15,12 @@ import torch
 from deepspeed.comm.collectives.autograd import gathered
 from deepspeed.comm.collectives.collectives import READ
 from deepspeed.comm.collectives.torch_api import all_gather_objects
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.zero.gradients.accumulation import Purpose
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.layout.placement import placement_of
-from deepspeed.zero.layout.regions import Region, RegionRange, copies
+from deepspeed.zero.layout.regions import Region, RegionRange, copies, uncovered
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
 from deepspeed.zero.optimizer.update import all_gather_updated
@@ -97,20 +98,37 @@ class _Access:
         axis = group_of(self.member).ranks.slices
         if axis is None or not placement_of(self.member.param).cuts:
             return local
-        box = self.region
-        kinds = all_gather_objects(axis, (box, None if local is None else (local.dtype, local.device.type)))
-        known = next((kind for _, kind in kinds if kind is not None), None)
-        if known is None:
-            return None
-        if local is None:
-            local = torch.zeros(box.local_shape, dtype=known[0], device=known[1])
-        sizes = [region.numel for region, _ in kinds]
-        slices = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
-        tensor, whole = local.new_zeros(box.shape), Region(box.shape)
-        for (region, _), part in zip(kinds, slices, strict=True):
-            for copy in copies(RegionRange(region, 0, region.numel), RegionRange(whole, 0, whole.numel)):
-                copy(part.reshape(-1), tensor.view(-1))
-        return tensor
+        return join_slices(axis, self.region, local, label)
+
+
+def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
+    """The global tensor of the slices of all ranks of an axis; None where no rank has one. All ranks call together.
+
+    Args:
+        box: the region of the global tensor that this rank has.
+        local: its elements; None counts as zeros.
+        label: for reports.
+
+    Raises:
+        UsageError: the ranks' regions leave out an element.
+    """
+    kinds = all_gather_objects(axis, (box, None if local is None else (local.dtype, local.device.type)))
+    known = next((kind for _, kind in kinds if kind is not None), None)
+    if known is None:
+        return None
+    boxes = [region for region, _ in kinds]
+    gap = uncovered(boxes)
+    if gap is not None:
+        raise UsageError(f"{label}: no rank has element {list(gap)} of {box.shape}: the ranks' placements leave it out")
+    if local is None:
+        local = torch.zeros(box.local_shape, dtype=known[0], device=known[1])
+    sizes = [region.numel for region in boxes]
+    slices = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
+    tensor, whole = local.new_zeros(box.shape), Region(box.shape)
+    for region, part in zip(boxes, slices, strict=True):
+        for copy in copies(RegionRange(region, 0, region.numel), RegionRange(whole, 0, whole.numel)):
+            copy(part.reshape(-1), tensor.view(-1))
+    return tensor
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:

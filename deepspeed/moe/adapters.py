@@ -1,0 +1,79 @@
+"""LoRA adapters of PEFT on packed experts (`target_parameters`): a rank keeps those of its experts.
+
+An adapter of E experts and rank r has A (E r, in), whose rows are grouped by expert, and B (out, r E), whose columns
+are grouped by rank. An adapter that takes the experts' parameter for one matrix (2-d) has A (r, in), which all experts
+share, and B (out, r), which is divided as the parameter is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from deepspeed.foundation.log import log_rank0
+
+Segments = list[tuple[int, int]]
+
+
+class ExpertPart(NamedTuple):
+    """The segments of one dim of a module's parameter that belong to the experts of this rank."""
+
+    owner: nn.Module
+    key: str
+    dim: int
+    segments: Segments
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter, whole or divided."""
+        return self.owner.get_parameter(self.key)
+
+
+def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
+    """PEFT's wrappers around the parameters of a module of experts."""
+    layers = sys.modules.get("peft.tuners.lora.layer")  # not imported: then nothing is wrapped
+    kind = getattr(layers, "ParamWrapper", ())
+    return [module for module in model.modules() if isinstance(module, kind) and module.get_base_layer() is experts]
+
+
+def adapters_of(wrapper: Any, location: Any) -> Iterator[ExpertPart]:
+    """The adapters of the experts of this rank.
+
+    Args:
+        wrapper: of `wrappers_of`; its experts are whole.
+        location: the `ExpertLocation` of the experts.
+    """
+    packed = wrapper.get_param()
+    count, first, local = location.count, location.first, location.local_count
+    for name, down in wrapper.lora_A.items():
+        up, rank = wrapper.lora_B[name], wrapper.r[name]
+        if wrapper.num_experts == count:
+            yield ExpertPart(down, "weight", 0, [(first * rank, local * rank)])
+            yield ExpertPart(up, "weight", 1, [(index * count + first, local) for index in range(rank)])
+        else:
+            size = getattr(packed, "ds_shape", packed.shape)[0] // count
+            yield ExpertPart(up, "weight", 0, [(first * size, local * size)])
+
+
+def set_local_count(wrapper: Any, location: Any) -> None:
+    """Let a wrapper reshape its adapters for the experts of this rank."""
+    if wrapper.num_experts == location.count:
+        wrapper.num_experts = location.local_count
+
+
+def advise(model: nn.Module, experts: dict[str, nn.Module]) -> None:
+    """Log a line where a model has adapters, and its packed experts are frozen without any."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    if layers is None or not any(isinstance(module, layers.LoraLayer) for module in model.modules()):
+        return
+    for name, module in experts.items():
+        params = dict(module.named_parameters())
+        if not any(param.requires_grad for param in params.values()) and not wrappers_of(model, module):
+            log_rank0(
+                f"LoRA does not train the packed experts of '{name}': add target_parameters={sorted(params)} to "
+                f"LoraConfig to adapt them"
+            )
+            return

@@ -1,0 +1,78 @@
+"""Failures of ranks that have experts together: every rank ends with an error that names the layer, and none hangs."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from tests.harness.pool import PATIENCE
+from tests.unit.comm.ranks import run_ranks
+
+TIMEOUT = 3.0  # seconds of one collective
+MARGIN = 5.0  # seconds after it within which every rank has ended
+
+START = """
+import deepspeed
+from torch import nn
+from tests.parallel.test_experts import loss_of, tokens, toy, with_adamw
+dist.init_distributed(verbose=False)
+rank, model, layer = dist.get_rank(), toy("Mixtral"), 1
+def engine_of(stage=1, ep=2, **more):
+    return deepspeed.initialize(model=model, config=with_adamw(stage, ep, **more))[0]
+def step(engine, number=0):
+    engine.backward(loss_of(engine, tokens(rank, number)))
+    engine.step()
+def at_experts(action):
+    def hook(*_):
+        print(time.monotonic(), flush=True)
+        if rank == 1:
+            action()
+    model.model.layers[layer].mlp.experts.act_fn.register_forward_hook(hook)
+"""
+EXPERTS = "model.layers.1.mlp.experts"
+# by name: what happens on rank 1, and words that the error of rank 0 has
+CASES = {
+    "an expert raises": ("""
+        def fail(): raise ValueError("no luck")
+        engine = engine_of()
+        at_experts(fail)
+        try:
+            step(engine)
+        except ValueError:  # it stays, and takes part in nothing more
+            time.sleep(60)
+    """, (EXPERTS, "no luck", "rank 1")),
+    "a rank dies": ("""
+        engine = engine_of(3)
+        at_experts(lambda: os._exit(9))
+        step(engine)
+    """, (EXPERTS, "rank 1")),
+    "a rank skips a layer": ("""
+        engine = engine_of()
+        if rank == 1:
+            model.model.layers[layer].mlp.forward = lambda hidden: hidden
+        print(time.monotonic(), flush=True)
+        step(engine)
+    """, (EXPERTS, "rank 1")),
+    "a rank has fewer batches": ("""
+        engine = engine_of()
+        for number in range(1 if rank == 1 else 3):
+            print(time.monotonic(), flush=True)
+            step(engine, number)
+    """, ("model.layers.0.mlp.experts",)),
+    "sizes differ": ("""
+        print(time.monotonic(), flush=True)
+        step(engine_of(1, 1 + rank))
+    """, ("rank 0's experts",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["an expert raises", *[pytest.param(c, marks=pytest.mark.slow) for c in CASES]])
+def test_all_ranks_end(case: str) -> None:
+    snippet, words = CASES[case]
+    limit = TIMEOUT * PATIENCE
+    ends = run_ranks(START + textwrap.dedent(snippet), 2, limit=30 * PATIENCE, DEEPSPEED_TIMEOUT=str(limit / 60))
+    assert ends[0].code, ends
+    assert all(word in ends[0].err for word in words), ends[0].err
+    assert "deepspeed.errors." in ends[0].err, ends[0].err
+    assert ends[0].last_word - float(ends[0].out.split()[-1]) < limit + MARGIN, ends
