@@ -21,12 +21,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_transform(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a transform's wrapper, which has no memory of its own."""
+    """Return whether `tensor` is a transform's wrapper, which has no memory of its own."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def outside_transforms(method: Method) -> Method:
-    """Decorate a function that moves memory, to run as if no transform were active."""
+    """Decorate a function that moves memory to run as if no transform were active."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
