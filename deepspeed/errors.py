@@ -43,7 +43,7 @@ class OptimizerError(ArgumentError):
 
 
 class SchedulerError(ArgumentError):
-    """The learning-rate schedule does not fit its arguments or the optimizer."""
+    """The learning-rate schedule does not fit the optimizer, or has invalid arguments."""
 
 
 class ShardedParameterError(DeepSpeedError, RuntimeError):
@@ -51,7 +51,7 @@ class ShardedParameterError(DeepSpeedError, RuntimeError):
 
 
 class LossScaleError(DeepSpeedError, RuntimeError):
-    """The dynamic loss scale is at its minimum and gradients still overflow."""
+    """A sharded parameter was written to, or its storage was accessed, outside of a gather."""
 
 
 class CommError(DeepSpeedError, RuntimeError):

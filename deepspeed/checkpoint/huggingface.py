@@ -82,7 +82,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     """Stream weights into a model, plain or sharded by `zero.Init`. Every rank reads only its part.
 
     Args:
-        module: the model. The call is collective.
+        module: the model. All ranks must call this.
         path: a folder written by `save_pretrained`, or a safetensors file.
         strict: require equal names in the model and the file.
 

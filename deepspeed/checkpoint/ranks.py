@@ -24,7 +24,7 @@ class Ranks:
         self.group = group if group is not None or axis is None else axis.group
 
     def gather(self, local: Any) -> list[Any]:
-        """Gather an object from every rank, in rank order. Collective."""
+        """Gather an object from every rank, in rank order. All ranks must call this."""
         if self.size == 1 or self.group is None:
             return [local] * self.size
         every: list[Any] = [None] * self.size

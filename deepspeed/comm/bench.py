@@ -94,7 +94,7 @@ def main() -> int:
 def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
     """Measure one collective; returns a row per size with bytes, seconds (slowest rank), algbw and busbw in 10⁹ B/s.
 
-    Collective.
+    All ranks must call this.
     """
     rows = []
     dtype = getattr(torch, arguments.dtype, None)

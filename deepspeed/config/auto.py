@@ -204,7 +204,7 @@ def elastic_batch(
 
 PLAN = "plan"
 PLAN_VARIABLE = "DS_PLAN"
-"""Variable that names the plan's file; else it is looked for where `ds_plan` and the autotuner store it."""
+"""Variable with the path of the plan; the default is the path at which `ds_plan` and the autotuner store plans."""
 _ZERO, _RECOMPUTE, _TUNING = "zero_optimization", "activation_checkpointing", "autotuning"
 _OF_ZERO = (
     "stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "allgather_bucket_size", "mics_shard_size",

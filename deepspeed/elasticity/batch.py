@@ -21,7 +21,7 @@ from deepspeed.version import __version__
 
 ELASTICITY = "elasticity"
 SCHEDULER_VIEW = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Variable with the block as the scheduler saw it when it chose the size of the job."""
+"""Variable with the block from which the scheduler chose the size of the job."""
 OLDEST_TARGET = (0, 3, 8)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

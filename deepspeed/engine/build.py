@@ -363,7 +363,7 @@ def build(
 def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
     """Broadcast rank 0's values, and experts from the first rank that has them; returns the ep sizes.
 
-    Collective.
+    All ranks must call this.
     """
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -520,7 +520,7 @@ def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) 
 def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
     """Combine the traits of all ranks, since ranks can differ in parameters and in objects that cannot be copied.
 
-    The layout of parameters depends on the result, so it must be equal on all ranks. Collective.
+    The layout of parameters depends on the result, so it must be equal on all ranks. All ranks must call this.
     """
     every = [
         replace(each, methods=methods)

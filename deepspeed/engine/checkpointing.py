@@ -205,7 +205,7 @@ class CheckpointIO:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint to `<save_dir>/<tag>/`. Collective.
+        """Save a checkpoint to `<save_dir>/<tag>/`. All ranks must call this.
 
         An existing checkpoint of that tag is kept until the new one is complete. With `checkpoint.async_save` this
         returns once the state is copied; the next save, load or `destroy` raises errors of the save.

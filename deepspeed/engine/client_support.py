@@ -93,7 +93,7 @@ class RunningStatistics:
         self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
 
     def publish(self) -> None:
-        """Broadcast rank 0's statistics. Collective."""
+        """Broadcast rank 0's statistics. All ranks must call this."""
         source = self._own or self.buffers
         for initial, now in zip(self._first, source, strict=True):
             initial.copy_(now)

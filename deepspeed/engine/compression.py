@@ -50,7 +50,7 @@ class _Facts:
 
 
 class StructuredPruning:
-    """One structured pruning of one engine. Collective."""
+    """One structured pruning of one engine. All ranks must call this."""
 
     def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
         self.state, self.removal, self._agree = state, removal, agree
@@ -253,7 +253,7 @@ class CompressionHooks:
         state.hooks.opened.append(self.replay)
 
     def start(self) -> None:
-        """Start compression if the JSON or the old API calls enable it. Collective."""
+        """Start compression if the JSON or the old API calls enable it. All ranks must call this."""
         top = self._state.ds_config.top
         section, called = top.compression_training, left_on(self._state.module, CALLED)
         if called is not None and not section.active:
@@ -279,7 +279,7 @@ class CompressionHooks:
             self._let_layers_leave(self._state.compression)
 
     def after_applied_step(self) -> None:
-        """Advance compression after an applied optimizer step. Collective."""
+        """Advance compression after an applied optimizer step. All ranks must call this."""
         if self._state.compression is not None:
             ended = self._state.compression.step()
             if ended:
@@ -324,7 +324,7 @@ class CompressionHooks:
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None
     ) -> dict[str, Any] | None:
-        """Write a folder with the compressed model, which plain Transformers loads. Collective.
+        """Write a folder with the compressed model, which plain Transformers loads. All ranks must call this.
 
         Args:
             folder: created if missing.
@@ -355,7 +355,7 @@ class CompressionHooks:
             self.export_compressed(section.folder)
 
     def _shrink(self, removal: Removal) -> None:
-        """Remove units from the running engine. Collective."""
+        """Remove units from the running engine. All ranks must call this."""
         before = sum(shape.numel() for shape in shapes_of(self._state.module).values())
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
         StructuredPruning(self._state, removal, agree).run()

@@ -1,8 +1,8 @@
 """The engine: the order of calls of a training step. Read this file first.
 
-Each method is documented where it is implemented; `help(engine.save_checkpoint)` shows it.
+The docstring of each method is at its implementation; `help(engine.save_checkpoint)` shows it.
 
-A window is the micro-batches between two updates. forward → backward (gradients are copied into buckets,
+A window consists of the micro-batches between two updates. forward → backward (gradients are copied into buckets,
 `zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees
 over ranks, clips, updates, and all-gathers the parameters.
 """
@@ -407,7 +407,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def flush(self) -> None:
         """Apply an incomplete window, as at the end of an epoch, with the mean over its micro-batches.
 
-        Collective. Does nothing if the window has no micro-batch.
+        All ranks must call this. Does nothing if the window has no micro-batch.
         """
         if self._components.optimizer is None:
             raise self._components.without_optimizer("flush")
@@ -459,7 +459,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. Collective."""
+        """Drop the gradients of the window. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -533,7 +533,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._components.lifecycle.prefetcher.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce the gradients of the window so far, instead of in `step`. Collective.
+        """Reduce the gradients of the window so far, instead of in `step`. All ranks must call this.
 
         Args:
             bucket_size: accepted for old scripts; the JSON fixes bucket sizes.
@@ -549,7 +549,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def destroy(self) -> None:
         """Remove the hooks and free optimizer state and gradients; the model remains, plain or sharded.
 
-        Collective, since other ranks may still read this rank's shards; a rank that raises does not wait. If a
+        All ranks must call this, since others may still read this rank's shards; a rank that raises does not wait. If a
         parameter change was lost, the call raises `ShardedParameterError` at the end.
         """
         failing = sys.exc_info()[0] is not None

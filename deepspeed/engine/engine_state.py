@@ -103,7 +103,7 @@ class EngineState:
         return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, coordinates)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
-        """Return the parameter names that other ranks hold. Collective."""
+        """Return the parameter names that other ranks hold. All ranks must call this."""
         if not self.sliced:
             return set()
         first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # experts may have names of their own
@@ -111,7 +111,7 @@ class EngineState:
         return {name for names in Ranks(self.everyone).gather(local_names) for name in names}
 
     def forget_window(self) -> None:
-        """Drop the gradients of the window and gathered parameters before other values are loaded. Collective."""
+        """Drop the gradients of the window and the gathered parameters. All ranks must call this."""
         if self.components.optimizer is not None:
             self.components.optimizer.zero_grad()
         if self.components.lifecycle is not None:

@@ -18,7 +18,7 @@ from deepspeed.moe.layer import MoE
 
 
 def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
-    """Divide the experts of a whole model in place, unless they are divided already. Collective.
+    """Divide the experts of a whole model in place, unless they are divided already. All ranks must call this.
 
     `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts.
     """
@@ -32,7 +32,7 @@ def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opt
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Divide the experts of `MoE` layers, of a whole model or a pipeline stage. Collective."""
+    """Divide the experts of `MoE` layers, of a whole model or a pipeline stage. All ranks must call this."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     sizes = {layer.ep_size for layer in layers.values()}
     if mesh.size("pp") > 1:  # stages have other layers, and all ranks make all groups

@@ -447,9 +447,9 @@ class Instruments:
     # -- gradients by name ----------------------------------------------------------------------------------------
 
     def gradient_norms(self) -> dict[str, float]:
-        """Return the L2 norm of the window's mean gradient for each parameter, before clipping. Collective.
+        """Return the L2 norm of the window's mean gradient for each parameter, before clipping.
 
-        Call this between `backward` and `step`. With tensor parallelism, a norm covers all slices of its parameter.
+        All ranks must call this between `backward` and `step`. With tensor parallelism, a norm covers all slices.
 
         Returns:
             Norms by name, in the model's order, without parameters that have no gradient on any rank.

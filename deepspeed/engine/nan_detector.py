@@ -97,7 +97,7 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Search between norm and update. Collective; each row begins with the sum of a rank's losses."""
+        """Search between norm and update. All ranks must call this; each row begins with the sum of a rank's losses."""
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:

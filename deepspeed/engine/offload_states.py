@@ -48,7 +48,7 @@ class OffloadStates:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state from the device to host memory until `reload_states`. Collective.
+        """Move training state from the device to host memory until `reload_states`. All ranks must call this.
 
         State that is already offloaded (`offload_optimizer`, `offload_param`), and whole parameters (stages 0 to 2),
         are not moved. Until the state is reloaded, forward and step raise.
@@ -91,7 +91,7 @@ class OffloadStates:
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Restore the state that `offload_states` moved. Collective.
+        """Restore the state that `offload_states` moved. All ranks must call this.
 
         Args:
             non_blocking: do not wait for the copies; later work on the device is ordered after them.

@@ -54,7 +54,7 @@ def agree(
     trains: bool = True,
     refused: Exception | None = None,
 ) -> AgreedWindow:
-    """Read a window, and raise on all ranks if one of them cannot. Collective.
+    """Read a window, and raise on all ranks if one of them cannot. All ranks must call this.
 
     Args:
         wanted: this rank's number of micro-batches of the window.

@@ -154,7 +154,7 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, num_items: Callable[[Any], float] | None = None
     ) -> torch.Tensor:
-        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. Collective.
+        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks must call this.
 
         Args:
             data_iter: yields this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
@@ -207,7 +207,7 @@ class PipelineEngine(DeepSpeedEngine):
         return mean
 
     def _compare_shared(self) -> None:
-        """Check after the first update that shared parameters are equal on all stages. Collective."""
+        """Check after the first update that shared parameters are equal on all stages. All ranks must call this."""
         shared: dict[str, torch.Tensor] = {
             name: param
             for name, param in self.module.named_parameters()
@@ -217,7 +217,7 @@ class PipelineEngine(DeepSpeedEngine):
             check_shared(shared, self.mesh.axis("pp"))
 
     def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
-        """Return the last stage's sample counts, since other stages may have no data. Collective."""
+        """Return the last stage's sample counts, since other stages may have no data. All ranks must call this."""
         return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
@@ -241,7 +241,7 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate micro-batches, without gradients and in evaluation mode. Collective.
+        """Evaluate micro-batches, without gradients and in evaluation mode. All ranks must call this.
 
         Args:
             data_iter: as in `train_batch`.
@@ -276,7 +276,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _evaluated(
         self, outputs: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
     ) -> Any:
-        """Return the loss over all ranks from the outputs of the last stage. Collective."""
+        """Return the loss over all ranks from the outputs of the last stage. All ranks must call this."""
         last, weights, batch_losses = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
@@ -313,7 +313,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
-        """Gather every rank's counts of the window. Collective; raises on all ranks if one has a problem."""
+        """Gather every rank's counts of the window. All ranks must call this; an error on one rank raises on all."""
         self._sums += 1
         mean = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
@@ -332,7 +332,7 @@ class PipelineEngine(DeepSpeedEngine):
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
-        """Send the metrics of the last stage to all ranks. Collective, after `_gather_counts`."""
+        """Send the metrics of the last stage to all ranks, which must call this after `_gather_counts`."""
         has_metrics = any(count.metrics for count in counts)
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
@@ -344,7 +344,7 @@ class PipelineEngine(DeepSpeedEngine):
         return torch.tensor(Count.mean_loss(counts))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `generate`, with forward passes through all stages. Collective.
+        """Call the model's own `generate`, with forward passes through all stages. All ranks must call this.
 
         Every token is one pass over the whole sequence, without a cache: suited for samples during training, slow
         otherwise. Random draws are those of rank 0. Arguments and result are the model's.
@@ -396,7 +396,7 @@ class PipelineEngine(DeepSpeedEngine):
         trains: bool = True,
         refused: Exception | None = None,
     ) -> AgreedWindow:
-        """Read the micro-batches of a window. Collective; ranks without data follow the others."""
+        """Read the micro-batches of a window. All ranks must call this; ranks without data follow the others."""
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
             if self._iterator is None and self.training_dataloader is not None:
@@ -418,7 +418,7 @@ class PipelineEngine(DeepSpeedEngine):
         return agreed
 
     def _gather_window_reports(self, report: WindowReport) -> list[WindowReport]:
-        """Gather every rank's report of a window before it starts. Collective."""
+        """Gather every rank's report of a window before it starts. All ranks must call this."""
         self._sums += 1
         tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
         table = scalars.current.table(

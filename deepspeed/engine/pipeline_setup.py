@@ -45,7 +45,7 @@ def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
 def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
     """Check that a model can be split into stages, before its values are created or moved.
 
-    Collective. Returns whether the model has no values (meta device); equal on all ranks.
+    All ranks must call this. Returns whether the model has no values (meta device); equal on all ranks.
     """
     axis = mesh.axis(*DIMS)
     raise_together(
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
     """Reduce a model to this rank's stage.
 
-    Collective. Returns the parts of the stage, by chunk; removed parameters also leave the optimizer.
+    All ranks must call this. Returns the parts of the stage, by chunk; removed parameters also leave the optimizer.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     if isinstance(model, PipelineModule):
@@ -103,7 +103,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 
 
 def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> ModelSplit:
-    """Find the cuts between stages. Collective; an error on one rank raises on all."""
+    """Find the cuts between stages. All ranks must call this; an error on one rank raises on all."""
 
     def find(method: str, meter: Meter | None = None) -> ModelSplit:
         return find_layout(model, stages, example_inputs(model), method, section.chunks, meter)
@@ -140,14 +140,14 @@ meters: Replaceable[Callable[[DeepSpeedConfig, Mesh], Meter | None]] = Replaceab
 
 
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Reshard parameters that were created over all stages to their own stage. Collective."""
+    """Reshard parameters that were created over all stages to their own stage. All ranks must call this."""
     shards = config.zero.stage == 3
     with alarmed(lambda: "laying parameters over the ranks of their stage"):
         shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Check that the ranks of a pipeline have the same model, by a line per parameter or layer. Collective."""
+    """Check that the ranks of a pipeline have the same model, parameter by parameter. All ranks must call this."""
     if isinstance(model, PipelineModule):
         names = model.description()
     else:
@@ -170,7 +170,7 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
-    """Check that a parameter on several stages is placed as a tied copy on all of them. Collective."""
+    """Check that a parameter on several stages is placed as a tied copy on all of them. All ranks must call this."""
     copies = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
     everyone = object_exchange.current.gather_present(mesh.axis("pp"), copies)
     first: dict[str, int] = {}
@@ -236,10 +236,11 @@ def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig)
 def generate(
     model: Any, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a model's own `generate` with forward passes through all stages. Collective.
+    """Call a model's own `generate` with forward passes through all stages. All ranks must call this.
 
     Args:
-        outputs_of: runs the model's forward through all stages by keyword; returns outputs on the last, else None.
+        outputs_of: runs the model's forward through all stages with keyword arguments; returns the outputs on the last
+            stage, else None.
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")

@@ -16,9 +16,9 @@ from deepspeed.engine.engine_state import EngineState
 from deepspeed.foundation.log import log_once, log_rank0
 
 REQUEUE = 85
-"""Exit code after a save that a signal asked for."""
+"""Exit code after a save that a signal requested."""
 GRACE_S = 30.0
-"""Longest time between the signal and the end, where the launcher does not say."""
+"""Maximum time between the signal and the end; the launcher can set another one."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHED_BY = ("DS_JOB_ID", "SLURM_JOB_ID", "TRAINING_JOB_NAME", "KUBERNETES_SERVICE_HOST")
 

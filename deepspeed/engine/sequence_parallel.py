@@ -57,13 +57,13 @@ class Sequencing:
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compare the model with its computation on whole sequences, unless verification is off. Collective."""
+        """Compare the model with its computation on whole sequences, unless disabled. All ranks must call this."""
         for model in self._models if self._verify else []:
             with around():
                 prove(model, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this rank's slice of the arguments of a forward in training. Collective.
+        """Return this rank's slice of the arguments of a forward in training. All ranks must call this.
 
         The first ten batches are compared: equal batches are whole, others must be slices of one sequence.
         """
@@ -99,7 +99,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Check that a loss is equal on all ranks of a sequence, for the first ten losses. Collective."""
+        """Check that a loss is equal on all ranks of a sequence, for the first ten losses. All ranks must call this."""
         if not self._losses:
             return
         self._losses -= 1

@@ -142,7 +142,7 @@ class WeightsIO:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights in the compute dtype to one file for `torch.load`. Collective.
+        """Write the weights in the compute dtype to one file for `torch.load`. All ranks must call this.
 
         Args:
             save_dir: folder of the file.
@@ -177,7 +177,7 @@ class WeightsIO:
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """Gather the whole model on rank 0's CPU, group by group; returns None on other ranks. Collective."""
+        """Gather the whole model on rank 0's CPU, else return None, group by group. All ranks must call this."""
         state_dict: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -291,7 +291,7 @@ class WeightsIO:
         """Load a state dict, also into sharded parameters; names may begin with `module.`.
 
         Args:
-            state_dict: whole weights, the same on all ranks. The call is collective.
+            state_dict: whole weights, the same on all ranks. All ranks must call this.
             strict: require equal names, and load every element of the model.
             assign: not supported: parameters keep their identity.
 

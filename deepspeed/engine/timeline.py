@@ -78,7 +78,7 @@ class Tracing:
 
     @staticmethod
     def _ahead(group: Any) -> int:
-        """Return the nanoseconds by which this rank's clock is ahead of the group's first rank. Collective.
+        """Return the nanoseconds by which this rank's clock is ahead of the first rank's. All ranks must call this.
 
         Processes of one machine have the same clock. Others compare theirs in several rounds after a barrier.
         """

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, int, tuple[int, ...]], None]
-"""Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
+"""Callback for a message: the collective, bytes of the whole tensor, participating ranks."""
 
 # Whether messages are late, whether tensors stand for a device's, the ranks on each host, 0 where nobody said, and what
 # other stages of a pipeline have said.

@@ -30,7 +30,7 @@ from deepspeed.launcher.rank_logs import attempt_folder
 from deepspeed.launcher.rank_process import Guard, Rank, RankSpec
 
 CALL = "DS_AGENT_CALL"
-"""Variable that tells an agent where the launcher listens, and the token, where standard input cannot."""
+"""Variable with the launcher's address and the token, for agents without standard input."""
 
 # The first line the agent reads is the import path, as JSON; the agent's own module does the rest. Where it is to
 # call back, `token port address…` stands in an argument or a variable, or is the first line of standard input.
@@ -56,7 +56,7 @@ _SOURCE = (
     "sys.exit(main(s))"
 ).format(call=f'"{CALL}"', none='"-"', line='"stdin"', rb='"rb"', comma='","')
 SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
-"""The same as one line, which every shell keeps as it is."""
+"""The source as one line that no shell changes."""
 
 
 def import_path() -> list[str]:
@@ -100,9 +100,9 @@ def own_folder() -> str:
 
 
 WAITS_FOR_JOB_S = 900.0
-"""How long an agent waits for its job: other hosts may still be starting."""
+"""Maximum time that an agent waits for its job: other hosts may still be starting."""
 FULL_BYTES = 4 << 20
-"""Output that waits for the terminal before ranks are made to wait too."""
+"""Bytes of output queued for the terminal above which the ranks' output is paused."""
 
 
 def main(connection: socket.socket | None = None) -> int:

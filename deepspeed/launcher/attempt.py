@@ -15,7 +15,7 @@ from deepspeed.launcher.host_state import Failure, HostState
 from deepspeed.launcher.job import Job
 
 SETTLE_SECONDS = 1.0
-"""Time the other ranks have, after the first failure, to end by themselves with their own report."""
+"""Time after the first failure in which the other ranks can end by themselves with their own report."""
 GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL to ranks left over after a failure."""
 

@@ -19,14 +19,14 @@ from deepspeed.launcher.job import WORDS, SecretDigest, hide, load_digests, name
 from deepspeed.launcher.rank_logs import jobs
 
 LOG_BYTES = 1 << 20
-"""That is taken from the end of each file."""
+"""Maximum bytes from the end of each file."""
 HIDDEN = "[hidden]"
 SHOWN = (
     "CUDA_", "DEEPSPEED_", "DS_", "GLOO_", "GROUP_", "HIP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NODE_RANK", "OMP_",
     "OMPI_", "PALS_", "PET_", "PMI", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_HOSTS", "SM_CURRENT", "SM_NUM_",
     "TORCH", "UCX_", "WORLD_SIZE", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR",
 )  # fmt: skip
-"""Variables whose values are shown begin so; of others only the name is."""
+"""Prefixes of variables whose values are shown; for others, only the name is shown."""
 
 _ASSIGNED = re.compile(
     rf"""((?:[\w.-]*[_.-])?(?:{WORDS})(?:[_.-][\w.-]*)?["']?(?:\s*[:=]\s*|(?<=\w)\s+(?=["']))|--[\w-]*(?:{WORDS})[\w-]*\s+)"""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OPEN_SECONDS = 60.0
 """Time for which the token is valid."""
 CALLER_SECONDS = 5.0
-"""Time a caller has to show the token."""
+"""Time in which a connection must send the token."""
 _LINE_BYTES = 256
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 MAGIC = b"\n\0deepspeed agent 1\n"
-"""What an agent says first: what a login script printed before it is no message."""
+"""Start of an agent's messages; earlier output of a login script is ignored."""
 MOST_BYTES = 256 << 20
-"""Longest message; a longer one means that the other side is not one of ours."""
+"""Maximum message size; a larger one means that the other side is no agent or launcher."""
 
 _HEAD = struct.Struct("=II")  # bytes of the JSON, of what follows it
 _READ = 1 << 18

@@ -18,11 +18,11 @@ from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
 
 HELLO_SECONDS = 60.0
-"""Longest time between the start of a starter and its agent's first word."""
+"""Maximum time between the start of a starter and the first message of its agent."""
 GOODBYE_SECONDS = 3.0
-"""How long agents and starters may take to end when all is over."""
+"""Maximum time for agents and starters to end after the job."""
 FULL_BYTES = 4 << 20
-"""Output that waits for the terminal before ranks are made to wait too."""
+"""Bytes of output queued for the terminal above which the ranks' output is paused."""
 CANNOT_START = 2
 
 

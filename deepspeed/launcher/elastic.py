@@ -21,14 +21,14 @@ from deepspeed.launcher.job import Elastic
 from deepspeed.version import __version__
 
 RETRY_SECONDS = 3.0
-"""Time between two tries to reach a lost host."""
+"""Time between two attempts to reach a lost host."""
 GROW_AFTER_SECONDS = 10.0
-"""How long an attempt runs before it is stopped for a larger one."""
+"""Minimum run time of an attempt before it is stopped for a larger one."""
 WAIT_SECONDS = 1800.0
-"""How long too few hosts wait for more."""
+"""Maximum wait for hosts if there are too few."""
 MOST_RESTARTS = 100
 MOST_ERRORS_IN_A_ROW = 3
-"""Attempts that end by a rank's own error, not by the loss of one: starting again does not help against those."""
+"""Maximum number of consecutive attempts that end with a script's error, against which a restart does not help."""
 
 
 class ElasticControl(Control):

@@ -78,9 +78,9 @@ def parse_cores(text: str) -> list[int]:
 
 
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
-"""Variables whose names begin so go to every node."""
+"""Prefixes of variables that are exported to every node."""
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of NAME=VALUE lines, in the home or the current directory, that go to every node."""
+"""File in the home or the current directory with NAME=VALUE lines to export to every node."""
 
 _DECLARED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:@([^=\s]+))?")
 

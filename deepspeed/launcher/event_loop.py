@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from deepspeed.errors import LaunchError
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Those that a user or a scheduler sends to the job's ranks."""
+"""Signals of a user or scheduler that are forwarded to the job's ranks."""
 OWN_DESCRIPTORS = 64
-"""Most that are open besides those of the hosts."""
+"""Maximum of open descriptors besides those of the hosts."""
 
 
 def make_room(descriptors: int) -> None:

@@ -10,7 +10,7 @@ import signal
 from deepspeed.foundation.cgroup import CgroupMemory, machine_memory
 
 REQUEUE = 85
-"""Exit code of a rank that saved its state because it was asked to stop: start the job again."""
+"""Exit code of a rank that saved its state after a stop request: start the job again."""
 
 _GIB = 2**30
 LOST_ANOTHER = "it lost another rank"

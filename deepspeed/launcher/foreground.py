@@ -20,9 +20,9 @@ from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.event_loop import FORWARDED_SIGNALS
 
 LOST = 1
-"""Exit code when the process that ran the job is gone."""
+"""Exit code if the process that ran the job was killed."""
 LAST_BYTES = 16384
-"""Of the errors shown that are kept for a report elsewhere."""
+"""Bytes of error output that are kept for a report."""
 
 _last_errors = bytearray()
 

@@ -240,7 +240,7 @@ class Pool:
 
     @classmethod
     def from_sagemaker(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """SageMaker runs the command in every container: the first host leads. Variables and file must agree."""
+        """Return SageMaker's hosts. All containers run the command; the first leads. Variables and file must match."""
         named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
         current = env.get("SM_CURRENT_HOST", "")
         try:

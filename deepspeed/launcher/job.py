@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Export = tuple[str, str, str | None]
-"""Name, value, and the one host it is for (None: all)."""
+"""Name, value, and host of a variable (None: all hosts)."""
 
 
 @dataclass(frozen=True)

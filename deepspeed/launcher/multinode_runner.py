@@ -28,10 +28,10 @@ from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.rank_process import close_all_but
 
 CONNECT_SECONDS = 10
-"""How long ssh tries to connect to a host."""
+"""Timeout of ssh connections, in seconds."""
 CONNECTING_AT_ONCE = 128
 _LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "TERM")
-"""What a login would have set on the host; srun and mpirun start their processes without one."""
+"""Variables that a login sets on the host; srun and mpirun start processes without a login."""
 _STARTERS_OWN = (
     "OMPI_", "OPAL_", "PMIX_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_", "MPIR_", "I_MPI_", "MV2_", "UCX_", "FI_",
     "PDSH_", "SSH_", "SLURM_", "SRUN_", "KRB5", "MUNGE_", "FANOUT", "WCOLL",

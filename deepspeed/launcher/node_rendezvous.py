@@ -20,9 +20,9 @@ from deepspeed.launcher.job import Job
 from deepspeed.launcher.multinode_runner import ForkStarter
 
 ARRIVE_SECONDS = 600.0
-"""How long the hosts wait for each other: containers are pulled, machines are started."""
+"""Maximum time that hosts wait for each other, for example while containers are pulled."""
 LOG_SECONDS = 15.0
-"""After so long a line says who is missing."""
+"""Time after which a line lists the missing hosts."""
 
 
 def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:

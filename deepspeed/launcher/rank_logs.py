@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 KEPT_JOBS = 10
-"""Folders of earlier jobs that stay where no folder was named."""
+"""Number of earlier jobs whose log folders in the temporary folder are kept."""
 
 
 def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
@@ -61,9 +61,9 @@ def _by_age(parent: Path) -> list[Path]:
 TAIL_BYTES = 64 * 1024
 LAST_LINES = 20
 LOG_BYTES = 64 << 20
-"""A log longer than this begins anew; the part before it is kept as `NAME.1`."""
+"""Maximum size of a log file; the full file is then renamed to `NAME.1`."""
 READ_BYTES = 1 << 20
-"""Most that one stream passes on before the others have their turn."""
+"""Maximum bytes that one stream forwards before the other streams' turn."""
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAINED = re.compile(rb"(During handling of the above exception|The above exception was the direct cause of)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)

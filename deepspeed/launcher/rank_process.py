@@ -17,7 +17,7 @@ from pathlib import Path
 from deepspeed.launcher.rank_logs import Log, Size, Stream, open_channel
 
 FATAL_SECONDS = 30.0
-"""Longest time between a traceback and the end of the process that it belongs to."""
+"""Maximum time between a final traceback and the end of its process."""
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -40,7 +40,7 @@ __all__ = [
 
 PDSH_MAX_FAN_OUT = 1024
 NO_SSH_PORT = 29500
-"""Where the hosts of a --no_ssh run meet, unless --master_port says otherwise."""
+"""Default rendezvous port of --no_ssh runs; --master_port overrides it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from deepspeed.launcher.foreground import last_errors
 
 ROOT = Path("/opt/ml")
 FAILURE_BYTES = 1024
-"""The platform shows that much of the failure file, from its beginning."""
+"""Number of bytes that the platform shows from the beginning of the failure file."""
 _HEAD_BYTES = 384
 
 

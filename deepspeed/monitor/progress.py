@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 VARIABLE = "DEEPSPEED_PROGRESS"
-"""Set to 1, as `deepspeed --progress` does: every engine shows the line, inside and outside of `engine.loop`."""
+"""Variable for the progress line of every engine, also outside of `engine.loop`; `deepspeed --progress` sets 1."""
 
 _LIVE_S, _PLAIN_S = 0.25, 10.0  # between two lines, with a terminal and without
 _RATE_S = 15.0  # the rate is that of so many seconds

@@ -94,7 +94,8 @@ def table(folder: Path, now: float | None = None) -> str:
     """Format one line for each rank, and one for the run.
 
     Args:
-        folder: folder of the run (`output_path`/`job_name` of a monitor).
+        folder: folder of the run, which is `output_path`/`job_name` in the configuration of a monitor and contains one
+            page per rank.
         now: seconds since 1970; None: the current time.
     """
     now = time.time() if now is None else now

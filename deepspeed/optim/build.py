@@ -123,7 +123,7 @@ NAMED: dict[str, type[torch.optim.Optimizer]] = {
     "muon": Muon,
     "sgd": torch.optim.SGD,
 }
-"""Classes by the names of `optimizer.type`, in any case."""
+"""Classes by `optimizer.type`, in lower case."""
 
 
 def _recipe(type_name: str, params: Params) -> Recipe:

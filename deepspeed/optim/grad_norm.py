@@ -107,7 +107,7 @@ class CheckOverflow:
         self.mpu, self.zero_reduce_scatter = mpu, zero_reduce_scatter
 
     def check(self, param_groups: Iterable[Any] | None = None) -> bool:
-        """Return whether any rank has a non-finite gradient. Collective."""
+        """Return whether any rank has a non-finite gradient. All ranks must call this."""
         return self.has_overflow(self.params if param_groups is None else self._flat(param_groups))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
@@ -125,7 +125,7 @@ class CheckOverflow:
         return any(self._has_inf_or_nan(grad) for p in params if (grad := p.grad) is not None)
 
     def has_overflow(self, params: Params, has_moe_params: bool | None = None) -> bool:
-        """Return whether a gradient on any rank is not finite. Collective."""
+        """Return whether a gradient on any rank is not finite. All ranks must call this."""
         return self._anywhere(self.has_overflow_serial(params))
 
     def _anywhere(self, overflow: bool) -> bool:

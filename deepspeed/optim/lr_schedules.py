@@ -58,7 +58,7 @@ class LRSchedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move to the next iteration, or to the given one, and set the groups' rates."""
+        """Advance to the next or the given iteration, and set the rates of the groups."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._last_lr = self._apply()

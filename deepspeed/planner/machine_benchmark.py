@@ -136,7 +136,7 @@ def main() -> int:
 _ENDLESS = 1e18
 _SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
 INTERPRETER = 400 << 20
-"""Bytes of a rank besides tensors."""
+"""Bytes of a rank's process besides tensors."""
 _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
 
 

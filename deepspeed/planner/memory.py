@@ -174,7 +174,7 @@ def measure_memory(
     optimizer: Any = None,
     updates: int = 3,
 ) -> MemoryCount:
-    """Measure this rank's memory in a real run. Collective; arguments as in `predict_memory`."""
+    """Measure this rank's memory in a real run. All ranks must call this. Arguments as in `predict_memory`."""
     return replace(_counted(Program(model, config, batch, loss, optimizer, updates)), measured=True)
 
 
@@ -209,8 +209,7 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 @contextlib.contextmanager
 def _young_objects() -> Iterator[None]:
-    """Restrict garbage collections inside the context to new objects: collections are frequent, and imports create a
-    million objects."""
+    """Limit garbage collection inside the context to new objects, since imports leave a million others."""
     gc.freeze()
     try:
         yield

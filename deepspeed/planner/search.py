@@ -44,7 +44,7 @@ _NAMES = {
 _WITH_PARAMETERS = (ALL, HOST_ALL)
 DATA_PARALLEL = MeshShape()
 NARROW = 4_000_000
-"""Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
+"""Bucket elements of plans whose usual buckets do not fit: fewer gradients are in transit."""
 WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
 _UNCUT = (
     WHOLE,
@@ -453,7 +453,7 @@ def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
 
 
 def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
-    """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
+    """Return whether narrow buckets may make a plan fit: gradients are reduced as they arrive, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
@@ -465,9 +465,9 @@ def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) 
 
 
 MOST = 5
-"""Trials at most."""
+"""Maximum number of trials."""
 DARING = 2
-"""How many of them may be of plans that fit only as long as ranks keep step."""
+"""Maximum number of trials for plans that fit only if ranks run in step."""
 
 
 @dataclass(frozen=True)

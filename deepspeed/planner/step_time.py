@@ -178,8 +178,10 @@ def enough(schedule: PipelineSchedule) -> int:
 
 
 def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float]:
-    """Return the seconds of each phase of a stage in a recording, such as forward (`F0` of chunk 0) or backward (`B0`);
-    messages do not count."""
+    """Return the seconds of each phase of a stage, such as one forward (`F0` of chunk 0) or one backward (`B0`).
+
+    The phases are marked in the recording; messages do not count.
+    """
     totals = first_touches(recording, machine)
     counts = Counter(entry.name for entry in recording.entries if entry.kind == MARK)
     clock = 0.0

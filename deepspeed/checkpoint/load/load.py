@@ -44,7 +44,7 @@ Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, where it is stored
 
 
 def _read(source: Source, slots: Slots) -> None:
-    """Read into slots that are in memory. Collective."""
+    """Read into slots that are in memory. All ranks must call this."""
     with torch.no_grad():
         wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
         source.read([ReadRequest(*arguments) for arguments in wanted])
@@ -53,7 +53,7 @@ def _read(source: Source, slots: Slots) -> None:
 def _read_all(
     view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
 ) -> None:
-    """Read the slots of all groups: slots in memory at once, the others group by group. Collective.
+    """Read the slots of all groups: slots in memory at once, the others group by group. All ranks must call this.
 
     Args:
         slots_of: returns the slots of a group; it is called, and the slots are read, while the group is held.
@@ -117,7 +117,7 @@ def load_values(
     settings: list[dict[str, Any]] | None = None,
     rounded: bool = False,
 ) -> None:
-    """Read parameters and buffers, and update all replicas. Collective.
+    """Read parameters and buffers, and update all replicas. All ranks must call this.
 
     Args:
         settings: saved settings of each optimizer group; with them, the optimizer state is read in the same pass.
@@ -146,7 +146,7 @@ def load_values(
 def load_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Read only the optimizer state, and restore the settings of the optimizer groups. Collective."""
+    """Read only the optimizer state, and restore the settings of the optimizer groups. All ranks must call this."""
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
     view.share_counters()
@@ -224,7 +224,7 @@ def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEn
 def load_window(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], ranks: Ranks, private: dict[str, Any]
 ) -> tuple[bool, list[str]]:
-    """Restore the gradients of an unfinished accumulation window. Collective.
+    """Restore the gradients of an unfinished accumulation window. All ranks must call this.
 
     On the topology of the save, every buffer gets its saved content; on another one, gradients are added up.
 

@@ -133,7 +133,7 @@ class NativeSource(Source):
         self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors and check the checksums of the blocks. Collective."""
+        """Read elements into tensors and check the checksums of the blocks. All ranks must call this."""
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for request in wanted:
@@ -253,7 +253,7 @@ class NativeSource(Source):
             return file.metadata.get("rank", "{}"), own
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read the private tensors of a saved rank whole, by entry name. Collective."""
+        """Read the private tensors of a saved rank whole, by entry name. All ranks must call this."""
         self._fetch([Fetch(rank_file(rank), entry, 0, into) for entry, into in wanted.items()])
 
 

@@ -85,7 +85,7 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Encode the small state and decide which rank stores which shard. Nothing is written. Collective."""
+        """Encode the small state and decide which rank stores which shard. All ranks must call this."""
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]

@@ -41,7 +41,7 @@ from deepspeed.zero.parameters.record import ParamRecord
 def join_slices(
     view: StateView, held: dict[str, torch.Tensor], ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Send every slice to the first rank, one tensor at a time. Collective.
+    """Send every slice to the first rank, one tensor at a time. All ranks must call this.
 
     Args:
         held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank also has.

@@ -174,7 +174,7 @@ def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str
 
 
 _entered: list[torch.Tensor] = []
-"""The copy that was made last: layers whose weights are frozen do not hold what they read."""
+"""The last copy: layers with frozen weights keep no reference to their input."""
 
 
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:

@@ -10,14 +10,14 @@ own network adapter. With `n` ranks, `g` on each of `h` hosts, and `S` bytes in 
 | a ring in 16 bits: partial sums are rounded  | `S / g * (h - 1) / h`   | 0.109 S            | `S (n - 1) / n`   |
 | two steps                                    | `2 S / g * (h - 1) / h` | 0.219 S            | `S (g - 1) / g`   |
 
-So two steps send over the network what a ring in fp32 does, half as much over the links of a host, and round nothing.
-First, each rank receives, from all of its host, the slices of those owners that have its place on their hosts, and
-sums them in fp32. Then each owner receives one sum from each host. The slices of a host's ranks lie behind each other,
-so the first step is an all-to-all for each host's stretch, in one group of calls, and nothing is packed. The order of
+So two steps send as much over the network as a ring in fp32, half as much within a host, and do not round.
+First, each rank receives, from all ranks of its host, the slices of the owners with its local rank on every host, and
+sums them in fp32. Then each owner receives one sum from each host. The slices of a host's ranks are contiguous,
+so the first step is one all-to-all per host, in one group of calls, without packing. The order of
 all sums is the same in every run.
 
-Both are launched at once, from a stream of their own on which the first sum waits for the first message (`aside`):
-neither the host nor what is computed meanwhile waits for it.
+Both steps are launched at once, from a side stream on which the first sum waits for the first message (`aside`):
+neither the host nor other computations wait.
 """
 
 from __future__ import annotations

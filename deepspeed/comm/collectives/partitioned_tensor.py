@@ -75,7 +75,7 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: torch.device | None = None) -> torch.Tensor:
-        """Gather the whole tensor. Collective."""
+        """Gather the whole tensor. All ranks must call this."""
         widest = max(high - low for low, high in pairwise(self.partition))
         part = self.local_data.new_zeros(widest)
         part[: self.local_data.numel()] = self.local_data

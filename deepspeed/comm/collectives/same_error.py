@@ -128,11 +128,11 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
 
 
 comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda differences: differences())
-"""Calls a function that compares values with expected ones and says in words what differs."""
+"""Calls a function that compares values with expected ones and describes the differences."""
 
 
 def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
-    """Call `action` and return its result; an error on one rank raises on all. Collective.
+    """Call `action` and return its result; an error on one rank raises on all. All ranks must call this.
 
     A rank that failed raises its own error; the others raise `elsewhere(global rank, error text)`.
     """
@@ -191,7 +191,7 @@ class OrderCheck:
         return axis.size > 1 and not axis.tagged and axis.has_host_backend
 
     def compare(self, what: str) -> None:
-        """Raise OrderError on all ranks unless `what` is equal on all. Collective."""
+        """Raise OrderError on all ranks unless `what` is equal on all. All ranks must call this."""
         self.compared += 1
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
@@ -226,7 +226,7 @@ class BatchCheck:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
     def compare(self, inputs: Any, in_parts: bool = False) -> None:
-        """Compare one micro-batch; raises DataError on all ranks if they differ. Collective.
+        """Compare one micro-batch; raises DataError on all ranks if they differ. All ranks must call this.
 
         Args:
             in_parts: allow None for a whole batch or for entries that a rank does not need; these are not compared.

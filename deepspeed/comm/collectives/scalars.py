@@ -23,7 +23,7 @@ class Scalars:
         return float(tensor)
 
     def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
-        """Gather a row of numbers from every rank, in rank order. Collective."""
+        """Gather a row of numbers from every rank, in rank order. All ranks must call this."""
         rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
         return [array("d", row_bytes).tolist() for row_bytes in rows]
 

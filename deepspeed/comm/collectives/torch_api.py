@@ -273,7 +273,7 @@ object_exchange = Replaceable(ObjectExchange())
 
 
 def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
-    """Gather the pickled object of each rank of an axis, by position. Collective."""
+    """Gather the pickled object of each rank of an axis, by position. All ranks must call this."""
     return object_exchange.current.gather(axis, local)
 
 

@@ -145,7 +145,7 @@ class Axis:
         return self.group is not None and torch.device("cpu") in self.group._device_types
 
     def message_groups(self, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
-        """Create a communicator for each edge (sender, receiver), by position. Collective over the world.
+        """Create a communicator for each edge (sender, receiver), by position. All ranks of the world must call this.
 
         Two stages that send to each other over one communicator without tags would deadlock, so each direction has its
         own. With tags no communicator is needed: each entry is None.
@@ -178,7 +178,7 @@ def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None 
 
 
 def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
-    """Return the axis of exactly these ranks; on the CPU unless `device` is given. Collective over the ranks.
+    """Return the axis of exactly these ranks; on the CPU unless `device` is given. These ranks must call this together.
 
     Raises:
         ArgumentError: `ranks` repeats a rank, has one outside of the world, or lacks this one.
@@ -194,7 +194,7 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
 
 
 def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
-    """Partition the world into rows and return the axis of this rank's row. Collective over the world.
+    """Partition the world into rows and return the axis of this rank's row. All ranks of the world must call this.
 
     Raises:
         ArgumentError: the rows are no partition of the world.

@@ -140,7 +140,7 @@ class Mesh:
 
     @classmethod
     def of_unit(cls, mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
-        """Return the mesh that a client's model-parallel unit describes. Collective.
+        """Return the mesh that a client's model-parallel unit describes. All ranks must call this.
 
         The unit is a `Mesh`, or has `get_data_parallel_group` and, for each model-parallel dim, a method that returns
         the dim's group. `asked`: see `resolve`.
@@ -276,7 +276,7 @@ _meshes: list[Mesh] = []  # the newest last
 
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
-    """Return the mesh of these sizes; equal sizes give the same object. Collective."""
+    """Return the mesh of these sizes; equal sizes give the same object. All ranks must call this."""
     _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # the axes of others have been forgotten
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device

@@ -375,7 +375,7 @@ class _Offer(NamedTuple):
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Return the shared memory of a gloo group; None if its ranks share no memory. Collective."""
+    """Return the shared memory of a gloo group; None if its ranks share no memory. All ranks must call this."""
     known = _shared_memories.get(id(group))
     if known is not None and known[0] is group:
         return known[1]

@@ -102,7 +102,7 @@ class CommsLogger:
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Time these operations too."""
+        """Also time these operations."""
         self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -322,7 +322,7 @@ class CommsLogger:
     def _fastest(
         times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
     ) -> dict[tuple[str, int, int], list[float]]:
-        """Return the shortest time of each call on any rank. Collective."""
+        """Return the shortest time of each call on any rank. All ranks must call this."""
         local_times = {
             (operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()
         }

@@ -31,7 +31,7 @@ _TOLD_SETS = 4  # of ranks, in a report
 _TOLD_RANKS = 8  # listed one by one where trails part
 
 Mark = tuple[int, int]
-"""Number of the collective, and the hash over all up to it."""
+"""Number of the collective, and the hash over all collectives up to it."""
 
 
 class _CollectiveLog:
@@ -194,4 +194,4 @@ class DesyncDetector:
 
 
 trail = DesyncDetector()
-"""This process's."""
+"""The desync trail of this process."""

@@ -113,7 +113,7 @@ class Stopping:
 
 
 stopping = Stopping()
-"""This process's."""
+"""Stop request of this process."""
 
 
 _ADVICE = (
@@ -215,7 +215,7 @@ class WatchdogState:
 
 
 here = WatchdogState()
-"""Of this process."""
+"""Watchdog state of this process."""
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:

@@ -52,7 +52,7 @@ class Checkpoint(Section):
 
 
 class Nebula(Section):
-    """`nebula`: a cloud checkpoint service."""
+    """Block `nebula`: a cloud checkpoint service."""
 
     switch = "enabled"
     enabled: bool = later(False, "checkpoints through Nebula")

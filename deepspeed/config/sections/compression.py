@@ -283,7 +283,7 @@ class QuantizeAlgorithm(Section):
 
 
 class QuantizeTraining(Section):
-    """`quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
+    """Block `quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
 
     switch = "enabled"
     enabled: bool = key(False, "fewer bits as training goes on")

@@ -94,7 +94,7 @@ class DataEfficiency(Section):
 
 
 class CurriculumLearning(Section):
-    """`curriculum_learning`: short sequences first."""
+    """Block `curriculum_learning`: training begins with short sequences."""
 
     switch = "enabled"
     enabled: bool = later(False, "short sequences first")

@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Int, Names, Section, key, moot
 
 
 class CommsLoggerConfig(Section):
-    """`comms_logger`: time and size of every collective."""
+    """Block `comms_logger`: time and size of every collective."""
 
     enabled: bool = key(False, "record collectives")
     verbose: bool = key(False, "print every collective as it runs")

@@ -132,7 +132,7 @@ class ExpertParallel(Section):
 
 
 class HybridEngine(Section):
-    """`hybrid_engine`: train and generate with the same weights."""
+    """Block `hybrid_engine`: training and generation with the same weights."""
 
     switch = "enabled"
     enabled: bool = later(False, "train and generate with the same weights")
@@ -147,7 +147,7 @@ class HybridEngine(Section):
 
 
 class WeightQuantization(Section):
-    """`weight_quantization`: quantized weights for inference under ZeRO."""
+    """Block `weight_quantization`: quantized weights for inference under ZeRO."""
 
     quantized_initialization: dict[str, Any] | None = key(
         None, "pack every Linear and Embedding: num_bits 8 or 4, group_size, group_dim, symmetric"
@@ -189,7 +189,7 @@ class Autotuning(Section):
 
 
 class Elasticity(Section):
-    """`elasticity`: a batch size that fits many device counts."""
+    """Block `elasticity`: a batch size that is valid for many device counts."""
 
     switch = "enabled"
     enabled: bool = key(False, "choose a batch that fits many device counts")
@@ -206,7 +206,7 @@ class Elasticity(Section):
 
 
 class SparseAttention(Section):
-    """`sparse_attention`: block-sparse attention layouts."""
+    """Block `sparse_attention`: block-sparse attention layouts."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later("fixed", "layout")
     block: Int = later(16, "side of a block", ge=1)

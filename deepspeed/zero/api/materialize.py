@@ -43,7 +43,7 @@ def is_without_values(model: nn.Module) -> bool:
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Initialize a model's meta tensors, and shard its parameters as `zero.Init` does.
 
-    Collective over the axis. No rank holds more than one whole module besides its shards.
+    All ranks of the axis must call this. No rank holds more than one whole module besides its shards.
 
     Args:
         model: changed in place; parameters keep their identity, except in recurrent layers.
@@ -217,7 +217,7 @@ class _Materializer:
         return names
 
     def check(self) -> None:
-        """Raise for tensors that neither their module nor an enclosing one has initialized. Collective."""
+        """Raise for tensors that neither their module nor an enclosing one initialized. All ranks must call this."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
         lost = self._of_any(lost)  # a buffer is each rank's own
         for module in self._met:

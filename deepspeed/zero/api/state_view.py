@@ -97,7 +97,7 @@ class WindowView:
         return [] if self.reducer is None else self.reducer.buckets
 
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Wait for gradients in flight; `agree` all-gathers a list. Collective.
+        """Wait for gradients in flight; `agree` all-gathers a list. All ranks must call this.
 
         Open rounds stay open, so that saving does not change the sums of a run. Only if ranks have launched different
         numbers of rounds, as branches can cause, the missing rounds are sent.
@@ -410,12 +410,12 @@ class StateView(WindowView, PlacedView):
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Send the outline of the loaded state to ranks without a part of a parameter. Collective."""
+        """Send the outline of the loaded state to ranks without a part of a parameter. All ranks must call this."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
     def all_gather_masters(self) -> None:
-        """All-gather loaded masters into the parameters of every rank. Collective."""
+        """All-gather loaded masters into the parameters of every rank. All ranks must call this."""
         all_gather_updated(self.groups)
         for group in self.groups:
             for member in group.members:

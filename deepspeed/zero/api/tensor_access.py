@@ -242,7 +242,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's fragment of the mean gradient, in the accumulator's dtype. Collective."""
+    """Return this rank's fragment of the mean gradient, in the accumulator's dtype. All ranks must call this."""
     access = _Access.to(param)
     if access is None or access.reducer is None or access.reducer.clean:
         return None
@@ -268,7 +268,7 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the values. Collective; every rank sets its own fragment.
+    """Replace this rank's fragment of the values. All ranks must call this, each for its own fragment.
 
     Args:
         param: a parameter of an engine's model.
@@ -287,7 +287,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the mean gradient. Collective."""
+    """Replace this rank's fragment of the mean gradient. All ranks must call this."""
     access = _Access.to(param)
     if access is None or access.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")

@@ -21,7 +21,7 @@ _LABEL = "agreement on the gradient norm"
 def global_norm(
     buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
 ) -> tuple[float, list[list[float]]]:
-    """Compute the L2 norm of all accumulated gradients; every part is added by one rank. Collective.
+    """Compute the L2 norm of all accumulated gradients; every part is added by one rank. All ranks must call this.
 
     Args:
         buckets: this rank's accumulators; a rank without any still takes part.
@@ -103,7 +103,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """Name the first parameter whose gradient is not finite, and the rank that sent it. Collective.
+    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks must call this.
 
     The first one in the order of backward is the cause: it makes all later gradients non-finite.
     """

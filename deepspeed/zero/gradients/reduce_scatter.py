@@ -24,7 +24,7 @@ _GLANCE = 8
 
 
 class GradReduceScatter:
-    """Sends rounds of gradients and accumulates what it receives."""
+    """Sends rounds of gradients and accumulates the received parts."""
 
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings

@@ -345,7 +345,7 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Drop the gradients of the window (`zero_grad`). Collective."""
+        """Drop the gradients of the window (`zero_grad`). All ranks must call this."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
@@ -396,7 +396,7 @@ class Reducer:
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
-        """Replace the window's gradient of `member` by `value` (None: no gradient). Collective."""
+        """Replace the window's gradient of `member` by `value` (None: no gradient). All ranks must call this."""
         bucket = self.bucket_of(member.group)
         if bucket.sum is None:
             if value is None:

@@ -200,7 +200,7 @@ class ZeroOptimizer(OptimizerSurface):
         return method
 
     def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
-        """Call a method of the inner optimizer that writes parameters or state. Collective."""
+        """Call a method of the inner optimizer that writes parameters or state. All ranks must call this."""
         if self._stepping:  # by the optimizer itself
             return call()
         if traits.reads_gradients:
@@ -435,7 +435,7 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
 
     def share_counters(self) -> None:
-        """Send counters and state outlines to ranks without parameters of a group. Collective."""
+        """Send counters and state outlines to ranks without parameters of a group. All ranks must call this."""
         if self.traits.counts_alone and self.traits.by_parameter:
             return
         groups, state = groups_of(self.optimizer), adopt(self)
@@ -478,7 +478,7 @@ class ZeroOptimizer(OptimizerSurface):
     # -- what clients call ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. Collective."""
+        """Drop the gradients of the window. All ranks must call this."""
         self.reducer.drop()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:

@@ -176,11 +176,11 @@ class OptimizerSurface:
         ]
 
     def update_lp_params(self) -> None:
-        """Round the masters into the parameters of the model. Collective."""
+        """Round the masters into the parameters of the model. All ranks must call this."""
         all_gather_updated(self.groups)
 
     def check_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a gradient of this window is not finite on any rank. Collective, before `step`.
+        """Return whether a gradient of this window is not finite on any rank. All ranks must call this before `step`.
 
         Args:
             partition_gradients: accepted without effect: sharded gradients are checked by shard.
@@ -223,7 +223,7 @@ class OptimizerSurface:
         self._attached().reload_states(non_blocking)
 
     def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-        """Return the master of a parameter, or a tensor of its optimizer state. Collective.
+        """Return the master of a parameter, or a tensor of its optimizer state. All ranks must call this.
 
         Args:
             param: parameter of the engine's model.

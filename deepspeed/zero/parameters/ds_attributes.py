@@ -83,7 +83,7 @@ class ClientSurface:
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
-        """Gather this parameter (or those of `param_list`) until `partition`. Collective."""
+        """Gather this parameter (or those of `param_list`) until `partition`. All ranks must call this."""
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()

@@ -1,9 +1,9 @@
 """Support for torch.func: transforms get dense copies, and all-gathers run outside of them.
 
 `torch.vmap`, `torch.func.grad` and similar functions wrap their arguments below every hook that a tensor's class has,
-so they would compute with the placeholder of a sharded parameter. Their wrapping functions are therefore given dense
-copies (`functionalize` writes its arguments back, so it refuses). Inside a transform a new tensor belongs to it, also
-one that is to be sent to another rank: so code that gathers or reads leaves all transforms for that time.
+so they would compute with the placeholder of a sharded parameter. Their wrapping functions therefore get dense
+copies (`functionalize` raises, since it writes to its arguments). Tensors created inside a transform belong to it, also
+those that are sent to another rank: so code that gathers or reads parameters leaves all transforms meanwhile.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ of updated parameters. A group whose all-gather is in flight is *arriving*: its 
 `ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
 the stream of the step, after the message. Hooks do the same for a whole unit before its forward
 (`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer use the properties of
-`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key promise not to do what no
-class can detect: use addresses from before, replay a captured graph, pass a parameter to a kernel without torch.
+`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key must avoid uses that no
+class detects: old addresses, replays of a captured graph, parameters passed to a kernel without torch.
 """
 
 from __future__ import annotations

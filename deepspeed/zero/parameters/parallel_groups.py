@@ -71,7 +71,7 @@ def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
 def find_mesh(
     config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
 ) -> Mesh:
-    """Create the mesh of an engine from its JSON, `mesh_param` and `mpu` together. Collective.
+    """Create the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks must call this.
 
     Args:
         config: as in `DeepSpeedConfig.for_init`, or None.
@@ -248,7 +248,7 @@ def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter,
 def find_tied(
     mesh: Mesh, names: Mapping[Parameter, str], signatures: Mapping[Parameter, Signature]
 ) -> dict[str, frozenset[int]]:
-    """Return the stages that hold each tied weight, by name. Collective."""
+    """Return the stages that hold each tied weight, by name. All ranks must call this."""
     if mesh.is_data_parallel:
         return {}
     local_names = [
@@ -287,7 +287,7 @@ def equalise(
     signatures: Mapping[Parameter, Signature],
     tied: Mapping[str, frozenset[int]],
 ) -> None:
-    """Broadcast parameters that several model ranks hold from the first of them. Collective."""
+    """Broadcast parameters that several model ranks hold from the first of them. All ranks must call this."""
     label = "broadcast of a copied parameter"
     copied = [p for p in names if signatures[p][0][0] in _COPIED and not is_managed(p)]
     if mesh.size("tp") > 1:

@@ -378,7 +378,7 @@ class ShardGroup(LocalShard):
         return whole[span].clone().view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All-gather one member's fragments from `of` on every rank. Collective.
+        """All-gather one member's fragments from `of` on every rank. All ranks must call this.
 
         Args:
             member: the parameter.
@@ -481,7 +481,7 @@ def group_of(member: ParamRecord) -> ShardGroup:
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Wait until peers have finished their pulls, before shards change outside of `step`. Collective."""
+    """Wait until peers have finished their pulls, before shards change outside of `step`. All ranks must call this."""
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:
