@@ -245,7 +245,7 @@ class WeightsIO:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> load.Loaded:
-        """Load full weights into the module, sharded or not. Collective, with the same weights on all ranks.
+        """Load full weights into the module, sharded or not. All ranks must pass the same weights.
 
         Args:
             checkpoint: a state dict, or a dict that has one under `module`.

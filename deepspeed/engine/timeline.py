@@ -57,7 +57,7 @@ class Tracing:
         self._due = False
 
     def _finish(self) -> None:
-        """Gather and write the timeline. Collective, since all ranks count the same updates."""
+        """Gather and write the timeline. All ranks call this, since all count the same updates."""
         self.close()
         spans, lost = recorder.take()
         axis = self._state.everyone

@@ -160,7 +160,7 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
 
     Args:
         keep_last: number of checkpoints to keep (`checkpoint.keep_last`).
-        keep_every: checkpoints whose step is a multiple are kept too (`checkpoint.keep_every`).
+        keep_every: also keep checkpoints whose step is a multiple of this number (`checkpoint.keep_every`).
     """
     checkpoints = []
     for entry in folder.iterdir():

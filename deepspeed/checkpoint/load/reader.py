@@ -231,7 +231,7 @@ class NativeSource(Source):
         return pickle.loads(data)
 
     def private(self, rank: int) -> dict[str, Any]:
-        """Return the private state of one rank of the saving run. Collective; each caller may choose another rank."""
+        """Return the private state of one rank of the saving run. All ranks must call this, each for any rank."""
         name = rank_file(rank)
         text, tensors = "{}", {}
         with self.ranks.together("reading the ranks' own state"):

@@ -263,7 +263,7 @@ class BatchCheck:
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
     """Find the first rank whose lines differ from rank 0's; returns (rank, rank 0's line, its line), or None.
 
-    Collective; a missing line is None.
+    All ranks must call this; a missing line is None.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None
