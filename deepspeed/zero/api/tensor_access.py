@@ -102,7 +102,7 @@ class _Access:
 
 
 def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
-    """The global tensor of the slices of all ranks of an axis; None where no rank has one. All ranks call together.
+    """Join the slices of all ranks of an axis to the global tensor; None if there are none. All ranks must call this.
 
     Args:
         box: the region of the global tensor that this rank has.
