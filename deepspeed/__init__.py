@@ -1,4 +1,4 @@
-"""Trains and serves models that are too large for one device: change four lines and write one JSON."""
+"""Training and inference of models that are too large for one device, configured by one JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_report`: the features that this machine and this installation support."""
+"""Report the features that this machine and this installation support (`ds_report`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LITTLE_SHARED_MEMORY = 1 << 30
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the report; returns 0, or 1 when the environment asks for an accelerator that is not there."""
+    """Print the report. Return 0, or 1 if DS_ACCELERATOR names an accelerator that the machine does not have."""
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out which features there are")
@@ -107,7 +107,7 @@ def _accelerator() -> Rows:
 
 
 def _features() -> Rows:
-    """Blocks of the configuration by what their keys can do."""
+    """List the configuration blocks, the native library and the operators as available or not available."""
     statuses: dict[str, set[str]] = {}
     for key in all_keys():
         block, dot, _ = key.path.partition(".")

@@ -1,4 +1,4 @@
-"""Every public exception and warning; each is also the builtin exception that users of the interface catch today."""
+"""Public exceptions and warnings. Each is also a builtin exception, so `except ValueError` and the like catch it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import MappingProxyType
 
 
 class DeepSpeedError(Exception):
-    """Parent of every error raised by this package."""
+    """Base class of all errors that this package raises."""
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
-    """The configuration is wrong: unknown, misplaced, conflicting or ill-typed keys, all listed together."""
+    """The configuration has unknown, misplaced, conflicting or ill-typed keys. The message lists all of them."""
 
 
 class BatchSizeError(DeepSpeedConfigError):
-    """The batch sizes contradict: train_batch_size != micro * accumulation * data-parallel world."""
+    """The batch sizes contradict each other: train_batch_size != micro batch * accumulation * data-parallel ranks."""
 
 
 class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
@@ -23,7 +23,7 @@ class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
 
 
 class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
-    """A call was made with arguments that cannot work together."""
+    """The arguments of a call contradict each other or have invalid values."""
 
 
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
@@ -31,11 +31,11 @@ class UsageError(DeepSpeedError, RuntimeError, AssertionError):
 
 
 class OrderError(UsageError):
-    """Ranks are about to take part in different collectives, on a backend that would hang or mix their values."""
+    """Ranks are about to start different collectives, which would hang or mix their values."""
 
 
 class MeshError(DeepSpeedConfigError, ArgumentError):
-    """The mesh of ranks that was asked for contradicts itself, or cannot be made of the ranks that were started."""
+    """The requested mesh contradicts itself or does not fit the number of started ranks."""
 
 
 class OptimizerError(ArgumentError):
@@ -43,7 +43,7 @@ class OptimizerError(ArgumentError):
 
 
 class SchedulerError(ArgumentError):
-    """The learning-rate schedule does not fit its arguments or the optimizer."""
+    """The learning-rate schedule does not fit the optimizer, or has invalid arguments."""
 
 
 class ShardedParameterError(DeepSpeedError, RuntimeError):
@@ -51,19 +51,19 @@ class ShardedParameterError(DeepSpeedError, RuntimeError):
 
 
 class LossScaleError(DeepSpeedError, RuntimeError):
-    """The dynamic loss scale is at its minimum and gradients still overflow."""
+    """A sharded parameter was written to, or its storage was accessed, outside of a gather."""
 
 
 class CommError(DeepSpeedError, RuntimeError):
-    """A collective failed; the message has its label and the state of the other ranks."""
+    """A collective failed. The message has its label and the state of the other ranks."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A collective timed out; the message has every rank's last label."""
+    """A collective timed out. The message has the last label of every rank."""
 
 
 class LaunchError(DeepSpeedError, RuntimeError, ValueError):
-    """The launcher cannot start or lost a rank."""
+    """The launcher cannot start a rank, or a rank ended unexpectedly."""
 
 
 class DataError(DeepSpeedError, ValueError):
@@ -71,27 +71,27 @@ class DataError(DeepSpeedError, ValueError):
 
 
 class StorageError(DeepSpeedError, OSError):
-    """A file that holds training state could not be made, read or written; names the tensor, the file and the disk."""
+    """A file with training state could not be created, read or written. The message has tensor, file and disk."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
-    """A checkpoint could not be written, or does not fit what it is to be loaded into."""
+    """A checkpoint could not be written, or does not match the model or engine that loads it."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is incomplete, or its bytes are not the ones that were written."""
+    """A checkpoint is incomplete, or its bytes differ from those that were written."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was named, or a file of it is on no rank's disk."""
+    """The named checkpoint does not exist, or one of its files is on no rank's disk."""
 
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
-    """Training state does not fit in memory; names the keys that move it elsewhere.
+    """The training state does not fit in memory. The message names the keys that move parts of it to other memory.
 
     Attributes:
-        category: what memory was asked for, in the words of `engine.memory_by_category()`; "" where that is not known.
-        suggestion: a part of the JSON that would fit, laid over the one of the run; empty where no key helps.
+        category: kind of memory that ran out, as in `engine.memory_by_category()`; "" if unknown.
+        suggestion: part of a JSON to merge into the run's JSON so that the state fits; empty if no key helps.
     """
 
     category: str = ""
@@ -99,40 +99,40 @@ class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
 
 
 class CompressionError(DeepSpeedError, ValueError):
-    """A model cannot be made smaller as asked; says what stands against it and what can be done instead."""
+    """A model cannot be compressed as requested. The message says why and suggests an alternative."""
 
 
 class TensorParallelError(DeepSpeedError, ValueError):
-    """A model that cannot be split over ranks, or whose slices give other results than the dense model."""
+    """A model cannot be split over ranks, or the split model gives other results than the dense model."""
 
 
 class ExpertParallelError(DeepSpeedError, ValueError):
-    """Experts that cannot be divided among ranks, or give other results than the whole layer; says which layer."""
+    """Experts cannot be divided among ranks, or give other results than the whole layer. The message names it."""
 
 
 class SequenceParallelError(DeepSpeedError, ValueError):
-    """A sequence-parallel model gives other results than on the whole sequence."""
+    """A sequence-parallel model gives other results than the same model on the whole sequence."""
 
 
 class PipelineError(UsageError):
-    """A model, schedule or call that pipelines do not support, or a failed stage; the message says which."""
+    """Pipeline parallelism does not support a model, schedule or call, or a stage failed. The message says which."""
 
 
 class RequestError(ArgumentError):
-    """A request that cannot be generated as asked; over a limit, the message has both numbers."""
+    """A request cannot be generated with the given settings. If a limit is exceeded, the message has both numbers."""
 
 
 class LengthError(RequestError, RuntimeError):
-    """A prompt, or a prompt and what is to follow, is longer than the model or a key allows; names both numbers."""
+    """A prompt, alone or with the requested output, is longer than the model or a key allows. Names both numbers."""
 
 
 class PackingError(DeepSpeedError, RuntimeError):
-    """A model's modules cannot run rows of several sequences in one pass; says what stands against it."""
+    """A model's modules cannot process rows of several packed sequences in one pass. The message says why."""
 
 
 class ContractError(DeepSpeedError, AssertionError):
-    """A third party's part does not do what the protocol it is used through says."""
+    """A third-party object does not follow the protocol through which it is used."""
 
 
 class SecondCopyWarning(UserWarning):
-    """Another installation of the same name is on Python's path, or its files lie among these; says where."""
+    """Another installation of the same package is on Python's path, or its files are mixed with this one's."""

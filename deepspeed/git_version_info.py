@@ -1,4 +1,4 @@
-"""The version under upstream's module name; wheels have no commit."""
+"""Version of the package, under the module name that upstream uses. Wheels have no commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of the package: the only place where it is written."""
+"""Version number of the package, defined only in this file."""
 
 from __future__ import annotations
 

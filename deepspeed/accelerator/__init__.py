@@ -1,4 +1,4 @@
-"""The device abstraction: devices, streams, memory and RNG state. The only package that uses torch.cuda."""
+"""Device abstraction: devices, streams, memory and RNG state. Only this package uses torch.cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of all accelerators; each device has a file with its properties and its own methods."""
+"""Interface of all accelerators. Each device type has its own file with its constants and methods."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TENSOR_TYPES = {
 
 
 class Accelerator:
-    """One kind of device.
+    """Base class for one type of device.
 
-    Three tables define the methods without code: `facts` (the method returns this constant, and
-    None where the device has nothing to do), `passed` (the method of the device's torch module) and the tensor types
-    (`FloatTensor(data)` makes a tensor on the device).
+    Three tables define most methods: `facts` (the method returns a constant; None: the device needs no action),
+    `passed` (the method calls the function of the same name in the device's torch module) and the tensor types
+    (`FloatTensor(data)` creates a tensor on the device).
     """
 
     name: str
@@ -57,45 +57,45 @@ class Accelerator:
         return list(value) if isinstance(value, list) else value
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The device as torch spells it: "cuda", "cuda:1", "cpu"."""
+        """Return the device name in torch's form: "cuda", "cuda:1" or "cpu"."""
         return self.name if device_index is None else f"{self.name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """The device as a torch.device; None is the current one."""
+        """Return the device as a torch.device; None: the current device."""
         return torch.device(self.current_device_name() if device_index is None else self.device_name(device_index))
 
     def current_device_name(self) -> str:
-        """The current device with its index, as torch spells it."""
+        """Return the name of the current device with its index, in torch's form."""
         return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` rests on this kind of device."""
+        """Return whether `tensor` is on this type of device."""
         return tensor.device.type == self.name
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` rests in page-locked host memory."""
+        """Return whether `tensor` is in page-locked host memory."""
         return tensor.is_pinned()
 
     def random(self) -> ModuleType:
-        """The module with torch's generators."""
+        """Return the module with torch's random generators."""
         return torch.random
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
     ) -> None:
-        """Write the devices a child process may see into its environment."""
+        """Set the variables in `current_env` that limit the devices visible to a child process."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def get_compile_backend(self) -> str:
-        """The backend that torch.compile is asked for."""
+        """Return the backend that is passed to torch.compile."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
         """Choose the backend of torch.compile.
 
         Raises:
-            ArgumentError: torch does not know it.
+            ArgumentError: torch does not know the backend.
         """
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
@@ -103,20 +103,20 @@ class Accelerator:
         self._compile_backend = backend
 
     def op_builder_dir(self) -> str:
-        """The package with the builders of this accelerator's operators."""
+        """Return the name of the package with the operator builders of this accelerator."""
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The builder class of that name, None where there is none."""
+        """Return the builder class `class_name`, or None if there is none."""
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """A builder of that name, None where there is none."""
+        """Create a builder of class `class_name`; None if there is none."""
         builder = self.get_op_builder(class_name)
         return None if builder is None else builder()
 
     def build_extension(self) -> type:
-        """The setuptools command that builds torch extensions."""
+        """Return the setuptools command that builds torch extensions."""
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension

@@ -1,4 +1,4 @@
-"""The CPU as an accelerator: one device, no page locking, no graphs, and always synchronized."""
+"""CPU as an accelerator: one device, no page locking, no graphs, always synchronized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.accelerator.base import Accelerator
 
 
 class CpuAccelerator(Accelerator):
-    """Allocated memory is the resident set of this process, total and available memory are the machine's; in bytes."""
+    """The CPU. Allocated memory is the process's resident set; total and available memory are the machine's (bytes)."""
 
     name = "cpu"
     torch_module = torch.cpu
@@ -47,29 +47,29 @@ class CpuAccelerator(Accelerator):
     }
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Always "cpu": there is one device, whatever the index."""
+        """Return "cpu" for any index, since there is one device."""
         return "cpu"
 
     def empty_cache(self) -> None:
-        """Return to the system the freed memory that the C library still holds (glibc; no effect elsewhere)."""
+        """Return freed memory that the C library still holds to the system (glibc only)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     def is_bf16_fast(self) -> bool:
-        """Whether this CPU multiplies bf16 in hardware."""
+        """Return whether this CPU multiplies bf16 in hardware."""
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The one stream there is."""
+        """Return the default stream; the CPU has only one."""
         return torch.cpu.current_stream()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """torch's generator for the CPU."""
+        """Return torch's generator for the CPU."""
         return torch.default_generator
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """State of the generator, a uint8 tensor."""
+        """Return the state of the generator, a uint8 tensor."""
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -81,11 +81,11 @@ class CpuAccelerator(Accelerator):
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """The seed last given to the generator."""
+        """Return the seed that the generator was last seeded with."""
         return torch.initial_seed()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Resident set of this process, in bytes."""
+        """Return the resident set of this process, in bytes."""
         import psutil
 
         return psutil.Process().memory_info().rss
@@ -93,7 +93,7 @@ class CpuAccelerator(Accelerator):
     memory_cached = memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Largest resident set this process has had, in bytes; it cannot be reset."""
+        """Return the peak resident set of this process, in bytes; the peak cannot be reset."""
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024
@@ -102,35 +102,35 @@ class CpuAccelerator(Accelerator):
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        """Current and largest resident set under the names torch uses on devices."""
+        """Return the current and peak resident set under torch's names for device memory."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(),
             "allocated_bytes.all.peak": self.max_memory_allocated(),
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Memory of the machine, in bytes."""
+        """Return the machine's memory, in bytes."""
         import psutil
 
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Memory that the machine can still give without swapping, in bytes."""
+        """Return the memory that the machine can allocate without swapping, in bytes."""
         import psutil
 
         return psutil.virtual_memory().available
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """`tensor` itself: no device copies from it, so locking its pages gains nothing."""
+        """Return `tensor` unchanged: no device copies from the CPU's memory, so page locking has no benefit."""
         return tensor
 
     def lock_pages(self, tensor: torch.Tensor) -> None:
-        """Nothing is locked, for the same reason."""
+        """Do nothing: no device copies from the CPU's memory, so page locking has no benefit."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Call at once: there is no device to wait for."""
+        """Call `callback` at once, since no device has to be initialized."""
         callback()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Run the block as it is: the CPU records no graphs."""
+        """Run the block without recording: the CPU has no graphs."""
         return nullcontext()

@@ -13,7 +13,7 @@ from deepspeed.accelerator.base import Accelerator
 
 
 class CudaAccelerator(Accelerator):
-    """The CUDA devices this process sees; making one creates no CUDA context."""
+    """CUDA devices visible to this process. Creating the object creates no CUDA context."""
 
     name = "cuda"
     torch_module = torch.cuda
@@ -59,43 +59,43 @@ class CudaAccelerator(Accelerator):
     }
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes a model can be computed in."""
+        """Return the dtypes that a model can compute in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def is_bf16_fast(self) -> bool:
-        """Whether the current device multiplies bf16 in hardware (compute capability 8 and later)."""
+        """Return whether the current device multiplies bf16 in hardware (compute capability 8 and later)."""
         return torch.cuda.get_device_capability()[0] >= 8
 
     def is_triton_supported(self) -> bool:
-        """Whether triton generates code for the current device (compute capability 7 and later)."""
+        """Return whether triton generates code for the current device (compute capability 7 and later)."""
         return torch.cuda.get_device_capability()[0] >= 7
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """torch's generator for that device."""
+        """Return torch's generator for the device with that index."""
         return torch.cuda.default_generators[device_index]
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """State of a device's generator, a uint8 tensor; None is the current device."""
+        """Return the RNG state of a device, a uint8 tensor; None: the current device."""
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Memory of the device, in bytes."""
+        """Return the memory of the device, in bytes."""
         return torch.cuda.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Memory nobody has taken plus what torch holds but does not use, in bytes."""
+        """Return the device's free memory plus the memory that torch has reserved but not allocated, in bytes."""
         held = torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
         return torch.cuda.mem_get_info(device_index)[0] + held
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """A page-locked copy of a host tensor, from which the device copies without waiting."""
+        """Return a page-locked copy of a host tensor, for asynchronous copies to the device."""
         return tensor.pin_memory()
 
     def lock_pages(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """Page-lock a host tensor where it is; returns what undoes it, to be called before its memory goes.
+        """Page-lock a host tensor in place. Return a function that unlocks it; call it before the memory is freed.
 
         Raises:
             RuntimeError: the system does not allow so many locked pages.
@@ -109,11 +109,11 @@ class CudaAccelerator(Accelerator):
         return partial(runtime.cudaHostUnregister, tensor.data_ptr())
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Call when CUDA is first used, or at once where it already is."""
+        """Call `callback` when CUDA is initialized, or at once if it already is."""
         torch.cuda._lazy_call(callback)
 
     def range_push(self, msg: str) -> None:
-        """Open a range in the NVTX trace."""
+        """Open an NVTX range."""
         torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self) -> None:
@@ -124,7 +124,7 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.CUDAGraph()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
-        """Record the block into `graph`."""
+        """Record the operations of the block into `graph`."""
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
     def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -1,4 +1,4 @@
-"""Device instruments: memory figures, emptying the cache, profiler ranges, timers."""
+"""Tools for a device: memory figures, emptying of the cache, profiler ranges and timers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log memory of device and host on rank 0, after a garbage collection, and reset the peaks.
+    """Log device and host memory on rank 0 after a garbage collection, and reset the peaks.
 
-    MA is device memory of tensors, CA device memory reserved by torch; on a CPU both are resident memory, whose
-    peak is not reset.
+    MA is device memory allocated to tensors, CA is device memory reserved by torch. On a CPU both are the resident
+    set, whose peak is not reset.
 
     Args:
-        message: where in the script this is.
-        force: False does nothing, so that the call may stay in the script.
+        message: text for the log line, such as the position in the script.
+        force: False: do nothing, so that the call can stay in the script.
     """
     if not force:
         return
@@ -41,7 +41,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def get_ma_status() -> int:
-    """Bytes that tensors hold on the device."""
+    """Return the device memory that tensors occupy, in bytes."""
     return get_accelerator().memory_allocated()
 
 
@@ -49,9 +49,9 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """Log the device's memory.
 
     Args:
-        msg: where in the script this is.
-        print_rank: the rank that logs; -1: all of them.
-        reset_max: reset the peak.
+        msg: text for the log line, such as the position in the script.
+        print_rank: the rank that logs; -1: all ranks.
+        reset_max: whether to reset the peak.
     """
     device = get_accelerator()
     log_dist(
@@ -64,12 +64,12 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Return unused memory that torch has reserved to the device."""
+    """Return memory that torch has reserved but not allocated to the device."""
     get_accelerator().empty_cache()
 
 
 def instrument_w_nvtx(func: Function) -> Function:
-    """Record every call of `func` as a range of the device trace (NVTX on CUDA, no effect elsewhere)."""
+    """Record every call of `func` as a range of the device trace (NVTX on CUDA, no effect on other devices)."""
 
     @functools.wraps(func)
     def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ def instrument_w_nvtx(func: Function) -> Function:
 
 
 class SynchronizedWallClockTimer(timer.HostWallClockTimer):
-    """Timers by name that wait for the device at each look, where it works on its own: `timers("forward").start()`."""
+    """Named timers that synchronize asynchronous devices at each reading: `timers("forward").start()`."""
 
     def __init__(self) -> None:
         super().__init__(get_accelerator().synchronize)
 
     @staticmethod
     def memory_usage() -> str:
-        """Memory that tensors and torch hold on the device, now and at most, in one line."""
+        """Return one line with the current and peak device memory of tensors and of torch's cache."""
         device = get_accelerator()
         allocated, reserved = device.memory_allocated(), device.memory_reserved()
         max_allocated, max_reserved = device.max_memory_allocated(), device.max_memory_reserved()
@@ -101,15 +101,15 @@ class SynchronizedWallClockTimer(timer.HostWallClockTimer):
 
 
 class ThroughputTimer(ThroughputMeter):
-    """Samples per second, over all ranks, from the step after `start_step` on.
+    """Measure samples per second over all ranks, beginning after step `start_step`.
 
     Args:
-        config: the `timers.throughput` section: `enabled`, and `synchronized` (wait for the device at each look).
+        config: the `timers.throughput` section: `enabled`, and `synchronized` (synchronize the device at each reading).
         batch_size: samples of one global step, over all ranks.
-        start_step: steps to leave out as warm-up.
-        steps_per_output: global steps between two log lines; None or 0 logs none.
-        monitor_memory: with the host's memory in each line.
-        logging_fn: takes the line; None logs it on rank 0.
+        start_step: number of warm-up steps that are not measured.
+        steps_per_output: global steps between two log lines; None or 0: no log lines.
+        monitor_memory: add the host's memory to each log line.
+        logging_fn: function that receives each log line; None: log on rank 0.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Chooses the accelerator of this process: the one set by a call, the one named by DS_ACCELERATOR, else torch's device.
+"""Choice of the accelerator: `set_accelerator`, else DS_ACCELERATOR, else the device that torch detects.
 
-A third-party accelerator has the methods of `Accelerator` (`deepspeed.testing` tests them). It is selected by a name
-that `register_accelerator` registered, or that an installed distribution lists in the entry-point group
+A third-party accelerator implements the methods of `Accelerator` (`deepspeed.testing` tests them). Its name is one that
+`register_accelerator` registered, or that an installed distribution lists in the entry-point group
 `deepspeed.accelerators`.
 """
 
@@ -24,10 +24,10 @@ _chosen: dict[str, Any] = {}
 
 
 def get_accelerator() -> Any:
-    """The accelerator of this process; chosen at the first call, without touching the device.
+    """Return the accelerator of this process. The first call selects it, without initializing the device.
 
     Raises:
-        NotAvailableError: DS_ACCELERATOR names one that this package does not have or this machine lacks.
+        NotAvailableError: DS_ACCELERATOR names an accelerator that this package or this machine does not have.
     """
     if "accelerator" not in _chosen:
         _chosen["accelerator"] = _choose(os.environ.get("DS_ACCELERATOR", "").strip().lower())
@@ -38,11 +38,11 @@ def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
     """Register a third-party accelerator for DS_ACCELERATOR.
 
     Args:
-        name: its name in DS_ACCELERATOR, in lower case.
-        factory: makes an object with the methods of `Accelerator`; called when it is chosen, without arguments.
+        name: value of DS_ACCELERATOR that selects the accelerator, in lower case.
+        factory: function without arguments that creates an object with the methods of `Accelerator`.
 
     Raises:
-        ArgumentError: the name is one of this package's own, or not in lower case.
+        ArgumentError: the name belongs to a built-in accelerator, or is not in lower case.
     """
     if name in KINDS or not name or name != name.strip().lower():
         raise ArgumentError(f"register_accelerator({name!r}): take a name in lower case that is not in {list(KINDS)}.")
@@ -50,12 +50,12 @@ def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Use `accel_obj`, any object with the methods of `Accelerator`, from now on."""
+    """Use `accel_obj`, any object with the methods of `Accelerator`, as this process's accelerator."""
     _chosen["accelerator"] = accel_obj
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator in use is one of this package's own."""
+    """Return whether the accelerator in use is built into this package."""
     return get_accelerator().device_name() in KINDS
 
 

@@ -24,7 +24,7 @@ _TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers c
 
 
 class BlockForward:
-    """Stands in for the `forward` of a block; a copy of the block, or its pickle, gets its own `forward` back."""
+    """Replacement for the `forward` of a block. A copy or pickle of the block gets the original `forward` back."""
 
     def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
         self.inner: Callable[..., Any] = block.forward
@@ -40,7 +40,7 @@ class BlockForward:
 
     @staticmethod
     def _without_caches(arguments: Any) -> Any:
-        """Key-value caches are left out: the second call would append to them again."""
+        """Remove key-value caches from the arguments: the recomputation would append to them again."""
 
         def keep(value: Any) -> Any:
             if hasattr(value, "get_seq_length"):
@@ -54,7 +54,7 @@ class BlockForward:
 
     @contextlib.contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Running statistics have seen the batch already: the second call leaves them alone."""
+        """Freeze running statistics during recomputation, since they already include the batch."""
         before = []
         for norm in self._norms:
             if norm.training and norm.num_batches_tracked is not None:
@@ -75,7 +75,7 @@ def _itself(value: Any) -> Any:
 
 
 def compile_block(block: nn.Module, **how: Any) -> None:
-    """Compile what a block computes, inside of its checkpoint when it has one."""
+    """Compile a block's forward with torch.compile, inside its checkpoint if the block has one."""
     if isinstance(block.forward, BlockForward):
         block.forward.inner = torch.compile(block.forward.inner, **how)
     else:
@@ -83,10 +83,10 @@ def compile_block(block: nn.Module, **how: Any) -> None:
 
 
 class Wrapping:
-    """What the JSON asks for one model: wrapped blocks, or flags on the model's own checkpoints.
+    """Activation checkpointing of one model: wrapped blocks, or flags for the model's own checkpoints.
 
     Args:
-        mpu: a client's model-parallel unit; None: that of `deepspeed.checkpointing.configure`.
+        mpu: the client's model-parallel unit; None: the unit of `deepspeed.checkpointing.configure`.
     """
 
     def __init__(self, model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> None:
@@ -111,7 +111,7 @@ class Wrapping:
 
     @staticmethod
     def flags_set(flags: ActivationCheckpointing) -> list[str]:
-        """The true flags that ask for checkpoints."""
+        """Return the names of the true flags that enable checkpointing."""
         names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
         return [name for name in names if getattr(flags, name)]
 
@@ -148,7 +148,7 @@ class Wrapping:
         self._wrapped.clear()
 
     def _govern_transformers(self) -> bool:
-        """Whether Transformers' gradient checkpointing is on; the flags then hold for its calls."""
+        """Apply the flags to Transformers' gradient checkpointing; returns whether it is on."""
         on = [m for m in self._model.modules() if getattr(m, "gradient_checkpointing", False) is True]
         for module in on:
             own = vars(module).get(_TRANSFORMERS)
@@ -183,7 +183,7 @@ class Wrapping:
             )
 
     def remove(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model's original forward functions."""
         self._unwrap()
         for module, own in self._governed:
             setattr(module, _TRANSFORMERS, own)
@@ -192,7 +192,7 @@ class Wrapping:
 
 
 class _Governed:
-    """A model's own checkpointing function under the flags."""
+    """A model's own checkpointing function, run under the flags of the JSON."""
 
     def __init__(self, own: Callable[..., Any], checkpointer: Checkpointer) -> None:
         self._own, self._checkpointer = own, checkpointer
@@ -206,6 +206,6 @@ class _Governed:
 
 
 def wrap(model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> Wrapping | None:
-    """What the JSON asks for; None when it asks for nothing, as with a block that is all false."""
+    """Apply the flags of the JSON to a model; returns None if no flag needs a change."""
     asks = flags.enabled or Wrapping.flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
     return Wrapping(model, flags, mpu) if asks else None

@@ -1,4 +1,4 @@
-"""Functions that scripts call directly: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
+"""Functions that scripts call directly: `configure`, `checkpoint` and the random-state functions."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set the flags under which `checkpoint` runs outside of an engine whose JSON sets them.
+    """Set the flags of `checkpoint` for calls outside of an engine whose JSON sets the flags.
 
     Args:
-        mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`), or None.
+        mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`); None: no model parallelism.
         deepspeed_config: dict, path or base64 of a JSON; its block `activation_checkpointing` gives the defaults.
-        partition_activations: each rank of the unit's group keeps a part of every saved input.
+        partition_activations: split every saved input among the ranks of the unit's group.
         contiguous_checkpointing: store saved inputs in one buffer (`contiguous_memory_optimization`).
         num_checkpoints: initial capacity of that buffer, in checkpoints (`number_checkpoints`).
         checkpoint_in_cpu: store saved inputs in host memory (`cpu_checkpointing`).
-        synchronize: wait for the device around each checkpoint (`synchronize_checkpoint_boundary`).
+        synchronize: synchronize the device before and after each checkpoint (`synchronize_checkpoint_boundary`).
         profile: log the time of each checkpoint.
 
     Raises:
-        DeepSpeedConfigError: the JSON is wrong.
+        DeepSpeedConfigError: the JSON is invalid.
     """
     flags = ActivationCheckpointing()
     if deepspeed_config is not None:
@@ -63,16 +63,16 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` and save only its inputs: backward recomputes it, with the same random states.
+    """Call `function` and save only its inputs. Backward recomputes it with the same random states.
 
     Args:
         function: a module or callable.
-        args: for it.
-        kwargs: for it; the keywords of `torch.utils.checkpoint.checkpoint` are taken out, since scripts put this
-            function in its place.
+        args: positional arguments of `function`.
+        kwargs: keyword arguments of `function`. Keywords of `torch.utils.checkpoint.checkpoint` are dropped, so that
+            scripts can replace that function by this one.
 
     Returns:
-        What `function` returns.
+        The outputs of `function`.
     """
     calls.made += 1
     options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
@@ -84,23 +84,23 @@ non_reentrant_checkpoint = checkpoint
 
 
 class CheckpointFunction:
-    """The form of an autograd function that Megatron's scripts call."""
+    """Activation checkpointing in the form of an autograd function, as Megatron's scripts call it."""
 
     @staticmethod
     def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        """`checkpoint(function, *args)`, whose outputs are also appended to `all_outputs`."""
+        """Return `checkpoint(function, *args)`, and append its outputs to `all_outputs`."""
         outputs = checkpoint(function, *args)
         all_outputs += outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return calls.configured is not None
 
 
 def reset() -> None:
-    """Free the contiguous buffers; the flags stay."""
+    """Free the contiguous buffers; the flags do not change."""
     if calls.configured is not None and calls.configured.saver.buffers is not None:
         calls.configured.saver.buffers.clear()
 
@@ -109,7 +109,7 @@ def set_num_layers(nlayers: int) -> None:
     """Set the initial capacity of the contiguous buffer, in checkpoints.
 
     Raises:
-        ArgumentError: fewer than one.
+        ArgumentError: `nlayers` is less than 1.
     """
     if nlayers < 1:
         raise ArgumentError(f"set_num_layers({nlayers}): a model has at least one layer")
@@ -123,7 +123,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def get_cuda_rng_tracker() -> RNGTracker:
-    """The named random states of the current device, whichever kind it is."""
+    """Return the tracker of the named random states of the current device, CUDA or not."""
     return rng.tracker
 
 
@@ -132,12 +132,12 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = rng.MODEL_PARALLEL
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Put back a random state of the current device, or of another one by number."""
+    """Set the random state of the current device, or of the device with a given index."""
     get_accelerator().set_rng_state(new_state, None if device == -1 else device)
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device equally on all ranks of `configure`'s unit, and "model-parallel-rng" differently on each.
+    """Seed the device equally on all ranks of the model-parallel group, and "model-parallel-rng" differently on each.
 
     Args:
         seed: the same on every rank of the group.
@@ -148,7 +148,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" again, without changing the device's own state.
+    """Seed "model-parallel-rng" again, without changing the device's default random state.
 
     Args:
         seed: the same on every rank of the group.

@@ -1,7 +1,7 @@
-"""Runs a function without saving its activations, and recomputes them in backward.
+"""Activation checkpointing: run a function without saving its activations, and recompute them in backward.
 
-It uses torch's non-reentrant checkpoint, and adds the storage of inputs (`saving`), named random states (`rng`), times,
-and the flags that are set when it is called.
+It extends torch's non-reentrant checkpoint by storage options for inputs (`saved_inputs`), named random states (`rng`),
+timing, and flags that are read at each call.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _inside: ContextVar[bool] = ContextVar("inside a checkpointed function", default
 
 
 def inside_checkpoint() -> bool:
-    """Whether a checkpointed function is running, for the first time or again."""
+    """Return whether a checkpointed function is running, in forward or in recomputation."""
     return _inside.get()
 
 
 class Checkpointer:
-    """Runs functions under one set of flags; all ranks of `mpu`'s model-parallel group have the same activations."""
+    """Runner of checkpointed functions under one set of flags. Ranks of the model-parallel group share activations."""
 
     def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
         self.flags, self.mpu = flags, mpu
@@ -50,7 +50,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def governed(self, name: str) -> Iterator[None]:
-        """Around a call of any checkpoint of torch's: its inputs are kept as the flags say."""
+        """Apply the flags to the inputs that a call of torch's checkpoint saves."""
         with self.saver.hooks(), self._boundary(f"{name}, forward"):
             yield
 
@@ -62,9 +62,9 @@ class Checkpointer:
         again: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         **options: Any,
     ) -> Any:
-        """Call `function`; its backward calls it again on the same inputs with the same random states.
+        """Call `function`. Backward calls it again on the same inputs with the same random states.
 
-        Tensors may be anywhere in nests of lists, tuples and dicts. `again` is a context around the second call.
+        Tensors may be in nested lists, tuples and dicts. `again` creates a context around the second call.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -118,7 +118,7 @@ class Checkpointer:
 
 
 class _Fresh:
-    """A context that may be entered again: a graph that is retained is run backward more than once."""
+    """A context that can be entered repeatedly, for graphs that run backward more than once."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -134,7 +134,7 @@ class _Fresh:
 
 
 class CheckpointFlags:
-    """Under which flags a call by hand runs: those of the engine whose forward is running, else of `configure`."""
+    """Flags for direct calls of `checkpoint`: those of the engine whose forward is running, else of `configure`."""
 
     def __init__(self) -> None:
         self.configured: Checkpointer | None = None
@@ -144,16 +144,16 @@ class CheckpointFlags:
 
     @property
     def mpu(self) -> Any:
-        """The model-parallel unit of `configure`."""
+        """Return the model-parallel unit of `configure`."""
         return None if self.configured is None else self.configured.mpu
 
     def configure(self, flags: ActivationCheckpointing, mpu: Any, **values: Any) -> None:
-        """Take flags, with those of `values` that are not None, for calls outside of an engine that has its own."""
+        """Store the flags and the unit for calls outside of an engine that has its own flags."""
         changed = {name: value for name, value in values.items() if value is not None}
         self.configured = Checkpointer(ActivationCheckpointing(**flags.model_dump() | changed), mpu)
 
     def checkpointer(self) -> Checkpointer:
-        """For a call made now."""
+        """Return the checkpointer for the current call."""
         return self.running.get() or self.configured or self._plain
 
 

@@ -1,4 +1,4 @@
-"""Named random states: inside a fork each tensor-parallel rank draws differently, outside all draw the same."""
+"""Named random states. Inside `fork` each tensor-parallel rank draws differently; outside, all ranks draw the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED_OFFSET = 2718  # Megatron's, so that scripts written for it draw the same n
 
 
 class RNGTracker:
-    """Random states of the current device by name."""
+    """Named random states of the current device."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -25,18 +25,18 @@ class RNGTracker:
         self._states.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the table; the states in it are never written to."""
+        """Return a copy of the table from name to state; the states are shared and never written."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put back what `get_states` gave."""
+        """Restore the states that `get_states` returned."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state, as after `manual_seed(seed)`.
+        """Add a state, seeded with `manual_seed(seed)`.
 
         Raises:
-            ArgumentError: the name is taken.
+            ArgumentError: a state of that name exists.
         """
         if name in self._states:
             raise ArgumentError(f"random state {name!r} exists already; reset() the tracker to seed anew")
@@ -52,12 +52,12 @@ class RNGTracker:
         return seeded
 
     def reseed(self, name: str, seed: int) -> None:
-        """Seed a state anew, or make it; the device's own state stays."""
+        """Create a state or seed it again; the device's default state does not change."""
         self._states[name] = self._state_after(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the named state inside; the surrounding state goes on afterwards as if nothing had been drawn.
+        """Draw from the named state inside the context; the outer state then continues as if nothing had been drawn.
 
         Raises:
             ArgumentError: no state has that name.
@@ -81,6 +81,6 @@ tracker = RNGTracker()
 
 
 def of_model_parallel(mpu: Any, what: str) -> Any:
-    """The `rank` or `group` that a client's model-parallel unit names; None without one."""
+    """Return the model-parallel `rank` or `group` of a client's unit; None if there is no unit."""
     get = getattr(mpu, f"get_tensor_model_parallel_{what}", None) or getattr(mpu, f"get_model_parallel_{what}", None)
     return None if get is None else get()

@@ -1,4 +1,4 @@
-"""Stores the saved inputs of a checkpointed block: whole or partitioned, on the device or the host."""
+"""Storage for the inputs of checkpointed blocks: whole or partitioned, on the device or the host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from deepspeed.foundation.partition import partition_uniform
 
 @dataclass(eq=False)
 class Saved:
-    """What is kept of one tensor.
+    """Stored form of one tensor.
 
     Args:
-        values: 1-D; the elements this rank keeps.
-        shape, stride: of the tensor.
-        device: where it is needed again.
+        values: 1-D; the elements that this rank stores.
+        shape, stride: of the original tensor.
+        device: device that backward needs the tensor on.
         tier: "device" or "host".
     """
 
@@ -38,7 +38,7 @@ class Saved:
 
 @dataclass(eq=False)
 class _Row:
-    """A buffer and how it is filled, in elements."""
+    """A buffer and its fill counters, in elements."""
 
     buffer: torch.Tensor
     filled: int = 0
@@ -52,9 +52,9 @@ class _Row:
 
 
 class ActivationBuffers:
-    """One buffer per dtype and place, in which tensors lie one behind the other until all are given back.
+    """One contiguous buffer per dtype and device. Tensors are placed one after the other until all are returned.
 
-    It has room for the most that was ever lent at once; what exceeds it, as in the first pass, lies on its own.
+    A buffer grows to the peak number of elements in use. Tensors that do not fit get memory of their own.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +62,7 @@ class ActivationBuffers:
         self._rows: dict[tuple[torch.dtype, torch.device], _Row] = {}
 
     def take(self, count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> tuple[torch.Tensor, _Row]:
-        """Room for `count` elements, and the row to give them back to."""
+        """Allocate `count` elements; returns the tensor and the row that takes them back."""
         key = (dtype, place)
         if key not in self._rows:
             self._rows[key] = _Row(empty(count * self._count, dtype, place, pinned))
@@ -77,23 +77,23 @@ class ActivationBuffers:
         return row.buffer[row.filled - count : row.filled], row
 
     def clear(self) -> None:
-        """Let the buffers go; tensors that still lie in them keep theirs alive."""
+        """Drop the buffers; tensors that still use them keep their memory alive."""
         self._rows.clear()
 
 
 def empty(count: int, dtype: torch.dtype, place: torch.device, pinned: bool) -> torch.Tensor:
-    """A 1-D tensor without values."""
+    """Allocate an uninitialized 1-D tensor."""
     return torch.empty(count, dtype=dtype, device=place, pin_memory=pinned)
 
 
 class Saver:
-    """Packs the inputs of checkpoints as the flags say, and gives them back in backward.
+    """Stores the inputs of checkpoints according to the flags, and restores them in backward.
 
-    Inputs that need no gradient (masks, positions, the batch) are shared between blocks and held by their owner, as
-    parameters are: they stay as they are.
+    Inputs that need no gradient (masks, positions, the batch) and parameters are not moved: blocks share them and
+    other code holds them.
 
     Args:
-        axis: the ranks that hold the same activations and may each keep a part; None: this rank alone.
+        axis: ranks that hold the same activations and can each store a part; None: no partitioning.
     """
 
     def __init__(self, flags: ActivationCheckpointing, axis: Axis | None) -> None:
@@ -106,7 +106,7 @@ class Saver:
         self._turns = itertools.count()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a call of torch's checkpoint: the only tensors saved outside of its own hooks are its inputs."""
+        """Return the hooks for tensors that torch's checkpoint saves; these are only its inputs."""
         if self._axis is None and not self._host and self.buffers is None:
             return contextlib.nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)

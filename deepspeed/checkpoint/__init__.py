@@ -1,4 +1,4 @@
-"""Checkpoints: file names, formats, and which rank reads what. Does not drive training."""
+"""Checkpoints: file names, formats, and the parts that each rank reads and writes. No training logic."""
 
 from __future__ import annotations
 

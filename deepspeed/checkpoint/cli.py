@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def list_tags(folder: Path) -> Iterator[str]:
-    """One line for each tag of a folder."""
+    """List the tags of a folder, one line per tag."""
     latest = read_latest(folder, filesystem.LATEST)
     for tag in tags_of(folder):
         seen, path = look(folder, tag), place_of(folder, tag)
@@ -44,7 +44,7 @@ def list_tags(folder: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Read every byte of a native checkpoint; gives what is wrong."""
+    """Read every byte of a native checkpoint; yields a line per defect."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
@@ -64,7 +64,7 @@ def verify(path: Path) -> Iterator[str]:
 
 
 def differences(first: Source, other: Source) -> Iterator[str]:
-    """What differs between two checkpoints: names, shapes, values and optimizer state, whatever cuts they have."""
+    """List differences between two checkpoints: names, shapes, values and optimizer state, however they are sharded."""
     ours, other_rows = ({row.name: row for row in source.manifest.rows} for source in (first, other))
     for name in sorted(ours.keys() ^ other_rows.keys()):
         yield f"{name}: only in {first.path if name in ours else other.path}"
@@ -84,7 +84,7 @@ def differences(first: Source, other: Source) -> Iterator[str]:
 
 
 def export(source: Source, folder: Path, kind: str, dtype: torch.dtype | None, limit: str) -> list[Path]:
-    """Write weights: as `hf` safetensors and configuration, or a `torch` state dict; dtype None: as they are stored."""
+    """Export weights as `hf` (safetensors and configuration) or `torch` (a state dict). dtype None: no conversion."""
     state = {row.name: in_dtype(source.whole(row.name), dtype) for row in rows_of(source, False)}
     state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
     written = write_sharded(state, folder, limit, safe=kind == "hf")
@@ -116,7 +116,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 when all is well."""
+    """Run the command; returns 0 if it succeeds."""
     options = _arguments().parse_args(arguments)
     try:
         if options.command == "ls":

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face folders of safetensors, and plain state dicts."""
+"""Reader and writer of Hugging Face folders of safetensors, and of plain state dicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderSource(Source):
-    """The tensors of one or several safetensors files."""
+    """Source for the tensors of one or more safetensors files."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -44,7 +44,7 @@ class FolderSource(Source):
         super().__init__(path, Manifest(rows, [], [], {}, {}))
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors, converting on the way."""
+        """Read elements into tensors, converting dtypes."""
         with self._ranks.together(f"reading {self.path}"):
             by_file: dict[Path, list[ReadRequest]] = {}
             for request in wanted:
@@ -79,18 +79,18 @@ class FolderSource(Source):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> int:
-    """Stream weights into a model, sharded by `zero.Init` or plain; every rank reads only its part.
+    """Stream weights into a model, plain or sharded by `zero.Init`. Every rank reads only its part.
 
     Args:
-        module: the model; all ranks must call together.
-        path: a folder as `save_pretrained` writes it, or a safetensors file.
-        strict: names must be the same on both sides.
+        module: the model. All ranks must call this.
+        path: a folder written by `save_pretrained`, or a safetensors file.
+        strict: require equal names in the model and the file.
 
     Returns:
-        Elements loaded.
+        The number of loaded elements.
 
     Raises:
-        CheckpointMissingError: there are no weights.
+        CheckpointMissingError: the path has no weights.
         CheckpointError: names or shapes differ.
     """
     managed: dict[str, Any] = {name: param for name, param in module.named_parameters() if is_managed(param)}
@@ -109,7 +109,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def once(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Every tensor under its first name: safetensors files hold no aliases, and loaders tie them again."""
+    """Return each tensor under its first name only: safetensors files have no aliases, and loaders tie weights."""
     seen: dict[int, str] = {}
     for name, tensor in state.items():
         seen.setdefault(id(tensor), name)
@@ -117,7 +117,7 @@ def once(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bytes_of(size: str | int | None) -> float:
-    """A size such as "5GB" as a number; None is no limit."""
+    """Return a size such as "5GB" as a number of bytes; None: no limit."""
     if size is None:
         return math.inf
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
@@ -127,11 +127,11 @@ def bytes_of(size: str | int | None) -> float:
 
 
 def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | int | None, safe: bool) -> list[Path]:
-    """Write tensors into one file, or several with an index, as Hugging Face libraries name them.
+    """Write tensors to one file, or to several with an index, named as in Hugging Face libraries.
 
     Args:
-        state: tensors by name, or objects with `shape`, `dtype` and `contiguous()`; one shard is in memory at a time.
-        safe: safetensors (without aliases) instead of `torch.save`.
+        state: tensors, or objects with `shape`, `dtype` and `contiguous()`, by name. Memory holds one shard at a time.
+        safe: write safetensors (without aliases) instead of `torch.save` files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     limit = bytes_of(max_shard_size)

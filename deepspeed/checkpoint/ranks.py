@@ -1,4 +1,4 @@
-"""The ranks that save or load together: exchanges small objects, and raises a failure of one rank on all."""
+"""Ranks that save or load together: exchange of small objects, and errors that are raised on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ranks:
     """The ranks of an axis.
 
     Args:
-        group: process group to talk over, where it is not the axis's own.
+        group: process group for messages; None: the group of the axis.
     """
 
     def __init__(self, axis: Axis | None = None, group: Any = None) -> None:
@@ -24,7 +24,7 @@ class Ranks:
         self.group = group if group is not None or axis is None else axis.group
 
     def gather(self, local: Any) -> list[Any]:
-        """Everybody's object, in rank order. All ranks call together."""
+        """Gather an object from every rank, in rank order. All ranks must call this."""
         if self.size == 1 or self.group is None:
             return [local] * self.size
         every: list[Any] = [None] * self.size
@@ -33,7 +33,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What fails inside on one rank raises on all of them, at the end."""
+        """Raise an error of one rank on all ranks at the end of the block."""
         error: Exception | None = None
         try:
             yield
@@ -49,7 +49,7 @@ class Ranks:
                 raise CheckpointError(f"{what} failed on rank {rank}: {text}")
 
     def send(self, tensor: Any, to: int) -> None:
-        """Send a CPU tensor to a rank that receives it."""
+        """Send a CPU tensor to a rank that calls the matching receive."""
         comm.send(tensor, self.numbers[to], group=self.group)
 
     def receive(self, tensor: Any, sender: int) -> None:

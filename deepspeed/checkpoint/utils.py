@@ -1,4 +1,4 @@
-"""Small helpers that clients import from this module."""
+"""Helpers for clients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of a nest in which every tensor has a separate storage, so that only its own elements are saved.
+    """Copy nested containers so that every tensor has its own storage and `torch.save` writes only its elements.
 
     Args:
         item: tensors in dicts, lists and tuples.
-        device: where the copies go.
+        device: device of the copies.
     """
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)

@@ -1,4 +1,4 @@
-"""Process groups, labelled collectives and the watchdog. The only package that uses torch.distributed."""
+"""Process groups, labelled collectives and the watchdog. Only this package uses torch.distributed."""
 
 from __future__ import annotations
 

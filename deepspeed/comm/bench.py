@@ -1,6 +1,6 @@
-"""`ds_bench`: measures collectives of this machine by size; writes a table, a file for the comms logger and a plot.
+"""`ds_bench`: measures this machine's collectives by size; writes a table, a file for the comms logger and a plot.
 
-If no launcher has started it, it starts itself on all devices of the machine (two ranks on a CPU).
+Without a launcher, the command starts one rank on each device of the machine (two ranks on a CPU).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The command; 0 when all was measured."""
+    """Run the command; returns the exit code of the launcher or 0."""
     arguments = parser().parse_args()
     if "RANK" not in os.environ:
         ranks = arguments.ranks or (2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count())
@@ -92,9 +92,9 @@ def main() -> int:
 
 
 def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Rows with bytes of the message, seconds of a call (the slowest rank's), algbw and busbw in 10⁹ bytes per second.
+    """Measure one collective; returns a row per size with bytes, seconds (slowest rank), algbw and busbw in 10⁹ B/s.
 
-    All ranks call together.
+    All ranks must call this.
     """
     rows = []
     dtype = getattr(torch, arguments.dtype, None)
@@ -122,14 +122,14 @@ def measure(operation: str, arguments: argparse.Namespace) -> list[dict[str, flo
 def make_call(
     operation: str, nbytes: int, dtype: torch.dtype, whose: str, asynchronous: bool
 ) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """One call of a collective, and a check of what it gave.
+    """Create a function that calls a collective, and a function that checks its result.
 
     Args:
-        operation: of `OPERATIONS`.
-        nbytes: of the whole message on a rank: what all-gather gives, what reduce-scatter takes.
-        dtype: of the elements.
+        operation: one of `OPERATIONS`.
+        nbytes: size of the whole message on a rank: the output of all-gather, the input of reduce-scatter.
+        dtype: dtype of the elements.
         whose: "deepspeed" or "torch".
-        asynchronous: the call returns a handle.
+        asynchronous: make the call return a handle.
     """
     library: Any = comm if whose == "deepspeed" else torch.distributed
     world, rank = comm.get_world_size(), comm.get_rank()
@@ -156,7 +156,7 @@ def make_call(
     call, result = calls[operation]
 
     def check() -> None:
-        """Sums of equal numbers are equal everywhere, copies of ones are ones."""
+        """Raise unless all result elements are equal, and not 0 (0 is valid for all-reduce)."""
         low, high = float(result.min()), float(result.max())
         if low != high or (low == 0 and operation != "all_reduce"):
             raise ArgumentError(f"{operation} of {nbytes} bytes gave {low} to {high}: it is broken here")
@@ -165,7 +165,7 @@ def make_call(
 
 
 def _times(call: Callable[[], Any], warmups: int, trials: int, asynchronous: bool) -> list[float]:
-    """Seconds of each call; of the mean call, where all are under way together."""
+    """Return the seconds of each call; for asynchronous calls, one mean over calls that overlap."""
     accelerator = get_accelerator()
     times: list[float] = []
     for _ in range(warmups):
@@ -206,7 +206,7 @@ def table(operation: str, rows: list[dict[str, float]], arguments: argparse.Name
 
 
 def draw(curve: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """A picture of the bandwidths over sizes.
+    """Plot bandwidth over message size into a file.
 
     Raises:
         NotAvailableError: matplotlib is not installed.

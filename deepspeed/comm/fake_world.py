@@ -1,13 +1,12 @@
-"""A world of fake ranks: this process is one of them, the others do not exist.
+"""A simulated world: this process is one rank, and the other ranks do not exist.
 
 This module replaces every function that acts on other ranks (`Replaceable` of `foundation/fake_mode.py`). Every absent
-rank gives the same values as this one; messages take no time and allocate the same memory as real ones: where real
-ranks would use shared memory, `SimulatedMemory` lends and stages the same buffers, and posts of peers have the same
-shapes.
+rank has the same values as this one. Messages take no time and allocate the same memory as real ones: where real ranks
+use shared memory, `SimulatedMemory` allocates the same buffers, and messages from peers have the same shapes.
 
-The input of a pipeline stage is known after the previous stage has been run: the header, and the integers in it, since
-models branch on masks. It receives gradients for its own outputs. The memory of a message belongs to the sender until
-the receiver has freed it.
+The input of a pipeline stage is known after the previous stage was run: the header and the integers, since models
+branch on masks. The gradients that a stage receives have the shapes of its outputs. The memory of a message belongs to
+the sender until the receiver has freed it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _EXCHANGE = 0
 
 
 class _There(Until):
-    """Something that has come true, unless ranks are late: then once it is waited for."""
+    """A handle that is complete at once; with late ranks, only after a wait."""
 
     def __init__(self) -> None:
         self._late = late()
@@ -83,7 +82,7 @@ class SimulatedMemory(SharedMemory):
         return True
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
-        """Keep what is posted; as a copy where peers could not read it in place."""
+        """Store the posted tensor; allocate a copy if peers could not read it in place."""
         self._posted[tag] = flat
         if peers and not self._readable(flat):
             self._staged[tag] = self.empty(flat.numel(), flat.dtype)
@@ -92,13 +91,13 @@ class SimulatedMemory(SharedMemory):
         return _There()
 
     def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
-        """What a peer would have posted: as much as this rank, or one element where slices differ in size."""
+        """Return a peer's message: this rank's own tensor, or one element if slices differ in size."""
         if tag & _KIND == _EXCHANGE << 10 and tag in self._posted:
             return self._posted[tag]
         return self._one.to(dtype)
 
     def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
-        """It was read."""
+        """Do nothing."""
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
         self._posted.pop(tag, None)
@@ -106,14 +105,14 @@ class SimulatedMemory(SharedMemory):
         return _There()
 
     def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
-        """As the real memory would say, but for its number of channels."""
+        """Return whether peers could read the tensor in place. The limit on channels is not simulated."""
         return tensor.numel() == 0 or self._readable(tensor)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
         self.serving[channel] = tensor
 
     def advance(self, channel: int) -> None:
-        """Versions agree."""
+        """Do nothing: versions always agree."""
 
     def reached(self, channel: int, peers: Sequence[int]) -> Until:
         return _There()
@@ -125,16 +124,16 @@ class SimulatedMemory(SharedMemory):
         return self._one.to(dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In place."""
+        """Do nothing: the tensor keeps its values."""
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
-        """Into `out`."""
+        """Do nothing: `out` keeps its values."""
 
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
-        """In place."""
+        """Do nothing: `full` keeps its values."""
 
     def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
-        """In place."""
+        """Do nothing: the tensor keeps its values."""
 
     def close(self) -> None:
         self.serving.clear()
@@ -144,7 +143,7 @@ _arrived: set[int] = set()  # addresses of memory that a peer would hold
 
 
 class UnheardError(CommError):
-    """A stage would be sent what nobody knows yet."""
+    """The message to a pipeline stage is unknown, since the sending stage was not simulated yet."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} has not been run without values yet: what it sends is not known")
@@ -153,10 +152,10 @@ class UnheardError(CommError):
 
 @dataclass(frozen=True)
 class FakeMessage:
-    """What is known of one.
+    """Known contents of a message.
 
     Args:
-        integers: what its tensors hold, those that are not floating-point ones; None for the others.
+        integers: values of the tensors that are not floating-point; None for floating-point tensors.
     """
 
     header: Header
@@ -168,7 +167,7 @@ class FakeMessage:
         return cls(header, arrays)
 
     def gradients(self) -> FakeMessage:
-        """The answer: a gradient for each of its tensors that can have one."""
+        """Return the reply: a gradient for each differentiable tensor."""
         leaves = [leaf for leaf in self.header.leaves if leaf.differentiable]
         header, tensors = Header.take_apart(
             [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
@@ -191,12 +190,12 @@ class FakeMessage:
 
     @staticmethod
     def owns(storage: torch.UntypedStorage) -> bool:
-        """Whether a storage stands for memory of a rank that is not there."""
+        """Return whether a storage represents memory of an absent rank."""
         return storage.data_ptr() in _arrived
 
 
 class _ReadReceipt(Until):
-    """Whether a message has been read."""
+    """A handle that tells whether a message was read."""
 
     def __init__(self) -> None:
         self.over = False
@@ -212,7 +211,7 @@ class _ReadReceipt(Until):
 
 
 class SimulatedSender(Sender):
-    """Sends to a rank that shares memory with this one and is not there: it has read what it is said to have read."""
+    """Sender to an absent rank with shared memory. `read` marks a message as read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -235,13 +234,13 @@ class SimulatedSender(Sender):
 
 
 class FakeFetchService(one_sided.FetchService):
-    """The service of an axis whose other ranks are not there: each would pull when this one does."""
+    """Fetch service of an axis with absent ranks, which pull whenever this rank does."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
 
     def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
-        """Lend the own slice as a peer would have it, and have the others'."""
+        """Load this rank's slice as for a peer, and return a handle that is already complete."""
         slice_ = self._served[channel].slice
         if not isinstance(slice_, torch.Tensor):
             with slice_():
@@ -249,7 +248,7 @@ class FakeFetchService(one_sided.FetchService):
         return Handle(self.axis, label, [], None, full, self.axis.bytes_of_others(full, cuts))
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no socket is open."""
 
 
 class FakeRun(same_error.CollectiveRun):
@@ -266,7 +265,7 @@ class FakeObjectExchange(torch_api.ObjectExchange):
 
 
 class FakeAxisRegistry(AxisRegistry):
-    """Axes between fake ranks: those of a device have a backend, which moves nothing here; others share memory."""
+    """Registry of axes with absent ranks. On devices, a fake backend moves no data; on CPU, ranks share memory."""
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
         if where != "cpu" or of_device():
@@ -303,11 +302,11 @@ def absent_peers(
     per_host: int = 0,
     stage_outputs: dict[int, Any] | None = None,
 ) -> Generator[None]:
-    """Inside, the other ranks of this process's group are taken not to exist.
+    """Simulate the other ranks of this process's group inside the context.
 
     Args:
-        late: the others answer only when they are waited for; else at once.
-        device, per_host, stage_outputs: as of `planner.memory.simulate`.
+        late: complete messages only when they are waited for, instead of at once.
+        device, per_host, stage_outputs: as in `planner.memory.simulate`.
     """
     before, scalars.current = scalars.current, numbers
     with contextlib.ExitStack() as stack:
@@ -324,7 +323,7 @@ def absent_peers(
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, size: int, **world: Any) -> Generator[None]:
-    """Inside, this process is one rank of a world that has no other.
+    """Simulate a world inside the context, in which this process is the only rank that exists.
 
     Args:
         world: arguments of `absent_peers`.

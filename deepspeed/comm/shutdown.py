@@ -1,7 +1,7 @@
-"""Releases the resources of the process groups when the last one is destroyed.
+"""Release of the process groups' resources after the last group is destroyed.
 
 [Note: a notice in torch's table] Clients destroy groups with `torch.distributed.destroy_process_group`, which has no
-callback. It empties its own tables, so one of our objects is put into such a table; its finalizer is the callback.
+callback. It empties its tables, so this package puts an object into one of them, whose finalizer is the callback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Release = TypeVar("Release", bound=Callable[[], None])
 
 
 class Phase(IntEnum):
-    """The order in which what belongs to the process groups is released."""
+    """Phases of the release of resources that belong to process groups, in order."""
 
     CONNECTIONS = 0
     ROUTES = 1
@@ -31,11 +31,11 @@ _releases: dict[Phase, Callable[[], None]] = {}
 
 
 class _Notice:
-    """Lies in a table that torch empties when the last group ends; takes the place of a group there."""
+    """Object in place of a group in a table that torch empties when the last group ends."""
 
 
 def released_in(phase: Phase) -> Callable[[Release], Release]:
-    """Decorator: each shutdown of process groups calls the function in a phase; a phase has one function."""
+    """Decorate a function so that it is called in a phase of each shutdown; one function per phase."""
 
     def register(release: Release) -> Release:
         _releases[phase] = release
@@ -45,13 +45,13 @@ def released_in(phase: Phase) -> Callable[[Release], Release]:
 
 
 def wind_up() -> None:
-    """End threads, connections and shared memory, and forget the groups; nothing happens the second time."""
+    """End threads, connections and shared memory, and forget the groups; a second call does nothing."""
     for phase in sorted(_releases):
         _releases[phase]()
 
 
 def wind_up_with_the_groups() -> None:
-    """Have `wind_up` called when the last process group of torch ends."""
+    """Arrange that `wind_up` is called when the last process group of torch ends."""
     table: dict[object, list[object]] = dist.distributed_c10d._world.pg_coalesce_state  # type: ignore[assignment]
     if not any(isinstance(entry, _Notice) for entry in table):
         notice = _Notice()

@@ -1,4 +1,4 @@
-"""`ds_config`, or `python -m deepspeed.config`: explain a configuration, or write the reference."""
+"""`ds_config`, or `python -m deepspeed.config`: explains a configuration, or writes the reference of all keys."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: the command line without the program's name; None takes it from the process.
+        arguments: command line without the program's name; None: the process's command line.
 
     Returns:
-        The exit status: 0, or 1 when the configuration has problems.
+        The exit status: 0, or 1 if the configuration has problems.
     """
     parser = argparse.ArgumentParser(prog="ds_config", description="Explain a configuration, or write the reference.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _try_optimizer(config: DeepSpeedConfig) -> None:
-    """Make the optimizer that the JSON names as `initialize` does, over one small matrix."""
+    """Create the optimizer of the JSON like `initialize`, over one small matrix, to check its arguments."""
     import torch
 
     from deepspeed.optim.build import build_configured

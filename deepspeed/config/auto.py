@@ -1,4 +1,4 @@
-"""Resolves values that a configuration leaves open: "auto", the batch sizes, and the stage named by a stored plan."""
+"""Resolution of values that a configuration leaves open: "auto", the batch sizes, and the stage of a stored plan."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _USUAL_LR = 1e-3
 
 @dataclass(frozen=True)
 class Facts:
-    """What "auto" may be resolved from; None is unknown.
+    """Values from which "auto" is resolved; None: unknown.
 
     Attributes:
         hidden_size: width of the model.
-        loader_batch_size: samples per micro-batch of the loader given to `initialize`.
+        loader_batch_size: samples per micro-batch of the loader that was passed to `initialize`.
         num_train_steps: optimizer steps of the whole run.
         device: "cpu" or "cuda".
         bf16_fast: whether the device computes bf16 faster than fp32.
-        learning_rate: of the client's optimizer.
+        learning_rate: learning rate of the client's optimizer.
     """
 
     hidden_size: int | None = None
@@ -45,9 +45,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class AutoRule:
-    """One row: the value in code (None: unknown) and in words; `needs` is what to do when it is unknown.
+    """Rule for one key: a function for the value (None: unknown), its description, and advice for an unknown value.
 
-    With an empty `needs`, a value that is unknown is the default.
+    With an empty `needs`, an unknown value resolves to the key's default.
     """
 
     find: Callable[[Reading, Facts], Any]
@@ -121,7 +121,7 @@ BATCH = {
 
 
 def resolve_autos(reading: Reading, facts: Facts, *, lenient: bool) -> None:
-    """Put a value into `reading` wherever "auto" stands, except in the batch triple; lenient: unknown: default."""
+    """Resolve all "auto" values except in the batch triple; `lenient` uses the default for unknown values."""
     for path in sorted(reading.autos, key=lambda path: list(RULES).index(path) if path in RULES else -1):
         rule = RULES.get(path)
         value = rule.find(reading, facts) if rule else None
@@ -142,7 +142,7 @@ _ONE_RANK = (
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch triple, with the origin of what was not given."""
+    """The batch triple, with the origin of each derived value."""
 
     train: int
     micro: int
@@ -151,7 +151,7 @@ class BatchSizes:
 
 
 def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes | str:
-    """The batch triple for `world` data-parallel ranks, with what is None derived; or the text of the problem."""
+    """Derive missing values of the batch triple for `world` data-parallel ranks; returns a text if it is invalid."""
     if train is None and micro is None:
         return (
             f"{TRAIN} or {MICRO} must be given: the other is derived from it and from the {world} rank(s) of this run"
@@ -182,9 +182,9 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
 def elastic_batch(
     block: Mapping[str, Any], triple: tuple[int | None, int | None, int | None], world: int
 ) -> BatchSizes | str:
-    """The batch triple of an `elasticity` block: the same global batch for every number of ranks that can share it.
+    """Compute the batch triple of an `elasticity` block; its global batch is equal for all valid numbers of ranks.
 
-    `triple` is what the user gave besides the block; a text is the problem.
+    `triple` has the user's other batch settings. The result is a text if they contradict.
     """
     if any(triple) and not block.get("ignore_non_elastic_batch_info", False):
         return (
@@ -204,7 +204,7 @@ def elastic_batch(
 
 PLAN = "plan"
 PLAN_VARIABLE = "DS_PLAN"
-"""Variable that names the plan's file; else it is looked for where `ds_plan` and the autotuner store it."""
+"""Variable with the path of the plan; the default is the path at which `ds_plan` and the autotuner store plans."""
 _ZERO, _RECOMPUTE, _TUNING = "zero_optimization", "activation_checkpointing", "autotuning"
 _OF_ZERO = (
     "stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "allgather_bucket_size", "mics_shard_size",
@@ -214,10 +214,10 @@ _PIPELINE, _STAGES = "pipeline", "stages"
 
 
 def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the stored plan in it, where its stage is "plan"; else the same object.
+    """Merge the stored plan into a configuration whose stage is "plan"; other configurations are returned unchanged.
 
     Raises:
-        DeepSpeedConfigError: there is no plan, the file is none, or it is for another global batch.
+        DeepSpeedConfigError: there is no plan, the file is no plan, or the plan is for another global batch.
     """
     zero = _block(raw, _ZERO)
     if zero.get("stage") != PLAN:
@@ -266,7 +266,7 @@ def _plan_file(raw: Mapping[str, Any]) -> Path:
 
 
 def _check_batch(raw: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
-    """The global batch stays: what the user says of it is what was planned for."""
+    """Raise unless the user's global batch equals that of the plan."""
     pairs = [("train_batch_size", raw.get(TRAIN), plan.get(TRAIN))]
     if isinstance(raw.get(MICRO), int) and isinstance(raw.get(STEPS), int):
         # Ranks that are given the same samples, as far as these keys say, take more of them together.

@@ -1,4 +1,4 @@
-"""The base classes and value types of the typed configuration sections."""
+"""Base classes and value types of the typed configuration sections."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AUTO = "auto"
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of a configuration as a typed object: `class Mine(DeepSpeedConfigModel): size: int = 1`.
+    """Base class of typed configuration blocks: `class Mine(DeepSpeedConfigModel): size: int = 1`.
 
-    Unknown names are refused. A value "auto" means the field's default, unless `strict=True` is given. A field
+    Unknown names are errors. The value "auto" means the field's default, unless `strict=True` is given. A field
     whose `json_schema_extra` says `"deprecated": True` is accepted with one warning; with `"new_param": NAME` (dotted
-    where it lies in a block) its value counts for that field, mapped by `"new_param_fn"`.
+    for fields in blocks) its value is moved to that field, after the function `"new_param_fn"`.
 
     Raises:
-        pydantic.ValidationError: a name, type or value is wrong; it is a ValueError.
+        pydantic.ValidationError: a name, type or value is wrong; the error is a ValueError.
     """
 
     model_config = ConfigDict(
@@ -46,7 +46,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The data under the names and values that the fields take."""
+        """Return the data with the names and values that the fields accept."""
         if data.get("strict") is True and "strict" not in cls.model_fields:
             return {name: value for name, value in data.items() if name != "strict"}
         taken = {name: value for name, value in data.items() if not is_auto(value) and name != "strict"}
@@ -62,7 +62,7 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def _replace_deprecated(cls, taken: dict[str, Any], old: str, extras: dict[str, Any]) -> None:
-        """Move the value of a deprecated field to the one that took its place."""
+        """Move the value of a deprecated field to its new field."""
         new: str = extras.get("new_param") or ""
         advice = extras.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
         warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
@@ -84,7 +84,7 @@ def is_auto(value: object) -> bool:
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """The value under a name, else the default."""
+    """Return the value of `param_name`, else the default."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -92,7 +92,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of pairs, for `json.load(object_pairs_hook=…)`.
+    """Convert pairs to a dict, for `json.load(object_pairs_hook=…)`.
 
     Raises:
         DeepSpeedConfigError: a name occurs twice.
@@ -110,15 +110,15 @@ Status = Literal["implemented", "moot by design", "not available yet"]
 
 @dataclass(frozen=True)
 class Note:
-    """The entry of one field in the table of keys, besides its type and default.
+    """Metadata of one configuration key.
 
     Attributes:
-        meaning: one phrase.
-        status: the class of the key.
-        instead: for a moot key, what takes its place.
-        aliases: other spellings, accepted quietly.
-        deprecated: old spellings, accepted with one warning.
-        idle: values beside the default that ask for nothing.
+        meaning: one-phrase description.
+        status: implementation status of the key.
+        instead: for a key without effect, the replacement.
+        aliases: other names, accepted without a warning.
+        deprecated: old names, accepted with one warning.
+        idle: values besides the default that request no feature.
     """
 
     meaning: str
@@ -130,10 +130,10 @@ class Note:
 
 
 class Section(DeepSpeedConfigModel):
-    """A block of the JSON: frozen, strict in its names and types.
+    """A block of the JSON: immutable, with strict names and types.
 
-    `switch` names the key (dotted, inside the block) that turns the block on; at its default nothing in the block asks
-    for anything. With `open_names`, a name that no key of the block is near to is passed over with a warning.
+    `switch` is the dotted path, inside the block, of the key that enables the block. With `open_names`, an unknown name
+    is ignored with a warning, unless it resembles a key of the block.
     """
 
     model_config = ConfigDict(
@@ -154,7 +154,7 @@ class Section(DeepSpeedConfigModel):
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Canonical names in place of aliases and deprecated spellings, values in place of enums."""
+        """Replace aliases and deprecated names by canonical names, and enum members by their values."""
         notes = {name: note_of(field) for name, field in cls.model_fields.items()}
         names = {old: name for name, note in notes.items() for old in (*note.aliases, *note.deprecated)}
         renamed = {names.get(name, name): value for name, value in super().respelled(data).items()}
@@ -174,7 +174,7 @@ def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
 def key(
     default: Any, meaning: str, *, aliases: Sequence[str] = (), deprecated: Sequence[str] = (), **limits: Any
 ) -> Any:
-    """A key that does what it says; `limits` are pydantic's (`ge`, `gt`, `le`, `lt`). A section class is a block."""
+    """Define an implemented key; `limits` are pydantic's (`ge`, `gt`, `le`, `lt`). A section class defines a block."""
     return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
 
 
@@ -187,23 +187,23 @@ def moot(
     deprecated: Sequence[str] = (),
     **limits: Any,
 ) -> Any:
-    """A key that is accepted and has nothing left to decide; `instead` is what takes its place."""
+    """Define a key that is accepted without effect; `instead` describes the replacement."""
     note = Note(meaning, "moot by design", instead, aliases=tuple(aliases), deprecated=tuple(deprecated))
     return _field(default, note, limits)
 
 
 def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:
-    """A key whose feature is not there yet: refused when its value is neither the default nor one of `idle`."""
+    """Define a key whose feature is not available yet: values other than the default and `idle` are errors."""
     return _field(default, Note(meaning, "not available yet", aliases=tuple(aliases), idle=tuple(idle)), limits)
 
 
 def note_of(field: FieldInfo) -> Note:
-    """The note that `key`, `moot` or `later` left on a field."""
+    """Return the note that `key`, `moot` or `later` stored in a field."""
     return cast(Note, cast("dict[str, Any]", field.json_schema_extra)["note"])
 
 
 def _dtype_name(value: object) -> object:
-    """One spelling per dtype; torch's own objects are recognised by their name, so torch is not imported."""
+    """Convert the names of a dtype to one canonical name, without importing torch."""
     name = str(value).lower().removeprefix("torch.")
     return _DTYPES.get(name, value)
 
@@ -215,7 +215,7 @@ def _print_interval(value: object) -> float:
 
 
 def _one_of(*names: str) -> BeforeValidator:
-    """Fold the case of a name to the spelling of the list."""
+    """Return a validator that matches names case-insensitively."""
     folded = {name.lower(): name for name in names}
     return BeforeValidator(lambda value: folded.get(value.lower(), value) if isinstance(value, str) else value)
 
@@ -244,16 +244,16 @@ NumberOrList = float | list[float]
 
 @dataclass(frozen=True)
 class Kwargs:
-    """Marks a dict handed to a class as keyword arguments: the names in `model` are type-checked, others pass."""
+    """Marker of a dict of keyword arguments for a class: names in `model` are type-checked, others are accepted."""
 
     model: type[Section]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validate with the model, keep a plain dict of what was given."""
+        """Validate with the model, and return a plain dict of the given values."""
         schema = handler.generate_schema(self.model)
         return core_schema.no_info_after_validator_function(lambda model: model.model_dump(exclude_unset=True), schema)
 
 
 def is_number(value: object) -> bool:
-    """A finite int or float, and not a bool."""
+    """Return whether a value is a finite int or float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""The resolved configuration: parsed once, frozen, every value with its source."""
+"""The resolved configuration: parsed once, immutable, with the source of every value."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class DeepSpeedConfig:
         4
 
     Attributes:
-        raw: the user's configuration, by reference and unchanged.
-        top: the typed top level; the attributes below are its parts under the names the engine uses.
+        raw: the user's configuration object, unchanged.
+        top: the typed top level; other attributes are parts of it under the engine's names.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class DeepSpeedConfig:
 
         Args:
             config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
-            mpu: an object with `get_data_parallel_world_size`, which then takes the place of `world`.
-            world: data-parallel ranks.
-            replicas: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
-            facts: what "auto" may be resolved from.
-            for_init: see `for_init`.
+            mpu: an object with `get_data_parallel_world_size`, which replaces `world`.
+            world: number of data-parallel ranks.
+            replicas: number of ranks with the same model slice, sequence-parallel ranks included; None: `world`.
+            facts: values from which "auto" is resolved.
+            for_init: see the method `for_init`.
 
         Raises:
-            BatchSizeError: the batch triple does not hold.
-            NotAvailableError: a value asks for a feature that is not there.
-            DeepSpeedConfigError: anything else that is wrong; all problems are listed together.
+            BatchSizeError: the batch triple contradicts itself.
+            NotAvailableError: a value needs a feature that is not available.
+            DeepSpeedConfigError: any other problem; the message lists all of them.
         """
         if mpu is not None:
             world = getattr(mpu, "get_data_parallel_world_size", lambda: world)()
@@ -91,9 +91,9 @@ class DeepSpeedConfig:
 
     @classmethod
     def for_init(cls, config: object, *, world: int = 1, facts: Facts | None = None) -> DeepSpeedConfig:
-        """The configuration as `zero.Init` may see it: "auto" may still stand anywhere, the batch need not be known.
+        """Create the configuration for `zero.Init`: "auto" values may be unresolved, and the batch may be unknown.
 
-        What cannot be resolved yet stays at its default, and the batch triple is 0 where it was not given.
+        Unresolved values have their default, and missing values of the batch triple are 0.
         """
         return cls(config, world=world, facts=facts, for_init=True)
 
@@ -130,12 +130,12 @@ class DeepSpeedConfig:
 
     @property
     def expert_parallel_size(self) -> int:
-        """Ranks that have the experts of a layer together."""
+        """Return the number of ranks that divide the experts of a layer."""
         section = self.top.expert_parallel
         return 1 if section.enabled is False else section.size
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
-        """What the JSON asks of the mesh: (axis, size, key); "dp" is all of data parallelism, "shard" dp_shard x sp."""
+        """Return the JSON's mesh sizes as (axis, size, key); "dp" is all data-parallel ranks, "shard" dp_shard x sp."""
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
@@ -154,14 +154,14 @@ class DeepSpeedConfig:
         ]
 
     def section(self, path: str) -> Section:
-        """The frozen section at a JSON path such as "zero_optimization.leaf_module"."""
+        """Return the immutable section at a JSON path such as "zero_optimization.leaf_module"."""
         section = self.get(path)
         if not isinstance(section, Section):
             raise DeepSpeedConfigError(f'"{path}" is a value, not a section')
         return section
 
     def get(self, path: str) -> Any:
-        """The resolved value at a JSON path, under any of its spellings.
+        """Return the resolved value at a JSON path; aliases are accepted.
 
         Raises:
             DeepSpeedConfigError: there is no such key.
@@ -179,14 +179,14 @@ class DeepSpeedConfig:
         return here
 
     def explain(self) -> list[ResolvedValue]:
-        """Every resolved value with its origin, in the order of the table of keys."""
+        """Return every resolved value with its origin, in the order of the table of keys."""
         tolerated = self._reading.tolerated.items()
         ignored = [ResolvedValue(name, value, "given", "accepted and not read") for name, value in tolerated]
         return [*section_rows(self.top, self._reading), *ignored]
 
     @staticmethod
     def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
-        """The batch triple; None when a part of it already has a problem of its own, or it does not hold."""
+        """Resolve the batch triple; returns None if one of its values has a problem or the values contradict."""
         train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
         if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
             return None  # a part had a wrong type: it is reported already

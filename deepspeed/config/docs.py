@@ -1,4 +1,4 @@
-"""Prints the configuration reference and the resolved values with their source."""
+"""Output of the configuration reference, and of resolved values with their source."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Accepted with one warning; an old name together with its new one is an error.
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """Return the reference of all keys as Markdown."""
     keys = all_keys()
     count = Counter(_remark(key.path, key.note).partition(":")[0] or "implemented" for key in keys)
     # Those of the top level; blocks inside them are open too.
@@ -93,7 +93,7 @@ def _block(key: Key) -> str:
 
 
 def _remark(path: str, note: Note) -> str:
-    """What takes the place of a moot key, or when one that is not available comes; empty where a key is implemented."""
+    """Return the replacement of a key without effect, or the outlook of an unavailable key; empty for other keys."""
     if note.status == "moot by design":
         return f"moot by design: {note.instead}"
     return outlook(path) if note.status == "not available yet" else ""
@@ -117,9 +117,9 @@ class ResolvedValue:
 
     Attributes:
         path: JSON path.
-        value: what holds.
+        value: the resolved value.
         origin: "given", "default", or "derived: …", "auto: …", "deprecated: old name".
-        remark: what takes the place of a moot key, when a key comes that is not available, or why one is not read.
+        remark: replacement of a key without effect, outlook of an unavailable key, or reason why a key is not read.
     """
 
     path: str
@@ -129,7 +129,7 @@ class ResolvedValue:
 
 
 def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator[ResolvedValue]:
-    """The values of a section and of those in it, in the order of the table of keys."""
+    """Yield the values of a section and its subsections, in the order of the table of keys."""
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value = getattr(section, name)
@@ -146,7 +146,7 @@ def section_rows(section: Section, reading: Reading, path: str = "") -> Iterator
 
 
 def _moot_rows(items: list[Any], path: str) -> Iterator[ResolvedValue]:
-    """What a list's sections were given that decides nothing."""
+    """Yield the given values without effect in the sections of a list."""
     for index, item in enumerate(items):
         for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
             if note_of(field).status == "moot by design" and name in item.model_fields_set:
@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_text(resolved: Sequence[ResolvedValue]) -> str:
-    """Rows as aligned lines."""
+    """Format the rows as aligned lines."""
     columns = [(row.path, show(row.value), row.origin, row.remark) for row in resolved]
     widths = [max((len(column[column_index]) for column in columns), default=0) for column_index in range(3)]
     lines = (

@@ -1,4 +1,4 @@
-"""Collects the problems of a configuration, one line each, into one error."""
+"""Collection of a configuration's problems, one line each, into one error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TYPO = 2  # so few edits from a key, and a name is that key, spelled wrong
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong value: `text` is the whole line; `kind` decides the class of the error."""
+    """A problem of one value: `text` is the whole line; `kind` selects the class of the error."""
 
     text: str
     kind: Literal["wrong", "batch", "unavailable"] = "wrong"
 
 
 def show(value: object) -> str:
-    """A value as the user would have written it in JSON, cut to one line."""
+    """Format a value as JSON, cut to one line."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -34,12 +34,12 @@ def show(value: object) -> str:
 
 
 def wrong(path: str, value: object, text: str) -> Problem:
-    """A problem with the value at a path."""
+    """Create a problem of the value at a path."""
     return Problem(f"{path} = {show(value)}: {text}")
 
 
 def nearest(name: str, section: type[Section]) -> str:
-    """Where an unknown key was meant to go: its home elsewhere, or the closest name."""
+    """Suggest a replacement for an unknown key: its correct block, or the most similar name."""
     siblings = spellings(section)
     homes = [path for path in _homes(name) if path]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
@@ -57,9 +57,9 @@ def nearest(name: str, section: type[Section]) -> str:
 
 
 def near(name: str, value: object, section: type[Section]) -> str | None:
-    """The key that a name is a few edits from; a text where that key is a block is a remark.
+    """Return the key that `name` misspells by a few edits, or None; a text never misspells the name of a block.
 
-    Two edits make any three letters any other, so names this short are off by one.
+    The allowed number of edits is limited to half the name's length, so that short names do not match every key.
     """
     edits = min(_TYPO, len(name) // 2)
     for spelling, (field, _) in spellings(section).items():
@@ -71,7 +71,7 @@ def near(name: str, value: object, section: type[Section]) -> str | None:
 
 
 def _edits(left: str, right: str) -> int:
-    """Least number of letters put in, taken out or replaced that makes one text of the other."""
+    """Return the Levenshtein distance of two texts."""
     row = list(range(len(right) + 1))
     for row_index, letter in enumerate(left, 1):
         before, row = row, [row_index]
@@ -91,8 +91,8 @@ def raise_for(problems: Sequence[Problem]) -> None:
 
     Raises:
         BatchSizeError: every problem is about the batch triple.
-        NotAvailableError: every problem asks for a feature that is not there.
-        DeepSpeedConfigError: anything else.
+        NotAvailableError: every problem is about an unavailable feature.
+        DeepSpeedConfigError: any other combination.
     """
     if not problems:
         return

@@ -1,4 +1,4 @@
-"""Maps the user's keys to canonical names: aliases, deprecated names, "auto" and unknown keys."""
+"""Conversion of the user's keys to canonical names: aliases, deprecated names, "auto" and unknown keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zer
 
 @dataclass(frozen=True)
 class MovedKey:
-    """A deprecated key whose value now lives elsewhere; `values` maps its old values to new ones."""
+    """A deprecated key that was moved; `values` maps old values to new ones."""
 
     old: str
     new: tuple[str, ...]
@@ -44,15 +44,15 @@ MOVED = (
 
 @dataclass
 class Reading:
-    """What was found in a configuration.
+    """A configuration after reading.
 
     Attributes:
-        tree: the values given, under canonical names; keys given as null are left out.
-        origins: canonical path to where the value came from.
-        spelled: canonical path to the path as the user wrote it, where the two differ.
-        autos: canonical paths whose value is "auto"; they are not in the tree.
-        tolerated: entries that are accepted and not read, by their path as written.
-        problems: what is wrong so far.
+        tree: the given values, under canonical names; null values are omitted.
+        origins: source of the value, by canonical path.
+        spelled: path as the user wrote it, by canonical path, where the two differ.
+        autos: canonical paths whose value is "auto"; these values are not in the tree.
+        tolerated: entries that are accepted but not read, by the user's path.
+        problems: problems so far.
         warnings: lines to print once.
     """
 
@@ -65,22 +65,22 @@ class Reading:
     warnings: list[str] = field(default_factory=lambda: [])
 
     def name(self, path: str) -> str:
-        """The path as the user wrote it."""
+        """Return a path as the user wrote it."""
         return self.spelled.get(path, path)
 
     def find(self, path: str) -> Any:
-        """The value at a canonical path, or None."""
+        """Return the value at a canonical path, or None."""
         here: Any = self.tree
         for part in path.split("."):
             here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
         return here
 
     def enabled(self, *sections: str) -> bool:
-        """Whether any of some sections is switched on."""
+        """Return whether any of the sections is enabled."""
         return any(self.find(f"{section}.enabled") is True for section in sections)
 
     def put(self, path: str, value: object, origin: str) -> None:
-        """Set a value and its origin, making the blocks on the way; what is no block is left to the type check."""
+        """Set a value and its origin, and create missing blocks. The type check reports parents that are no block."""
         here: Any = self.tree
         *blocks, last = path.split(".")
         for block in blocks:
@@ -92,10 +92,10 @@ class Reading:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Reading:
-        """Read a configuration as the user wrote it, which is not changed.
+        """Read a configuration as the user wrote it. The argument is not changed.
 
         Raises:
-            DeepSpeedConfigError: the configuration holds itself.
+            DeepSpeedConfigError: the configuration contains itself.
         """
         reading = cls()
         settings = dict(raw)
@@ -126,7 +126,7 @@ class Reading:
         return reading
 
     def _take_apex(self, settings: dict[str, Any]) -> None:
-        """`amp` asks for NVIDIA Apex, which is no longer kept up: torch's own autocast takes its place."""
+        """Replace `amp` (NVIDIA Apex, which is no longer maintained) by torch's autocast."""
         block = settings.get("amp")
         if not isinstance(block, dict):
             return
@@ -150,7 +150,7 @@ class Reading:
             )
 
     def _take_clipping(self, settings: dict[str, Any]) -> None:
-        """`max_grad_norm` among the optimizer's arguments is `gradient_clipping`: no optimizer here takes it itself."""
+        """Move `max_grad_norm` from the optimizer's arguments to `gradient_clipping`; optimizers do not accept it."""
         optimizer = settings.get("optimizer")
         params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
         if not isinstance(params, dict) or "max_grad_norm" not in params:
@@ -224,7 +224,7 @@ class Reading:
         return tree
 
     def _unknown(self, section: type[Section], name: str, as_written: str, value: Any) -> None:
-        """A name that is no key: an error, or in a block with open names, unless it is a key misspelled, a warning."""
+        """Record an unknown name as an error, or as a warning in a block with open names if it resembles no key."""
         close = near(name, value, section)
         if section.open_names and close is None:
             self.tolerated[as_written] = value
@@ -234,7 +234,7 @@ class Reading:
         self.problems.append(wrong(as_written, value, f"unknown key; {hint}"))
 
     def _meant(self, annotation: Any, value: Any, as_written: str) -> Any:
-        """The value, or what one of a wrong type says beyond doubt: 0, 1 or a word for a switch, a number in quotes."""
+        """Convert unambiguous values of a wrong type: 0, 1 or a word for a bool, a quoted number for a number."""
         kinds = set(kind_of(annotation).split(" or "))
         meant: Any = None
         if "true" in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
@@ -257,7 +257,7 @@ class Reading:
         return int(number) if number.is_integer() else number if fractions else None
 
     def _read_child(self, child: Child, value: Any, paths: tuple[str, str]) -> Any:
-        """Read the sections inside a value; a value of another shape is left for the type check to name."""
+        """Read the sections inside a value; values of another type are left to the type check."""
         here, written = paths
         if child.shape in ("block", "kwargs") and isinstance(value, dict):
             return self._read_section(child.section, cast("dict[Any, Any]", value), here, written)
@@ -275,7 +275,7 @@ class Reading:
 
 
 def _plain(value: Any) -> Any:
-    """Values as JSON has them: clients pass tuples, enums and numpy numbers too."""
+    """Convert a value to plain JSON types: clients also pass tuples, enums and numpy numbers."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):

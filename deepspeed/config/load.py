@@ -17,13 +17,13 @@ from deepspeed.errors import DeepSpeedConfigError
 
 
 def load_raw(config: object) -> dict[str, Any]:
-    """The configuration as the user wrote it.
+    """Load the configuration as the user wrote it.
 
     Args:
-        config: a dict (returned as it is), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
+        config: a dict (returned unchanged), a path to a JSON or HJSON file, or urlsafe base64 of a JSON object.
 
     Raises:
-        DeepSpeedConfigError: no such file, not valid JSON, duplicate keys, or not an object at its top.
+        DeepSpeedConfigError: the file does not exist, the JSON is invalid, has duplicate keys, or is no object.
     """
     if isinstance(config, dict):
         return cast("dict[str, Any]", config)

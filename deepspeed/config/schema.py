@@ -1,4 +1,4 @@
-"""The table of all keys, derived from the typed sections."""
+"""Table of all keys, derived from the typed sections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = Literal["block", "list", "named", "kwargs"]
 
 @dataclass(frozen=True)
 class Child:
-    """The section inside a field: a block, a list of blocks, blocks under names of the user's, or keyword arguments."""
+    """The section inside a field: a block, a list of blocks, blocks with user-defined names, or keyword arguments."""
 
     section: type[Section]
     shape: Shape
@@ -31,10 +31,10 @@ class Key:
 
     Attributes:
         path: JSON path; `[]` stands for any index, `<name>` for any name.
-        kind: the type, in words.
-        default: its default value.
-        note: meaning, class and spellings.
-        switches: paths of the keys that turn on the blocks around it; while one is off, the key has no effect.
+        kind: description of the type.
+        default: default value.
+        note: metadata of the key.
+        switches: paths of the keys that enable the surrounding blocks; the key has no effect while one is off.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Key:
 
 
 def child_of(field: FieldInfo) -> Child | None:
-    """The section that a field holds, if it holds one."""
+    """Return the section inside a field, or None."""
     for mark in field.metadata:
         if isinstance(mark, Kwargs):
             return Child(mark.model, "kwargs")
@@ -61,7 +61,7 @@ def child_of(field: FieldInfo) -> Child | None:
 
 @cache
 def spellings(section: type[Section]) -> dict[str, tuple[str, bool]]:
-    """Every accepted spelling in a section: to the name of its field, and whether the spelling is deprecated."""
+    """Return all accepted names in a section, each with the field's name and whether the name is deprecated."""
     table: dict[str, tuple[str, bool]] = {}
     for name, field in section.model_fields.items():
         note = note_of(field)
@@ -72,12 +72,12 @@ def spellings(section: type[Section]) -> dict[str, tuple[str, bool]]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The default value of a field."""
+    """Return the default value of a field."""
     return field.get_default(call_default_factory=True)
 
 
 def kind_of(annotation: Any) -> str:
-    """A type in the words of JSON."""
+    """Describe a type with the names of JSON types."""
     words = {int: "whole number", float: "number", str: "string", bool: "true or false", Any: "anything"}
     if annotation in words:
         return words[annotation]
@@ -111,13 +111,13 @@ def _walk(section: type[Section], path: str, switches: tuple[str, ...]) -> Itera
 
 @cache
 def all_keys() -> tuple[Key, ...]:
-    """The table of keys, in the order of the sections."""
+    """Return the table of keys, in the order of the sections."""
     return tuple(_walk(TopLevel, "", ()))
 
 
 @cache
 def sections_by_path() -> dict[str, type[Section]]:
-    """Every block by its JSON path; the top level is the empty path."""
+    """Return every block by JSON path; the path of the top level is empty."""
     sections: dict[str, type[Section]] = {}
 
     def visit(section: type[Section], path: str) -> None:

@@ -1,4 +1,4 @@
-"""Which feature brings a key that is not available yet, or why the key is refused for good: one table."""
+"""Outlook of unavailable keys: the feature that will add a key, or the reason why a key is refused permanently."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Outlook:
-    """The outlook of some keys: the feature they come with, or the reason why they never come.
+    """The outlook of several keys.
 
     Attributes:
         patterns: paths of keys, separated by spaces; `*` is any text.
-        feature: the keys come with it; empty where they are refused for good.
-        reason: why they are refused for good.
+        feature: feature that will add the keys; empty for permanently refused keys.
+        reason: reason of a permanent refusal.
     """
 
     patterns: str
@@ -22,11 +22,11 @@ class Outlook:
 
     @property
     def text(self) -> str:
-        """The outlook, as the reference and errors say it."""
+        """Return the outlook in the words of the reference and of errors."""
         return f"not available yet: comes with {self.feature}" if self.feature else f"refused for good: {self.reason}"
 
     def covers(self, path: str) -> bool:
-        """Whether this outlook is that of a key, by its path."""
+        """Return whether this outlook applies to the key at a path."""
         return any(fnmatchcase(path, pattern) for pattern in self.patterns.split())
 
 
@@ -124,5 +124,5 @@ OUTLOOKS = (
 
 
 def outlook(path: str) -> str:
-    """The outlook of a key that is not available yet, by its path in the table of keys."""
+    """Return the outlook of an unavailable key, by its path in the table of keys."""
     return next(row.text for row in OUTLOOKS if row.covers(path))

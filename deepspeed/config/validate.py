@@ -1,4 +1,4 @@
-"""Validates a configuration: types, ranges, conflicts and unsupported features."""
+"""Validation of a configuration: types, ranges, conflicts and unsupported features."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATTERN = re.compile(r"(\d+):(\d+)|(\d+)x(\d+)")
 
 
 def pattern_of(text: str) -> tuple[str, int, int] | None:
-    """`2:4` as ("of", 2, 4), `4x1` as ("block", 4, 1); None when it is neither."""
+    """Parse `2:4` to ("of", 2, 4) and `4x1` to ("block", 4, 1); returns None for other texts."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         return None
@@ -41,7 +41,7 @@ def pattern_of(text: str) -> tuple[str, int, int] | None:
 
 
 def compression_conflicts(section: CompressionTraining, training: QuantizeTraining) -> Iterator[Problem]:
-    """Values of `compression_training` and `quantize_training` that are fine alone and cannot hold together."""
+    """Yield contradictions between values of `compression_training` and `quantize_training`."""
     base = "compression_training"
     for name, technique in section.pruning.items():
         if technique.shared_parameters.enabled:
@@ -140,7 +140,7 @@ _LIMITS = {
 
 
 def to_sections(reading: Reading) -> TopLevel:
-    """The typed sections; values of a wrong type or range become problems of `reading` and stay at their default."""
+    """Create the typed sections. Values of a wrong type or range become problems of `reading`; the default is used."""
     while True:
         try:
             top = TopLevel.model_validate(reading.tree)
@@ -159,7 +159,7 @@ def to_sections(reading: Reading) -> TopLevel:
 
 
 def _without_effect(section: Section, reading: Reading, path: str = "") -> Iterator[str]:
-    """A line for each size that is no size, 0 say, under a key that decides nothing."""
+    """Yield a line for each invalid size (such as 0) of a key that has no effect."""
     for name, field in type(section).model_fields.items():
         value, here, note = getattr(section, name), f"{path}.{name}" if path else name, note_of(field)
         if isinstance(value, Section):
@@ -200,7 +200,7 @@ def _words(error: ErrorDetails, path: str) -> str:
 
 
 def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The part of pydantic's location that names values, without its marks of unions and validators."""
+    """Return the part of pydantic's location that names values, without union and validator entries."""
     path: list[Any] = []
     for part in location:
         if not (isinstance(tree, dict) and part in tree) and not (isinstance(tree, list) and isinstance(part, int)):
@@ -211,12 +211,12 @@ def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
 
 
 def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) -> Iterator[Problem]:
-    """Values that are fine alone and cannot hold together.
+    """Yield contradictions between values that are valid alone.
 
     Args:
         top: the typed sections.
-        reading: for the names as the user wrote them, and for warnings.
-        ranks: how many are data-parallel, and how many hold the same slice of the model; None: not known yet.
+        reading: supplies the user's names for keys, and collects warnings.
+        ranks: (data-parallel ranks, ranks with the same model slice); None: unknown.
     """
     if top.fp16.enabled and (top.bf16.enabled or top.torch_autocast.enabled):
         other = "bf16" if top.bf16.enabled else "torch_autocast"
@@ -286,7 +286,7 @@ def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Itera
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Values that ask for a feature that is not there; a block that is switched off asks for nothing."""
+    """Yield a problem for each value that needs an unavailable feature, except in disabled blocks."""
     if section.switch:  # is the key that turns the block on away from its default?
         *blocks, switch = section.switch.split(".")
         block = section

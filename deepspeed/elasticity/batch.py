@@ -1,4 +1,4 @@
-"""The batch size of an `elasticity` block, the world sizes for which it is valid, and the micro-batch of each.
+"""Batch size of an `elasticity` block, its valid world sizes, and the micro-batch for each.
 
 `ds_elastic` prints them.
 """
@@ -21,7 +21,7 @@ from deepspeed.version import __version__
 
 ELASTICITY = "elasticity"
 SCHEDULER_VIEW = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Variable with the block as the scheduler saw it when it chose the size of the job."""
+"""Variable with the block from which the scheduler chose the size of the job."""
 OLDEST_TARGET = (0, 3, 8)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -29,20 +29,20 @@ _MOST_DEVICES = 720720
 
 
 class ElasticityError(DeepSpeedConfigError):
-    """The `elasticity` block cannot be served."""
+    """The `elasticity` block has no valid batch size."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """A key of the block is missing or wrong."""
+    """A key of the `elasticity` block is missing or invalid."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The batch of the block cannot be shared by this number of ranks."""
+    """This number of ranks cannot divide the batch of the `elasticity` block."""
 
 
 @dataclass(frozen=True)
 class ElasticityConfig:
-    """The keys of an `elasticity` block, checked."""
+    """Checked keys of an `elasticity` block."""
 
     max_batch: int
     micro_batches: tuple[int, ...]
@@ -58,15 +58,15 @@ class ElasticityConfig:
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the configuration has an `elasticity` block that is switched on."""
+    """Return whether the configuration has an enabled `elasticity` block."""
     return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
 
 
 def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
-    """The block with its defaults.
+    """Read the `elasticity` block and add its defaults.
 
     Raises:
-        ElasticityConfigError: a key is missing, of the wrong kind, or the version does not have it.
+        ElasticityConfigError: a key is missing, has the wrong type, or does not exist in the block's version.
     """
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         if name not in block:
@@ -108,20 +108,20 @@ def _positive(value: object) -> bool:
 def compute_elastic_config(
     ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
-    """The batch of a configuration's `elasticity` block.
+    """Compute the batch size of a configuration's `elasticity` block.
 
     Args:
-        ds_config: with the block.
-        target_deepspeed_version: that will read it; 0.3.8 or later.
-        world_size: ranks of the run; 0 takes WORLD_SIZE where version 0.2 needs it.
-        return_microbatch: return the micro-batch too, as a `world_size` above 0 does.
+        ds_config: configuration with the block.
+        target_deepspeed_version: version that will read the configuration; 0.3.8 or later.
+        world_size: ranks of the run; 0: WORLD_SIZE, if version 0.2 of the block needs the number.
+        return_microbatch: also return the micro-batch, as with a `world_size` above 0.
 
     Returns:
-        (global batch, numbers of ranks that can share it), and the micro-batch of `world_size` ranks.
+        (global batch, valid numbers of ranks), and the micro-batch for `world_size` ranks.
 
     Raises:
-        ElasticityConfigError: the block is missing or wrong.
-        ElasticityIncompatibleWorldSize: `world_size` ranks cannot share the batch.
+        ElasticityConfigError: the block is missing or invalid.
+        ElasticityIncompatibleWorldSize: `world_size` ranks cannot divide the batch.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config is a {type(ds_config).__name__}, not a dict")
@@ -165,7 +165,7 @@ def _world_of_environment() -> int:
 
 
 def highly_composite(limit: int) -> list[int]:
-    """Numbers up to `limit` with more divisors than any smaller one."""
+    """Return the numbers up to `limit` that have more divisors than any smaller number."""
     divisor_counts: dict[int, int] = {}
     primes = (2, 3, 5, 7, 11, 13, 17)
 
@@ -191,7 +191,7 @@ _SCALES = highly_composite(_MOST_DEVICES)
 
 
 def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: bool) -> tuple[int, list[int]]:
-    """The batch up to `most` with the most valid device counts, and those counts."""
+    """Return the batch up to `most` with the largest number of valid device counts, and these counts."""
     bases = sorted({*micro, math.lcm(*micro)})
     if min(micro) > most or not all(size <= most for size in micro):
         raise ValueError(f"all micro-batches {list(micro)} must be at most max_train_batch_size {most}")
@@ -210,7 +210,7 @@ def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: boo
 
 
 def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[int]:
-    """The device counts that can share a batch evenly."""
+    """Return the device counts that divide a batch evenly."""
     counts: set[int] = set()
     for size in micro:
         if batch % size == 0:
@@ -221,7 +221,7 @@ def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[i
 
 
 def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int | None]:
-    """Version 0.2: whole nodes share the batch, each by its data-parallel ranks."""
+    """Compute the batch for version 0.2: whole nodes divide the batch, each by its data-parallel ranks."""
     per_node = block.gpus_per_node // block.model_parallel
     nodes = (max(1, block.min_gpus // block.gpus_per_node), max(1, block.max_gpus // block.gpus_per_node))
     batch, valid = _best(block.micro_batches, block.max_batch // per_node, nodes, block.prefer_larger)
@@ -237,10 +237,10 @@ def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int 
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compare the block with the one the scheduler sized the job by (DEEPSPEED_ELASTICITY_CONFIG).
+    """Compare the block with the one from which the scheduler chose the job's size (DEEPSPEED_ELASTICITY_CONFIG).
 
     Raises:
-        ElasticityConfigError: they differ in what decides on the batch.
+        ElasticityConfigError: they differ in a key that determines the batch.
     """
     seen = os.environ.get(SCHEDULER_VIEW)
     if not seen:
@@ -255,7 +255,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print what the block comes to; returns 0, or 1 when it cannot be served."""
+    """Print the batch, world sizes and micro-batches of the block; returns 0, or 1 if there is no valid batch."""
     parser = argparse.ArgumentParser(prog="ds_elastic", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-c", "--config", required=True, help="the JSON file")
     parser.add_argument("-w", "--world-size", type=int, default=0, help="ranks: prints their micro-batch too")

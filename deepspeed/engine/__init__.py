@@ -1,1 +1,1 @@
-"""The engine, and the functions that build it from the other components."""
+"""The engine, and the functions that build it from its components."""

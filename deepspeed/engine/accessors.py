@@ -16,150 +16,150 @@ from deepspeed.optim.precision import DTYPES
 
 
 class MeshAccessors:
-    """Where this rank stands among the others."""
+    """Ranks and process groups of an engine."""
 
     _state: EngineState
 
     @property
     def mesh(self) -> Mesh:
-        """The coordinates of all ranks."""
+        """Return the device mesh: the coordinates of all ranks."""
         return self._state.axes.mesh
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Return the number of ranks of the run."""
         return self._state.axes.mesh.world
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks: ranks with different samples."""
+        """Return the number of data-parallel ranks, which train on different samples."""
         return self._state.axes.data.size
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Ranks that hold the same slice of the model."""
+        """Return the number of ranks that hold the same model slice."""
         return self._state.axes.dp_sp_group.size
 
     @property
     def mp_world_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Return the number of ranks that together hold one copy of the model."""
         return self._state.axes.mesh.size(*MODEL)
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Return the number of ranks that share a sequence."""
         return self._state.axes.mesh.size("sp")
 
     @property
     def global_rank(self) -> int:
-        """The global rank of this process."""
+        """Return the global rank of this process."""
         return self._state.axes.mesh.rank
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process on its machine."""
+        """Return the rank of this process on its machine."""
         return get_local_rank()
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of the data-parallel ranks."""
+        """Return the process group of the data-parallel ranks."""
         return self._state.axes.data.group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number on the data-parallel axis."""
+        """Return this rank's position among the data-parallel ranks."""
         return self._state.axes.data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that hold one copy of the model together."""
+        """Return this rank's position among the ranks that together hold one copy of the model."""
         return self._state.axes.mesh.axis(*MODEL).rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank's number among those that share its matrices."""
+        """Return this rank's position among the ranks that split the same matrices."""
         return self._state.axes.mesh.axis("tp").rank
 
     def get_sequence_parallel_group(self) -> Any:
-        """The process group of the ranks that share sequences with this one."""
+        """Return the process group of the ranks that share sequences with this one."""
         return self._state.axes.mesh.get_sequence_parallel_group()
 
 
 class StateAccessors:
-    """Batch sizes, rates, scales and bytes of an engine."""
+    """Batch sizes, learning rates, loss scale and memory figures of an engine."""
 
     _state: EngineState
 
     @property
     def config(self) -> Any:
-        """The user's own configuration dict."""
+        """Return the user's configuration dict."""
         return self._state.ds_config.raw
 
     def train_batch_size(self) -> int:
-        """Samples per update, over all ranks."""
+        """Return the samples per update, over all ranks."""
         return self.train_micro_batch_size_per_gpu() * self._state.window.steps * self._state.axes.data.size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and micro-batch."""
+        """Return the samples per rank and micro-batch."""
         return self._state.window.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
+        """Return the micro-batches per update."""
         return self._state.window.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, micro-batch, accumulation steps)."""
+        """Return (train batch, micro-batch, accumulation steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._state.window.steps
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        """Whether a `no_sync` context is open."""
+        """Return whether a `no_sync` context is open."""
         return self._state.window.holding
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
-        """The name of every parameter."""
+        """Return the name of every parameter."""
         return {param: name for name, param in self._state.module.named_parameters()}
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each optimizer group."""
+        """Return the learning rate of each optimizer group."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each optimizer group."""
+        """Return the momentum or betas of each optimizer group."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [g.get("betas", g.get("momentum")) for g in optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
-        """The `type` entry of each optimizer group, where users set one."""
+        """Return the `type` entry of each optimizer group, if the user has set one."""
         optimizer = self._state.basic_optimizer
         return [] if optimizer is None else [group.get("type") for group in optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last update, before clipping; None before the first update."""
+        """Return the gradient norm of the last update, before clipping; None before the first update."""
         return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
-        """The factor by which fp16 losses are multiplied."""
+        """Return the factor by which fp16 losses are multiplied."""
         return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of parameters, dtype of gradient accumulators)."""
+        """Return (dtype of parameters, dtype of gradient accumulators)."""
         return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients are communicated; fp32 unless `communication_data_type` is set."""
+        """Return the dtype of gradient communication; fp32 unless `communication_data_type` is set."""
         return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
-        """The dtype of `torch_autocast`."""
+        """Return the dtype of `torch_autocast`."""
         return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state, gathered buffers."""
+        """Return this rank's bytes of parameters, masters, gradients, optimizer state and gathered buffers."""
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
-        """Statistics of stage 3: gathered elements now and at the peak, gathers so far, late gathers."""
+        """Return statistics of stage 3: gathered elements (now, peak), number of gathers, number of late gathers."""
         lifecycle = self._state.components.lifecycle
         if lifecycle is None:
             return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
@@ -227,40 +227,40 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters of `GETTERS`, and those that combine several values."""
+    """Getters from the table `GETTERS`, and getters that combine several values."""
 
     ds_config: DeepSpeedConfig
 
     def zero_optimization(self) -> bool:
-        """Whether a stage above 0 is on."""
+        """Return whether a ZeRO stage above 0 is set."""
         return self.ds_config.zero.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state is offloaded to the host."""
+        """Return whether optimizer state is offloaded to the host."""
         return self.ds_config.zero.offload_optimizer.device == "cpu"
 
     def zero_overlap_comm(self) -> bool:
-        """Whether gradients are reduced while backward runs."""
+        """Return whether gradients are reduced during backward."""
         return self.ds_config.zero.overlap_comm is not False
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Return whether gradients are sharded."""
         return self.ds_config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
+        """Return whether parameters are sharded."""
         return self.ds_config.zero.stage >= 3
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts."""
+        """Return whether the loss scale is dynamic."""
         return self.ds_config.fp16.enabled and self.ds_config.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        """The first dynamic loss scale."""
+        """Return the initial dynamic loss scale."""
         return 2.0**self.ds_config.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of `DynamicLossScaler`."""
+        """Return the arguments of `DynamicLossScaler`."""
         fp16 = self.ds_config.fp16
         return {
             "init_scale": 2.0**fp16.initial_scale_power,
@@ -271,7 +271,7 @@ class ConfigAccessors:
         }
 
     def postscale_gradients(self) -> bool:
-        """Whether gradients are divided after they are reduced."""
+        """Return whether gradients are divided after their reduction."""
         return not self.ds_config.prescale_gradients
 
 

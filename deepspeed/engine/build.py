@@ -1,4 +1,4 @@
-"""Builds an engine's components from model, arguments and configuration."""
+"""Construction of an engine's components from model, arguments and configuration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 @dataclass
 class Components:
-    """What an engine puts in order."""
+    """The components that an engine calls."""
 
     groups: list[ShardGroup]
     axes: ParallelGroups
@@ -79,7 +79,7 @@ class Components:
     model_bytes: int = 0  # of the model as it was passed
 
     def wind_up(self) -> ShardedParameterError | None:
-        """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""
+        """Wait for all pending gathers; returns the first error about a lost parameter change, or None."""
         first = None
         for _ in self.groups:  # each complains once
             try:
@@ -94,7 +94,7 @@ class Components:
         return first
 
     def without_optimizer(self, call: str) -> UsageError:
-        """The error of a call that needs an optimizer."""
+        """Create the error for a call that needs an optimizer."""
         if self.destroyed:
             return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
         return UsageError(
@@ -103,7 +103,7 @@ class Components:
         )
 
     def add_lifecycle(self, model: nn.Module, config: DeepSpeedConfig) -> None:
-        """Hook the modules whose parameters are all-gathered before use."""
+        """Add hooks that gather sharded parameters before a module runs."""
         sharded = [group for group in self.groups if group.policy.gathers_before_use]
         if not sharded:
             return
@@ -128,7 +128,7 @@ class Components:
         config: DeepSpeedConfig,
         held: ZeroOptimizer | None,
     ) -> None:
-        """Make the gradient buckets and the ZeRO optimizer; `held` is one of an earlier layout that goes on."""
+        """Create the gradient buckets and the ZeRO optimizer; `held` is the optimizer of a previous layout to reuse."""
         fp16, zero, axes, lifecycle = config.fp16.enabled, config.zero, self.axes, self.lifecycle
         low = self.dtype != torch.float32
         ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
@@ -168,7 +168,7 @@ class Components:
 
 
 def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    """The dtype of parameters while they compute."""
+    """Return the dtype of parameters during computation."""
     if config.fp16.enabled:
         if get_accelerator().device_name() == "cpu":
             log_once("fp16 on CPU works but is slow (about 45 times slower than bf16 on this class of machine)")
@@ -177,7 +177,7 @@ def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 
 def listed(model_parameters: Any) -> list[Any] | None:
-    """Materialise generators, of parameters or inside groups; None stays None."""
+    """Convert generators of parameters, also inside groups, to lists; None stays None."""
     if model_parameters is None or isinstance(model_parameters, torch.Tensor):
         return None if model_parameters is None else [model_parameters]
     if isinstance(model_parameters, (str, bytes, dict)) or not isinstance(model_parameters, Iterable):
@@ -212,7 +212,7 @@ def listed(model_parameters: Any) -> list[Any] | None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Make a list of a group's parameters, and see that they are parameters."""
+    """Convert a group's parameters to a list, and check that they are parameters."""
     params = group.get("params")
     if isinstance(params, torch.Tensor):
         return
@@ -235,7 +235,7 @@ def _flat(entries: Iterable[Any]) -> list[Parameter]:
 def choose_optimizer(
     model: nn.Module, client: Any, parameters: list[Any] | None, config: DeepSpeedConfig
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of an engine: the client's, the JSON's, AdamW when there are parameters to train, or none."""
+    """Return the engine's optimizer: the client's, the JSON's, AdamW if there are trainable parameters, or None."""
     params: list[Any] = parameters or [p for p in model.parameters() if p.requires_grad]
     if client is not None and config.optimizer is not None and config.optimizer.type:
         kind = type(client).__name__ if isinstance(client, torch.optim.Optimizer) else "optimizer of the callable"
@@ -283,7 +283,7 @@ def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
 def _updated(
     optimizer: torch.optim.Optimizer, names: dict[Parameter, str], written: dict[Parameter, None]
 ) -> set[Parameter]:
-    """Take the parameters that the model writes itself out of the optimizer; gives those that it updates, checked."""
+    """Remove parameters that the model itself writes from the optimizer; returns the checked remaining ones."""
     for group in optimizer.param_groups if written else ():
         group["params"] = [param for param in group["params"] if param not in written]
     updated = set()
@@ -323,7 +323,7 @@ def build(
 ) -> Components:
     """Cast, move, group and hook a model.
 
-    `held` is the optimizer that users hold of an engine that is laid out anew.
+    `held` is the user's optimizer object of an engine that gets a new layout.
     """
     low = compute_dtype(config)
     _check_parameters(model, low)
@@ -361,9 +361,9 @@ def build(
 
 
 def _broadcast_model(axes: ParallelGroups, tensors: list[torch.Tensor]) -> list[int]:
-    """Give all ranks the values of rank 0, experts those of the first rank that has them; returns the ep sizes.
+    """Broadcast rank 0's values, and experts from the first rank that has them; returns the ep sizes.
 
-    All ranks call together.
+    All ranks must call this.
     """
     by_ep: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -467,9 +467,9 @@ def _groups(
 def traits_of(
     optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups, experts_apart: bool
 ) -> UpdateTraits:
-    """How the optimizer's update may be split; what follows of it is logged.
+    """Determine how the optimizer's update can be split, and log the consequences.
 
-    `experts_apart`: ranks have experts of their own.
+    `experts_apart`: experts are divided among ranks.
     """
     traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
     if optimizer is None or traits.known:
@@ -502,7 +502,7 @@ def traits_of(
 
 
 def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) -> None:
-    """Refuse an optimizer that updates parameters in an attribute where the groups get others."""
+    """Raise for an optimizer that updates parameters in its attributes, if the engine replaces these parameters."""
     replacing = {
         "ZeRO stage 3": config.zero.stage == 3,
         "fp16 or bf16": config.fp16.enabled or config.bf16.enabled,
@@ -518,9 +518,9 @@ def _refuse_kept_parameters(name: str, attribute: str, config: DeepSpeedConfig) 
 
 
 def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
-    """The traits that hold on all ranks: one rank may hold an object that cannot be copied, or other parameters.
+    """Combine the traits of all ranks, since ranks can differ in parameters and in objects that cannot be copied.
 
-    Ranks lay parameters out by the result, so none may decide alone. All ranks call together.
+    The layout of parameters depends on the result, so it must be equal on all ranks. All ranks must call this.
     """
     every = [
         replace(each, methods=methods)
@@ -545,7 +545,7 @@ def _joined_traits(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
 
 
 def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The schedule of an engine: the client's, the JSON's, or none."""
+    """Return the engine's schedule: the client's, the JSON's, or None."""
     section = config.scheduler
     name = section.type if section is not None else None
     if client is None and not name:
@@ -571,7 +571,7 @@ def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.
 
 
 def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
-    """A client's factory, called with its one argument; `what` names it in the error of another number of arguments."""
+    """Call a client's factory with one argument; if it takes another number, the error contains `what`."""
     try:
         signature = inspect.signature(callable_)
     except ValueError:  # built in: it has none to look at

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of an engine, with the small state of the run."""
+"""Saving and loading of an engine's checkpoints, with the small state of the run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
 class RunState:
-    """The small state of a run: counters, schedule, position in the data, random generators, and the open window."""
+    """Small state of a run: counters, schedule, data position, random generators and accumulation window."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
     def capture(self) -> dict[str, Any]:
-        """What all ranks share."""
+        """Return the state that all ranks share."""
         state = self._state
         optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
         run_state: dict[str, Any] = {
@@ -72,7 +72,7 @@ class RunState:
         return run_state
 
     def capture_private(self) -> dict[str, Any]:
-        """What belongs to this rank alone: all random generators, named ones too, and its part of the open window."""
+        """Return this rank's private state: all random generators and its part of the accumulation window."""
         accelerator, parts, window = get_accelerator(), self._state.components, self._state.window
         random_state: dict[str, Any] = {
             "python": random.getstate(),
@@ -88,7 +88,7 @@ class RunState:
         return private_state
 
     def restore_random(self, saved: dict[str, Any]) -> None:
-        """Put the random generators back; named states that the checkpoint lacks stay as they are."""
+        """Restore the random generators; named states that are not in the checkpoint do not change."""
         random.setstate(saved["python"])
         np.random.set_state(saved["numpy"])
         torch.set_rng_state(saved["torch"])
@@ -97,7 +97,7 @@ class RunState:
             get_accelerator().set_rng_state(saved["device"])
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
-        """Restore counters and the position in the data; those of the window come with its gradients."""
+        """Restore counters and data position; counters of the window are restored with its gradients."""
         for name, value in saved.get("counters", {}).items():
             setattr(self._state, name, value)
         loader = self._state.training_dataloader
@@ -105,7 +105,7 @@ class RunState:
             loader.load_state_dict(saved["data"])
 
     def restore_optimizer(self, saved: dict[str, Any]) -> None:
-        """Restore the loss scaler and the state without a parameter; log it if the optimizer is another one."""
+        """Restore the loss scaler and optimizer state without a parameter; logs if the optimizer class differs."""
         optimizer = self._state.components.optimizer
         if optimizer is None:
             return
@@ -129,7 +129,7 @@ class RunState:
             ) from error
 
     def window_fits(self, saved: dict[str, Any]) -> bool:
-        """Whether the micro-batches of a saved window are a whole number of micro-batches here, of an equal batch."""
+        """Return whether the saved window is a whole number of this run's micro-batches, with an equal batch size."""
         then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
         if then is None:
             return False
@@ -138,7 +138,7 @@ class RunState:
         return batch == size * self._state.window.steps and samples % size == 0
 
     def restore_window(self, saved: dict[str, Any], window: dict[str, Any] | None) -> None:
-        """Go on in the middle of a window, once its gradients are back; `window` is this rank's part of it, if any."""
+        """Continue in the middle of a window after its gradients were loaded; `window` is this rank's part, if any."""
         then, now = saved["batch"], self._state.window
         seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * self._state.axes.data.size)
         ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
@@ -150,7 +150,7 @@ class RunState:
         now.resume(seen, ways, items)
 
     def restart_window(self, saved: dict[str, Any]) -> None:
-        """Go on from the beginning of a window: its gradients are dropped, its samples come again."""
+        """Restart a window: drop its gradients and read its samples again."""
         seen, then, loader = saved["window"]["seen"], saved["batch"], self._state.training_dataloader
         if isinstance(loader, DeepSpeedDataLoader):
             loader.rewind(seen * then["micro"] * then["ranks"])
@@ -163,7 +163,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a load restores; see `CheckpointIO.load_checkpoint`."""
+    """Selection of the state that a load restores; see `CheckpointIO.load_checkpoint`."""
 
     strict: bool
     optimizer: bool
@@ -173,7 +173,7 @@ class LoadOptions:
 
 
 class CheckpointIO:
-    """The checkpoints of an engine. `guard` is a context in which running out of memory comes with a report."""
+    """Checkpoints of an engine. `guard` is a context that adds a report to out-of-memory errors."""
 
     def __init__(
         self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -186,7 +186,7 @@ class CheckpointIO:
         """Save and load the state of these objects with every checkpoint.
 
         Args:
-            objects: each with `state_dict()` and `load_state_dict(state)`; the order counts.
+            objects: objects with `state_dict()` and `load_state_dict(state)`, always registered in the same order.
         """
         for stateful in objects:
             if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
@@ -205,24 +205,24 @@ class CheckpointIO:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint to `<save_dir>/<tag>/`; all ranks must call together.
+        """Save a checkpoint to `<save_dir>/<tag>/`. All ranks must call this.
 
         An existing checkpoint of that tag is kept until the new one is complete. With `checkpoint.async_save` this
-        returns as soon as the state is copied; an error is raised by the next save, load or `destroy`.
+        returns once the state is copied; the next save, load or `destroy` raises errors of the save.
 
         Args:
-            save_dir: folder of checkpoints; created if missing.
-            tag: name of this one; None: `global_step<N>`.
+            save_dir: parent folder of the checkpoints; created if missing.
+            tag: name of this checkpoint; None: `global_step<N>`.
             client_state: values that `load_checkpoint` returns; rank 0's are saved.
-            save_latest: loading without a tag loads this one.
-            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+            save_latest: make this checkpoint the default for loading without a tag.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Returns:
             True.
 
         Raises:
             CheckpointError: a value cannot be saved, the disk is too full, or writing failed; the
-                existing checkpoints have not changed.
+                existing checkpoints are unchanged.
         """
         with recorder.span(SAVE, "save"):
             return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -264,7 +264,7 @@ class CheckpointIO:
         return True
 
     def _finish(self, saving: Saving, ranks: Ranks, started: float) -> None:
-        """What follows once all tensors are written."""
+        """Finish a save after all tensors are written."""
         settings, target = self._state.ds_config.top.checkpoint, saving.target
         saving.commit(self._upstream_files(saving, ranks) if settings.format == "deepspeed" else None)
         if settings.keep_last is not None:
@@ -278,7 +278,7 @@ class CheckpointIO:
             )
 
     def _upstream_files(self, saving: Saving, ranks: Ranks) -> Callable[[Path, Manifest], dict[str, Seal]]:
-        """What writes upstream's files next to the native ones of a save."""
+        """Return the function that writes upstream's files next to the native ones."""
         run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
         counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
         shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self._state.ds_config.raw, **plain(client)}
@@ -292,11 +292,11 @@ class CheckpointIO:
         return write
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a running save, and raise its error if it failed."""
+        """Wait for a pending save, and raise its error if it failed."""
         self._background.wait()
 
     def _check_format(self, ranks: Ranks) -> None:
-        """Upstream's files are of data-parallel ranks: refuse where another rank has another slice of the model."""
+        """Raise if the ranks have different model slices: upstream's files support only data-parallel ranks."""
         if self._state.ds_config.top.checkpoint.format == "deepspeed":
             sliced = ranks.gather(self._state.view().cut)
             if any(sliced) or self._state.sliced:
@@ -338,7 +338,7 @@ class CheckpointIO:
         return Contents(captured, state, about, small_files, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
-        """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
+        """Store buffers that differ from the first rank's, such as running statistics, as this rank's private state."""
         if not view.buffers and not self._state.sliced:
             return
         fingerprints = {}
@@ -353,7 +353,7 @@ class CheckpointIO:
         captured.private_state["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
 
     def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
-        """What modules give as extra state, by module name; of all stages."""
+        """Return the extra state of modules on all pipeline stages, by module name."""
         default, modules = torch.nn.Module.get_extra_state, self._state.module.named_modules()
         own = {name: module for name, module in modules if type(module).get_extra_state != default}
         local_state = {name: module.get_extra_state() for name, module in own.items()}
@@ -372,28 +372,28 @@ class CheckpointIO:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint, saved with any stage, precision and number of ranks.
+        """Load a checkpoint that was saved with any stage, precision and number of ranks.
 
         Args:
-            load_dir: folder of checkpoints.
-            tag: which; None: what `latest` names, or the newest that is complete.
-            load_module_strict: the same parameters and buffers must be on both sides.
-            load_optimizer_states: optimizer, loss scale and gradients of an open window too.
-            load_lr_scheduler_states: the schedule too.
-            load_module_only: only weights and client state; counters stay.
+            load_dir: parent folder of the checkpoints.
+            tag: name of the checkpoint; None: the tag in `latest`, or the newest complete checkpoint.
+            load_module_strict: require the same parameters and buffers in model and checkpoint.
+            load_optimizer_states: also load optimizer, loss scale and gradients of an accumulation window.
+            load_lr_scheduler_states: also load the schedule.
+            load_module_only: load only weights and client state; counters do not change.
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
 
         Returns:
-            (folder that was read, client state with `ds_version`, the version that saved it);
-            (None, None) when there is no checkpoint.
+            (folder of the checkpoint, client state with `ds_version`, the version that saved it);
+            (None, None) if there is no checkpoint.
 
         Raises:
-            CheckpointMissingError: the tag, or one of its files, is not there.
-            CheckpointCorruptError: it is broken.
-            CheckpointError: it does not fit the model.
+            CheckpointMissingError: the tag, or one of its files, does not exist.
+            CheckpointCorruptError: the checkpoint is damaged.
+            CheckpointError: the checkpoint does not match the model.
 
-        A checkpoint that does not fit is refused before anything is changed. Corrupt data is
-        found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
+        A checkpoint that does not match raises before any change. Corrupt data is only
+        detected while tensors are replaced: the engine then raises `UsageError` until a load succeeds.
         """
         self.wait_for_checkpoint()
         for hook in self._state.hooks.checkpointed:
@@ -492,7 +492,7 @@ class CheckpointIO:
                 modules[name].set_extra_state(state)
 
     def _opened(self, source_or_path: Source | Path, ranks: Ranks) -> Source:
-        """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
+        """Return the source of a load. Units that had been removed from the saved model are removed from this one."""
         if not isinstance(source_or_path, Source):
             with ranks.together("opening the checkpoint"):
                 return open_foreign(source_or_path, self._state.view().optimizer_names())
@@ -503,7 +503,7 @@ class CheckpointIO:
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
     ) -> None:
-        """Counters, data position, this rank's randomness, and the gradients of an open window."""
+        """Restore counters, data position, this rank's random states and the gradients of an accumulation window."""
         self._run.restore_counters(run)
         ranks, about = Ranks(self._state.everyone), source.manifest.about
         same_ranks = about.get("ranks") == ranks.size and about.get("mesh", {}) == self._state.model_dims
@@ -533,7 +533,7 @@ class CheckpointIO:
             )
 
     def _load_custom(self, source: Source, view: StateView, load: Callable[..., Any]) -> None:
-        """Hand the whole state dict and the gathered module to a client's function; rank 0's module counts."""
+        """Pass the whole state dict and the gathered module to a client's function; rank 0's module is broadcast."""
         rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
         state = {row.name: source.whole(row.name) for row in rows}
         state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}

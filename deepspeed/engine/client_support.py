@@ -1,4 +1,4 @@
-"""Support for clients: shared models, divided losses, and BatchNorm statistics."""
+"""Support for client libraries: shared models, divided losses, and BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLOSE = "_ds_close"
 
 
 def close_previous_engine(model: nn.Module) -> None:
-    """End the engine that has `model`, as Lightning's Trainer needs when it validates after it has fitted."""
+    """Close the previous engine of `model`: Lightning's Trainer needs this to validate after fitting."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
         log_rank0(f"{type(model).__name__} gets a new engine: the one it had is closed")
@@ -29,7 +29,7 @@ def close_previous_engine(model: nn.Module) -> None:
 
 
 def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
-    """Note how the engine of `model` is ended, once it can be; None: it is closed."""
+    """Register a function that closes the engine of `model`; None: the engine is closed."""
     if close is None:
         vars(model).pop(_CLOSE, None)
     else:
@@ -37,7 +37,7 @@ def register_engine(model: nn.Module, close: Callable[[], None] | None) -> None:
 
 
 def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
-    """Update the `dtype` that modules of Lightning keep, after parameters were cast to `dtypes`."""
+    """Update the `dtype` attribute of Lightning modules after a cast of the parameters to `dtypes`."""
     for module in model.modules():
         if is_instance_of(module, "_DeviceDtypeModuleMixin"):
             dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
@@ -46,10 +46,7 @@ def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> No
 
 
 def loss_is_divided(model: nn.Module) -> bool:
-    """Whether losses were divided by the accumulation steps before they reach the engine.
-
-    Lightning's Trainer does so in automatic optimization, and leaves the rest to the engine.
-    """
+    """Return whether losses are already divided by the accumulation steps, as Lightning's Trainer does."""
     return (
         is_instance_of(model, "LightningModule")
         and getattr(model, "_trainer", None) is not None
@@ -58,7 +55,7 @@ def loss_is_divided(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what backward cannot begin with."""
+    """Raise unless `loss` can start a backward pass."""
     if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
             f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
@@ -74,12 +71,12 @@ def check_loss(loss: Any) -> None:
 
 
 class RunningStatistics:
-    """Rank 0's running statistics on every rank, as of the last update.
+    """Running statistics of rank 0 on every rank, as of the last update.
 
-    They travel with the update, so that `eval()` itself sends nothing and one rank may evaluate alone.
+    The statistics are sent with the update, so that `eval()` sends nothing and one rank can evaluate alone.
 
     Attributes:
-        buffers: of the model that are such statistics; empty where one rank trains.
+        buffers: buffers of the model that are running statistics; empty with one data-parallel rank.
     """
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
@@ -96,14 +93,14 @@ class RunningStatistics:
         self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
 
     def publish(self) -> None:
-        """Send rank 0's statistics to all. All ranks call together."""
+        """Broadcast rank 0's statistics. All ranks must call this."""
         source = self._own or self.buffers
         for initial, now in zip(self._first, source, strict=True):
             initial.copy_(now)
         broadcast_tensors(self._axis, self._first, "running statistics of rank 0")
 
     def switch(self, training: bool) -> None:
-        """Put this rank's own statistics (training) or rank 0's (evaluation) in place."""
+        """Switch to this rank's own statistics (training) or rank 0's (evaluation)."""
         if not self.buffers or training == (self._own is None):
             return
         if training:

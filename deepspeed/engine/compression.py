@@ -1,7 +1,7 @@
 """`compression_training` in an engine: the actions after each applied step.
 
 No rank ever has more than one whole parameter: a parameter's master and moments are gathered and shrunk, and every rank
-keeps an equal part of the rest until the new groups exist.
+keeps an equal part of the result until the new groups exist.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VALUE = "value"
 
 @dataclass
 class _Facts:
-    """What ranks know of a parameter's optimizer state together."""
+    """Common knowledge of all ranks about a parameter's optimizer state."""
 
     group: int = -1  # number of its optimizer group; -1: in none
     # dtypes of state tensors that are cut as the parameter is
@@ -50,7 +50,7 @@ class _Facts:
 
 
 class StructuredPruning:
-    """One removal from one engine. All ranks call together."""
+    """One structured pruning of one engine. All ranks must call this."""
 
     def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
         self.state, self.removal, self._agree = state, removal, agree
@@ -67,7 +67,7 @@ class StructuredPruning:
         self._members = {id(member.param): member.name for member in self._view.members.values()}
 
     def run(self) -> None:
-        """Keep what stays, lay the model out anew, and restore it."""
+        """Save the remaining state, create the new layout, and restore the state."""
         state, components = self.state, self._components
         self._view.settle()
         if components.lifecycle is not None:
@@ -169,14 +169,14 @@ class StructuredPruning:
             components.caster.remove()
 
     def _give_parameters_back(self, optimizer: Any) -> None:
-        """The inner optimizer's groups hold parameters again, as at `initialize`."""
+        """Put the parameters back into the groups of the inner optimizer, as at `initialize`."""
         params = {name: member.param for name, member in self._view.members.items()}
         for number, group in enumerate(optimizer.param_groups):
             group_params = (params[name] for name in self._order if self._facts[name].group == number)
             group["params"] = [param for param in group_params if id(param) in self._stay]
 
     def _cut(self, group: ShardGroup) -> None:
-        """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
+        """Give a group's parameters their new shapes; parameters that are gathered before use are sharded again."""
         shard = group.policy.gathers_before_use
         group.wait_all_gather()
         group.dissolve()
@@ -199,12 +199,12 @@ class StructuredPruning:
         self.removal.cut_buffers(self.state.module)
 
     def _renamed(self) -> dict[str, str]:
-        """Names of parameters by those they had, without those that left."""
+        """Return the new parameter names by the old ones, without removed parameters."""
         now = {id(param): name for name, param in self.state.module.named_parameters()}
         return {old: now[ident] for ident, names in self._before.items() if ident in now for old in names}
 
     def _was(self, member: ParamRecord) -> str:
-        """The name that a member had before layers left."""
+        """Return the name of a member before layers were removed."""
         return self._members[id(member.param)]
 
     # -- back again ---------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class StructuredPruning:
 
 
 class CompressionHooks:
-    """What `compression_training` does to one engine. `make` makes another engine of a model and a configuration."""
+    """Compression of one engine. `make` creates another engine from a model and a configuration."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class CompressionHooks:
         state.hooks.opened.append(self.replay)
 
     def start(self) -> None:
-        """Begin, if the JSON or the old calls ask for something. All ranks call together."""
+        """Start compression if the JSON or the old API calls enable it. All ranks must call this."""
         top = self._state.ds_config.top
         section, called = top.compression_training, left_on(self._state.module, CALLED)
         if called is not None and not section.active:
@@ -279,7 +279,7 @@ class CompressionHooks:
             self._let_layers_leave(self._state.compression)
 
     def after_applied_step(self) -> None:
-        """An optimizer step was applied. All ranks call together."""
+        """Advance compression after an applied optimizer step. All ranks must call this."""
         if self._state.compression is not None:
             ended = self._state.compression.step()
             if ended:
@@ -293,10 +293,10 @@ class CompressionHooks:
             self._shrink(removal)
 
     def set_teacher(self, teacher: Any) -> None:
-        """Learn from this teacher (`compression_training.distillation`): a module, or an engine with its own sharding.
+        """Set the teacher for `compression_training.distillation`.
 
         Args:
-            teacher: called with the student's arguments without labels, in evaluation mode, without gradients.
+            teacher: module or engine; called with the student's arguments without labels, in eval mode, no gradients.
 
         Raises:
             UsageError: distillation is not enabled.
@@ -306,7 +306,7 @@ class CompressionHooks:
         self._state.compression.distiller.set_teacher(teacher)
 
     def _make_teacher(self) -> None:
-        """The model before its cut, as a teacher that is sharded over all ranks."""
+        """Create a teacher from the unpruned model, sharded over all ranks."""
         distiller = None if self._state.compression is None else self._state.compression.distiller
         if distiller is None or distiller.section.teacher != "before":
             return
@@ -324,15 +324,15 @@ class CompressionHooks:
     def export_compressed(
         self, folder: str, weights: str | None = None, group_size: int | None = None
     ) -> dict[str, Any] | None:
-        """Write the folder that is handed over; plain Transformers loads it. All ranks call together.
+        """Write a folder with the compressed model, which plain Transformers loads. All ranks must call this.
 
         Args:
-            folder: made if it is not there.
-            weights: `float`, `int8`, `int4` or `w8a8`; default: what `compression_training.export` says.
-            group_size: inputs that share a scale of int4; likewise.
+            folder: created if missing.
+            weights: `float`, `int8`, `int4` or `w8a8`; default: the value in `compression_training.export`.
+            group_size: inputs that share an int4 scale; default: the value in `compression_training.export`.
 
         Returns:
-            On rank 0 the report: bytes and parameters; None elsewhere.
+            On rank 0 the report: bytes and parameters; None on other ranks.
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None
@@ -355,7 +355,7 @@ class CompressionHooks:
             self.export_compressed(section.folder)
 
     def _shrink(self, removal: Removal) -> None:
-        """Take units out of the running engine. All ranks call together."""
+        """Remove units from the running engine. All ranks must call this."""
         before = sum(shape.numel() for shape in shapes_of(self._state.module).values())
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
         StructuredPruning(self._state, removal, agree).run()
@@ -367,7 +367,7 @@ class CompressionHooks:
         log_rank0(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
 
     def replay(self, saved: dict[str, Any]) -> None:
-        """Take out what was out of the model when a checkpoint was saved."""
+        """Remove the units that were already removed in a saved model."""
         wanted = [Removal.from_json(saved_removal) for saved_removal in saved.get("removals", ())]
         done = self._state.removals
         if len(done) > len(wanted):
@@ -391,7 +391,7 @@ class CompressionHooks:
                 self._state.compression.left(removal)
 
     def stop(self) -> None:
-        """Take everything off the model."""
+        """Remove all compression hooks from the model."""
         if self._state.compression is not None:
             self._state.compression.remove()
             self._state.compression = None

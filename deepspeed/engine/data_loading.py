@@ -1,4 +1,4 @@
-"""The data loader of `training_data`: each data-parallel rank reads its part of every epoch."""
+"""Data loader of `training_data`: each data-parallel rank reads its part of every epoch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _END = object()
 
 
 class _Share(IterableDataset):  # type: ignore[type-arg]
-    """Every `world`-th sample of a stream; a last incomplete round is dropped, so that all ranks get as many."""
+    """Every `world`-th sample of a stream. An incomplete last round is dropped, so all ranks get the same number."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, world: int) -> None:
         self.stream, self.rank, self.world = stream, rank, world
         self.start = 0  # samples of the stream that an earlier run has seen
 
     def set_epoch(self, epoch: int) -> None:
-        """A stream has one order."""
+        """Do nothing: a stream has only one order."""
 
     def __iter__(self) -> Iterator[Any]:
         samples = itertools.islice(iter(self.stream), self.start, None)
@@ -33,10 +33,10 @@ class _Share(IterableDataset):  # type: ignore[type-arg]
 
 
 class _FromHere(Sampler[int]):
-    """This rank's indices of an epoch, from any position of it on, for any number of ranks.
+    """This rank's indices of an epoch, starting at any position, for any number of ranks.
 
-    The order of an epoch is that of torch's DistributedSampler and does not depend on the ranks; position p goes to
-    rank p modulo their number.
+    The order is that of torch's DistributedSampler and does not depend on the ranks; position p goes to rank p modulo
+    the number of ranks.
     """
 
     def __init__(self, whole: DistributedSampler[Any]) -> None:
@@ -69,14 +69,14 @@ class _FromHere(Sampler[int]):
 
 
 class _Skipping(Sampler[Any]):
-    """A client's sampler without the indices that an earlier run has taken."""
+    """A client's sampler without the indices that were already read."""
 
     def __init__(self, sampler: Sampler[Any], ranks: int) -> None:
         self.sampler, self.ranks = sampler, ranks
         self.start = 0  # samples that all ranks together have seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, where the sampler wants to know."""
+        """Pass the epoch to the sampler if it has `set_epoch`."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
@@ -88,9 +88,9 @@ class _Skipping(Sampler[Any]):
 
 
 class DeepSpeedDataLoader:
-    """A torch DataLoader over this rank's share of a dataset, shuffled anew in each epoch.
+    """A torch DataLoader over this rank's share of a dataset, shuffled in each epoch.
 
-    A dataset with indices is split by torch's DistributedSampler: every rank gets equally many samples, the last few
+    A map-style dataset is split by torch's DistributedSampler: every rank gets equally many samples, the last few
     repeated (or dropped with `drop_last`). An iterable dataset is split by position.
     """
 
@@ -106,21 +106,21 @@ class DeepSpeedDataLoader:
         part: Callable[[Any], Any] | None = None,
         **loader: Any,
     ) -> None:
-        """Make the loader.
+        """Create the loader.
 
         Args:
-            dataset: samples by index, or a stream that yields the same samples on every rank.
+            dataset: map-style dataset, or an iterable that yields the same samples on every rank.
             batch_size: samples of a micro-batch on one rank (`train_micro_batch_size_per_gpu`).
             rank: data-parallel rank.
             world: data-parallel size.
-            sampler: chooses this rank's indices instead of the default.
+            sampler: selects this rank's indices instead of the default.
             shuffle: draw a new order in each epoch, the same on all ranks.
-            part: what this rank takes of a batch; None: all of it.
+            part: function that returns this rank's part of a batch; None: the whole batch.
             loader: arguments of torch's DataLoader: collate_fn, num_workers, pin_memory, drop_last
                 (`dataloader_drop_last`) and so on.
 
         Raises:
-            DataError: the dataset is no dataset, is empty, or gives no batch.
+            DataError: the object is no dataset, is empty, or yields no batch.
         """
         if isinstance(dataset, DataLoader):
             raise DataError("training_data is a DataLoader; pass its dataset, or loop over the DataLoader yourself")
@@ -166,18 +166,18 @@ class DeepSpeedDataLoader:
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """The dataset that is read (for a stream: this rank's share)."""
+        """Return the dataset (for an iterable dataset: this rank's share)."""
         return self.loader.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; passes after it count on from there."""
+        """Set the epoch of the next pass; later passes count from there."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass. A pass under way when a state is loaded goes on from there."""
+        """Iterate over one epoch; a loaded state continues in the middle of its epoch."""
         loads = -1
         while loads != self._loads:
             loads = self._loads
@@ -207,13 +207,13 @@ class DeepSpeedDataLoader:
         self._running = self.epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch under way and how many of its samples all ranks together have taken."""
+        """Return the current epoch and the number of its samples that all ranks together have read."""
         begun = self._resume_at or self._position.start
         epoch = self.epoch if self._resume_at or not (self._taken or begun) else self._running
         return {"epoch": epoch, "seen": begun + self._taken * self.batch_size * self.world}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a saved position, on any number of ranks and with any batch size."""
+        """Continue from a saved position, with any number of ranks and any batch size."""
         self.epoch, self._position.start = state["epoch"], state["seen"]
         if not isinstance(self.dataset, IterableDataset) and not len(self.loader):  # that epoch is over
             self.epoch, self._position.start = self.epoch + 1, 0
@@ -221,7 +221,7 @@ class DeepSpeedDataLoader:
         self._loads += 1
 
     def rewind(self, samples: int) -> None:
-        """Give the last `samples` samples, counted over all ranks, once more."""
+        """Yield the last `samples` samples again, counted over all ranks."""
         state = self.state_dict()
         epoch, seen = state["epoch"], state["seen"] - samples
         if seen < 0 and epoch and not isinstance(self.dataset, IterableDataset):
@@ -230,7 +230,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """An endless iterator over a loader that starts it again whenever it ends.
+    """An endless iterator that restarts a loader whenever it ends.
 
     Example:
         batches = RepeatingLoader(loader)
@@ -241,7 +241,7 @@ class RepeatingLoader:
         """Start the first pass.
 
         Args:
-            loader: anything that can be iterated again and again.
+            loader: an iterable that can be iterated repeatedly.
         """
         self.loader = loader
         self.data_iter = iter(loader)
@@ -250,10 +250,10 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            DataError: the loader gives nothing when started again.
+            DataError: the restarted loader yields nothing.
         """
         for batch in self.data_iter:
             return batch
@@ -267,7 +267,7 @@ class RepeatingLoader:
 
 
 def tokens_in(inputs: Iterable[Any]) -> int:
-    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
+    """Return the elements of the first integer tensor with two or more dims, such as token ids; 0 if there is none."""
     for value in inputs:
         if isinstance(value, dict):
             tokens = tokens_in(value.values())

@@ -1,8 +1,8 @@
 """The engine: the order of calls of a training step. Read this file first.
 
-Each method is documented where it is implemented; `help(engine.save_checkpoint)` shows it.
+The docstring of each method is at its implementation; `help(engine.save_checkpoint)` shows it.
 
-A window is the micro-batches between two updates. forward → backward (gradients are copied into buckets,
+A window consists of the micro-batches between two updates. forward → backward (gradients are copied into buckets,
 `zero/gradients/buckets`) → step: at the window's last micro-batch the optimizer (`zero/optimizer/optimizer`) agrees
 over ranks, clips, updates, and all-gathers the parameters.
 """
@@ -77,7 +77,7 @@ C = TypeVar("C")
 
 
 def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method that the component under `part` carries out, with its signature and documentation."""
+    """Create a method that calls `method` of the component `part`, with its signature and documentation."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,7 +87,7 @@ def by(part: str, method: Callable[Concatenate[C, P], R]) -> Callable[Concatenat
 
 
 def shared(name: str) -> Any:
-    """A field of `EngineState`, which users may set too."""
+    """Create a property for a field of `EngineState`; users may set it."""
 
     def put(self: Any, value: Any) -> None:
         setattr(self._state, name, value)
@@ -96,7 +96,7 @@ def shared(name: str) -> Any:
 
 
 class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccessors):
-    """What an engine's components answer and do, under the engine's name."""
+    """Methods and properties of an engine that its components implement."""
 
     ds_config, basic_optimizer, mpu, timers = map(shared, ("ds_config", "basic_optimizer", "mpu", "timers"))
     lr_scheduler, training_dataloader = shared("lr_scheduler"), shared("training_dataloader")
@@ -136,27 +136,27 @@ class EngineSurface(MeshAccessors, StateAccessors, ConfigAccessors, ExpertAccess
 
     @property
     def monitor(self) -> MonitorMaster:
-        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
+        """Return the monitor: `engine.monitor.write_events([(name, value, step), …])`."""
         return self._instruments.monitor
 
     @property
     def tput_timer(self) -> ThroughputTimer:
-        """Samples per second over all ranks; see `Instruments.throughput`."""
+        """Return the timer of samples per second over all ranks; see `Instruments.throughput`."""
         return self._instruments.throughput
 
     @property
     def flops_profiler(self) -> FlopsProfiler | None:
-        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        """Return the profiler of the `flops_profiler` block; None without the block, and on all ranks but 0."""
         return self._instruments.profiling.profiler
 
     @property
     def timeline(self) -> Timeline | None:
-        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        """Return the recorded timeline of the `timeline` block on rank 0; None until it is complete and elsewhere."""
         return self._instruments.tracing.timeline
 
     @property
     def compression_scheduler(self) -> Compression | None:
-        """What counts the applied steps of compression (`training_steps`); None without it."""
+        """Return the counter of applied compression steps (`training_steps`); None without compression."""
         return self._state.compression
 
 
@@ -164,13 +164,13 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     """Trains a model with the ZeRO stage, precision and schedule of the JSON.
 
     Args:
-        model: the module; cast and sharded in place.
+        model: the module, which is cast and sharded in place.
         config: dict, path or base64 of the JSON.
         optimizer: a torch optimizer, a callable that builds one from parameters, or None.
         model_parameters: parameters or groups to train.
         lr_scheduler: a scheduler, a callable that builds one from an optimizer, or None.
         training_data: dataset for `training_dataloader`.
-        collate_fn: for that loader.
+        collate_fn: collate function of that loader.
         mpu: a client's model-parallel unit, or a `Mesh`.
         mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
 
@@ -236,14 +236,14 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     # -- making ---------------------------------------------------------------------------------------------------
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
-        """Reduce a whole model to what this rank has of it; returns those of `parameters` that stay."""
+        """Reduce a whole model to this rank's part; returns the remaining `parameters`."""
         slice_model(model, config, mesh, mpu, optimizer)
         divide_experts_of(model, config, mesh, optimizer)
         pack_weights(model, config, mesh, optimizer, parameters)
         return parameters
 
     def _hold_parts(self) -> None:
-        """The components that `EngineSurface` names."""
+        """Create the components that `EngineSurface` refers to."""
         state = self._state
         self._share_statistics()
         self._reports, self._offload = ProgressLog(state, self), OffloadStates(state, self.register_forward_pre_hook)
@@ -260,7 +260,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._applied = False
 
     def _on_new_layout(self) -> None:
-        """Take the components of a new layout."""
+        """Update the engine after a new layout of its components."""
         self._share_statistics()
         self.optimizer = self._components.optimizer or self._components.lifecycle
 
@@ -269,14 +269,14 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._state.hooks.stepped = [self._statistics.publish] if self._statistics.buffers else []
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
+        """Switch to training, or with False to evaluation (BatchNorm then uses rank 0's running statistics)."""
         self._statistics.switch(training=mode)
         return super().train(mode)
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; same arguments and outputs."""
+        """Run the module with the same arguments and return its outputs."""
         if self.training:
             self._reports.look_at_batch(inputs, kwargs)
             if self._same_batches.left:
@@ -297,7 +297,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self._add_unfrozen_parameters()
 
     def _add_unfrozen_parameters(self) -> None:
-        """Parameters that were frozen, and no longer are, are updated from now on."""
+        """Add parameters that are no longer frozen to the update."""
         optimizer, frozen = self._components.optimizer, self._components.frozen
         for member in [m for m in frozen if m.param.requires_grad]:
             if optimizer is not None:
@@ -315,18 +315,18 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """Run `loss` backward.
 
         Args:
-            loss: scalar with a graph: the mean over the micro-batch, or with `num_items` the sum over its items.
-            retain_graph: keep the graph for another backward.
-            scale_wrt_gas: False sums over the window instead of taking the mean over its micro-batches.
-            num_items: number of items (tokens, samples) over which `loss` is summed; the gradient becomes that of the
+            loss: differentiable scalar: the mean over the micro-batch, or with `num_items` the sum over its items.
+            retain_graph: keep the graph for another backward pass.
+            scale_wrt_gas: False: sum over the window's micro-batches instead of the mean.
+            num_items: number of items (tokens, samples) in the sum `loss`; the gradient is that of the
                 total loss divided by the global count of the window.
 
         Returns:
-            The loss divided by the accumulation steps (as it is with `num_items` or `scale_wrt_gas=False`).
+            The loss divided by the accumulation steps (undivided with `num_items` or `scale_wrt_gas=False`).
 
         Raises:
-            ArgumentError: the loss is no scalar tensor with a graph.
-            UsageError: the engine has no optimizer, or a window mixes ways of counting.
+            ArgumentError: the loss is no differentiable scalar tensor.
+            UsageError: the engine has no optimizer, or a window mixes calls with and without `num_items`.
         """
         check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
@@ -348,14 +348,14 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         return loss / window.steps if by_window and window.steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss multiplied by the loss scale, for your own `.backward()` under fp16."""
+        """Return the loss multiplied by the loss scale, for a manual `.backward()` under fp16."""
         check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes inside are not reduced at stages 0 and 1; allowed at every stage.
+        """Suspend the gradient reduction of backward passes inside at stages 0 and 1; allowed at every stage.
 
         Stages 2 and 3 keep no full gradients, so they reduce anyway; the result is equal.
         """
@@ -371,28 +371,28 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward passes inside are reduced together, by the `step` that follows (see `no_sync`)."""
+        """Reduce the gradients of several backward passes inside together, in the next `step` (see `no_sync`)."""
         with self.no_sync():
             yield
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
+        """Return whether the current micro-batch is the last of its window."""
         return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set the boundary by hand, from the next backward on."""
+        """Set the accumulation boundary manually, from the next backward on."""
         self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch. After the window's last, clip, update, all-gather, and step the learning-rate scheduler.
+        """End a micro-batch. After the window's last one, clip, update, all-gather, and step the scheduler.
 
         Args:
-            lr_kwargs: for the scheduler's `step`.
+            lr_kwargs: arguments of the scheduler's `step`.
 
         Raises:
-            UsageError: inside `no_sync`, or without an optimizer.
+            UsageError: the call is inside `no_sync`, or there is no optimizer.
         """
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
@@ -405,9 +405,9 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._end_step()
 
     def flush(self) -> None:
-        """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.
+        """Apply an incomplete window, as at the end of an epoch, with the mean over its micro-batches.
 
-        All ranks must call together; it does nothing if the window has no micro-batch.
+        All ranks must call this. Does nothing if the window has no micro-batch.
         """
         if self._components.optimizer is None:
             raise self._components.without_optimizer("flush")
@@ -455,11 +455,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._preemption.stop_if_asked()
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` updated the parameters."""
+        """Return whether the last `step` updated the parameters."""
         return self._applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. All ranks must call together."""
+        """Drop the gradients of the window. All ranks must call this."""
         self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
@@ -467,7 +467,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self.module.zero_grad(set_to_none)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Tell the engine that micro-batches have another size from now on; the global batch changes with it."""
+        """Set the size of micro-batches from now on; the global batch changes with it."""
         if micro_batch_size <= 0:
             raise ArgumentError(f"a micro-batch has at least one sample, got {micro_batch_size}")
         self._window.set_micro(micro_batch_size)
@@ -476,8 +476,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         """Change the global batch by changing the accumulation steps, between windows.
 
         Raises:
-            ArgumentError: the number is not a multiple of micro-batch times ranks.
-            UsageError: in the middle of a window.
+            ArgumentError: the size is not a multiple of micro-batch times ranks.
+            UsageError: the call is in the middle of a window.
         """
         step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
@@ -506,11 +506,11 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the forward of each repeated block (or of the module when it has none).
+        """Compile the forward of each repeated block (or of the module if it has none).
 
         Args:
-            backend: of torch.compile.
-            compile_kwargs: for torch.compile.
+            backend: backend of torch.compile.
+            compile_kwargs: arguments of torch.compile.
             schedule: passes of whole-graph compilation; not available yet.
             compiled_autograd_enabled: not available yet.
         """
@@ -524,7 +524,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """Return whether `compile` was called."""
         return getattr(self, "_compiled", False)
 
     def empty_partition_cache(self) -> None:
@@ -533,24 +533,24 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
             self._components.lifecycle.prefetcher.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce what the window has so far, now rather than in `step`. All ranks call together.
+        """Reduce the gradients of the window so far, instead of in `step`. All ranks must call this.
 
         Args:
-            bucket_size: accepted for old scripts; bucket sizes are fixed by the JSON.
+            bucket_size: accepted for old scripts; the JSON fixes bucket sizes.
         """
         if self._components.reducer is not None:
             self._components.reducer.finish(Purpose.REDUCE)
 
     @property
     def _shards_parameters(self) -> bool:
-        """Whether parameters are pulled from owners: on all ranks alike, also where a stage of the model has none."""
+        """Return whether parameters are gathered before use; equal on all ranks, even if a stage has no parameters."""
         return policy_for(self.ds_config.zero.stage).gathers_before_use
 
     def destroy(self) -> None:
-        """Remove the hooks and free optimizer state and gradients; the model stays, plain or sharded.
+        """Remove the hooks and free optimizer state and gradients; the model remains, plain or sharded.
 
-        All ranks must call together, since others may still read this rank's shards; a failing rank does not wait. A
-        lost change of a parameter raises `ShardedParameterError` after everything else is done.
+        All ranks must call this, since others may still read this rank's shards; a rank that raises does not wait. If a
+        parameter change was lost, the call raises `ShardedParameterError` at the end.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()

@@ -1,4 +1,4 @@
-"""The state that an engine's components share, as one typed object."""
+"""State that an engine's components share, as one typed object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 @dataclass(eq=False)
 class EngineHooks:
-    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it."""
+    """Callbacks of features in a step and around checkpoints, in order."""
 
     stepped: list[Callable[[], None]] = field(default_factory=list)  # after the optimizer's step, and within its time
     # after an update that was not skipped, and its schedule
@@ -39,15 +39,15 @@ class EngineHooks:
 
 @dataclass(eq=False)
 class EngineState:
-    """The configuration, model, parts and counters of one engine; fields have the engine's public names.
+    """Configuration, model, components and counters of one engine; fields have the engine's public names.
 
     Args:
-        global_steps: updates so far, skipped ones too.
+        global_steps: updates so far, including skipped ones.
         micro_steps: micro-batches so far.
         global_samples: samples so far, over all ranks.
-        skipped_steps: updates that were skipped.
-        compression: what makes the model smaller; None without it.
-        removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
+        skipped_steps: skipped updates so far.
+        compression: compression of the model, or None.
+        removals: units removed from the model, in order; checkpoints contain only the remaining ones.
     """
 
     ds_config: DeepSpeedConfig
@@ -69,41 +69,41 @@ class EngineState:
 
     @property
     def axes(self) -> ParallelGroups:
-        """Who shares what."""
+        """Return the axes of the ranks that share state."""
         return self.components.axes
 
     @property
     def window(self) -> AccumulationWindow:
-        """The micro-batches between two updates."""
+        """Return the accumulation window: the micro-batches between two updates."""
         return self.components.window
 
     @property
     def everyone(self) -> Axis:
-        """All ranks of the engine, those with other slices of the model included."""
+        """Return the axis of all ranks of the engine, including those with other model slices."""
         return self.axes.everyone
 
     @property
     def sliced(self) -> bool:
-        """Whether ranks have different slices of the model."""
+        """Return whether ranks have different model slices."""
         return not self.axes.mesh.is_data_parallel or bool(self.components.ep_sizes)
 
     def is_first_with(self, tensor: torch.Tensor) -> bool:
-        """Whether this rank is the first of those that have equal values of a parameter, by data parallelism."""
+        """Return whether this rank is the first data-parallel rank with the values of a parameter."""
         ep, mesh = placement_of(tensor).ep, self.axes.mesh
         return (self.axes.dp_sp_group if ep == 1 else mesh.axis("dp_replicate", "edp", ep=ep)).rank == 0
 
     @property
     def model_dims(self) -> dict[str, int]:
-        """Sizes of the mesh along which ranks have other slices or other parts of a sample."""
+        """Return the sizes of the mesh dims along which ranks have other model slices or other parts of a sample."""
         return {dim: size for dim, size in self.axes.mesh.sizes.items() if dim not in DATA and size > 1}
 
     def view(self) -> StateView:
-        """The training state by name."""
+        """Return the training state by name."""
         parts, coordinates = self.components, self.axes.mesh.coordinates
         return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, coordinates)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
-        """Names of the model that other ranks hold. All ranks call together."""
+        """Return the parameter names that other ranks hold. All ranks must call this."""
         if not self.sliced:
             return set()
         first = self.axes.dp_sp_group.rank == 0 or self.components.ep_sizes  # experts may have names of their own
@@ -111,7 +111,7 @@ class EngineState:
         return {name for names in Ranks(self.everyone).gather(local_names) for name in names}
 
     def forget_window(self) -> None:
-        """Drop the gradients of the window and what is gathered: other values are about to come. All ranks call."""
+        """Drop the gradients of the window and the gathered parameters. All ranks must call this."""
         if self.components.optimizer is not None:
             self.components.optimizer.zero_grad()
         if self.components.lifecycle is not None:

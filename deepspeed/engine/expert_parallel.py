@@ -1,4 +1,4 @@
-"""Divides the experts of a model among ranks, as its layers and `expert_parallel` ask."""
+"""Division of a model's experts among ranks, by its `MoE` layers and the block `expert_parallel`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from deepspeed.moe.layer import MoE
 
 
 def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
-    """Divide the experts of a whole model, in place, unless that was done. All ranks call together.
+    """Divide the experts of a whole model in place, unless they are divided already. All ranks must call this.
 
-    `MoE` layers have their own ep size; `expert_parallel` of the JSON is for other modules of experts.
+    `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts.
     """
     ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
     if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
@@ -32,7 +32,7 @@ def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opt
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Divide the experts of `MoE` layers, of a whole model or a stage. All ranks call together."""
+    """Divide the experts of `MoE` layers, of a whole model or a pipeline stage. All ranks must call this."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     sizes = {layer.ep_size for layer in layers.values()}
     if mesh.size("pp") > 1:  # stages have other layers, and all ranks make all groups
@@ -55,32 +55,32 @@ def _refuse_compression(config: DeepSpeedConfig) -> None:
 
 
 class ExpertAccessors:
-    """The layers of experts of an engine's model."""
+    """MoE layers of an engine's model."""
 
     _state: EngineState
 
     @property
     def moe_layers(self) -> list[nn.Module]:
-        """`MoE` layers, and modules of experts that are divided among ranks; in the order of the model."""
+        """Return the `MoE` layers and the modules whose experts are divided among ranks, in the model's order."""
         return [module for module in self._state.module.modules() if isinstance(module, (MoE, DividedExperts))]
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether there are any."""
+        """Return whether the model has MoE layers."""
         return bool(self.moe_layers)
 
     @property
     def num_experts(self) -> list[int]:
-        """How many experts each has, on all ranks together."""
+        """Return the number of experts of each layer, over all ranks."""
         layers: list[Any] = self.moe_layers
         return [layer.num_experts if isinstance(layer, MoE) else layer.location.count for layer in layers]
 
     @property
     def expert_parallel_group(self) -> dict[str, Any]:
-        """By name `ep_size_<n>`, the process group of the ranks that have the experts of a layer together."""
+        """Return the process groups of ranks that together have the experts of a layer, by name `ep_size_<n>`."""
         return groups._get_expert_parallel_group_dict()
 
     @property
     def expert_data_parallel_group(self) -> dict[str, Any]:
-        """By name, the process group of the ranks that have the same experts."""
+        """Return the process groups of ranks with the same experts, by name `ep_size_<n>`."""
         return groups._get_expert_data_parallel_group_dict()

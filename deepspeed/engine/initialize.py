@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: from a model and a JSON to an engine."""
+"""`deepspeed.initialize`: creates an engine from a model and a JSON."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Wrap a model into an engine.
+    """Create an engine for a model.
 
     Args:
         args: a namespace with `deepspeed_config` (path) and, from a launcher, `local_rank`.
         model: a torch module.
         optimizer: a torch optimizer over its parameters, a callable that builds one, or None for the JSON's.
-        model_parameters: parameters, or groups of them, to train.
-        training_data: a dataset for a distributed loader.
+        model_parameters: parameters or parameter groups to train.
+        training_data: a dataset for the distributed loader.
         lr_scheduler: a scheduler or a callable that builds one from the optimizer.
-        distributed_port: of a process group created here.
+        distributed_port: port of a process group that this call creates.
         mpu: a client's model-parallel unit, or a `deepspeed.comm.process_groups.mesh.Mesh`.
-        dist_init_required: False: the process group exists already.
-        collate_fn: for the loader.
+        dist_init_required: False: use the existing process group.
+        collate_fn: collate function of the loader.
         config: dict, path or base64 of the JSON.
         mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
         config_params: another name of `config`.
@@ -51,8 +51,8 @@ def initialize(
         (engine, optimizer, loader or None, scheduler or None).
 
     Raises:
-        ArgumentError: arguments that cannot work together.
-        DeepSpeedConfigError: the configuration is missing or wrong.
+        ArgumentError: arguments contradict each other.
+        DeepSpeedConfigError: the configuration is missing or invalid.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")

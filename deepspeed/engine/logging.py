@@ -1,4 +1,4 @@
-"""Logs an engine's plan at the start, and its progress every few steps."""
+"""Logs of an engine's plan at the start, and of its progress every few steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepspeed.version import __version__
 
 
 def say_info() -> None:
-    """What runs on what: the first line of `initialize`."""
+    """Log the first line of `initialize`: versions, ranks and devices."""
     ranks = f"ranks={get_world_size()}, backend={get_backend()}" if is_initialized() else "ranks=1, no process group"
     log_rank0(
         f"DeepSpeed info: version={__version__}, torch={torch.__version__}, "
@@ -34,7 +34,7 @@ _SAMPLED = 1024  # elements of each tensor that are looked at
 
 
 def _digest(tensors: list[torch.Tensor]) -> float:
-    """A number that differs where batches differ; -1 for a batch without values, or of one value throughout."""
+    """Return a number that differs between different batches; -1 for a batch without values or with one value only."""
     digest, varies = 0, False
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.device.type == "meta" or not tensor.numel():
@@ -80,7 +80,7 @@ class ProgressLog:
             log_rank0(as_text(config.explain()))
 
     def look_at_batch(self, *arguments: Any) -> None:
-        """Warn where a rank's first batch (dim 0 of the first tensor) is as large as that of all ranks should be."""
+        """Warn if a rank's first batch (dim 0 of the first tensor) has the size of the batch of all ranks."""
         if self._looked:
             return
         self._looked = True
@@ -98,11 +98,11 @@ class ProgressLog:
             )
 
     def digest_row(self) -> list[float]:
-        """The digest of this rank's first batch, to go with the first exchange of a norm; nothing after that."""
+        """Return the digest of this rank's first batch, for the first exchange of a norm; empty afterwards."""
         return [self._digest] if self._compares else []
 
     def compare_digests(self, rows: list[list[float]]) -> None:
-        """Warn where ranks that should differ have the same digest; there are no rows where there was no exchange."""
+        """Warn if ranks that should read different samples have the same digest; no rows: nothing was exchanged."""
         if not self._compares or not rows:
             return
         self._compares = False
@@ -121,7 +121,7 @@ class ProgressLog:
             )
 
     def report(self) -> None:
-        """A line: the engine asks for one every `steps_per_print` updates."""
+        """Log a progress line; the engine calls this every `steps_per_print` updates."""
         rates = ", ".join(f"{rate:.3g}" for rate in self._facts.get_lr())
         norm = self._facts.get_global_grad_norm()
         log_rank0(
@@ -133,7 +133,7 @@ class ProgressLog:
             log_rank0("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
 
     def _throughput(self) -> str:
-        """Samples per second since the last report."""
+        """Format the samples per second since the last report."""
         section = self._state.ds_config.timers.throughput
         if not section.enabled:
             return ""

@@ -60,17 +60,17 @@ _PAIRS = {
 
 
 class StepTimers:
-    """Two stopwatches for each part of a step: of the micro-batch, and of the window it belongs to.
+    """Two timers for each part of a step: one per micro-batch, and one per window.
 
-    `backward_inner` is autograd alone, `backward_allreduce` the wait, within `step`, for gradients that were still on
-    their way when backward was over: what overlapped with it has no time of its own.
+    `backward_inner` is autograd alone. `backward_allreduce` is the wait in `step` for gradients that are still being
+    reduced after backward; reductions that overlap with backward have no time of their own.
 
     Args:
-        active: measure; else nothing waits for the device, and nothing is said.
-        says: a line after each micro-batch, and one after each window, on rank 0.
+        active: measure; otherwise there is no synchronization and no output.
+        says: log a line after each micro-batch and each window, on rank 0.
 
     Attributes:
-        last: milliseconds by name of the last window and its last micro-batch; empty before.
+        last: milliseconds by name, of the last window and its last micro-batch; empty before.
     """
 
     def __init__(self, timers: HostWallClockTimer, active: bool, says: bool) -> None:
@@ -79,7 +79,7 @@ class StepTimers:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Inside, a part of the step runs; a part within itself counts once."""
+        """Time a part of a step; nested calls of the same part count once."""
         pair = [self._timers(name) for name in _PAIRS[part]]
         if not self.active or pair[0].started_:
             yield
@@ -93,7 +93,7 @@ class StepTimers:
                 timer.stop()
 
     def elapsed(self) -> dict[str, float]:
-        """Milliseconds of the window so far, by part; those that have not run are left out."""
+        """Return the milliseconds of the window so far, by part; parts that have not run are omitted."""
         names = ((part, pair[1]) for part, pair in _PAIRS.items())
         return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
 
@@ -102,7 +102,7 @@ class StepTimers:
             self._show(0)
 
     def end_window(self) -> dict[str, float]:
-        """A window is over, and its last micro-batch; gives `elapsed()` of it."""
+        """End a window and its last micro-batch; returns the window's `elapsed()`."""
         if not self.active:
             return {}
         elapsed = self.elapsed()
@@ -113,7 +113,7 @@ class StepTimers:
         return elapsed
 
     def _show(self, which: int) -> None:
-        """A line of the micro-batch's (0) or the window's (1) timers, which begin anew."""
+        """Log the timers of the micro-batch (0) or the window (1), and reset them."""
         names = [pair[which] for pair in _PAIRS.values()]
         if self._says:
             for name in names:
@@ -127,7 +127,7 @@ class StepTimers:
 class Profiling:
     """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
 
-    Operations are counted in the update before, once per shape of the inputs, since counting takes time.
+    Operations are counted in the preceding update, once per shape of the inputs, since counting takes time.
     """
 
     def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
@@ -180,7 +180,7 @@ class Profiling:
 
 
 class Trial:
-    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process."""
+    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends the process."""
 
     def __init__(self, state: EngineState, facts: StateAccessors) -> None:
         self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
@@ -190,7 +190,7 @@ class Trial:
         self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
 
     def after_update(self, samples: int, times: dict[str, float]) -> None:
-        """Count an update: samples over all ranks, milliseconds. After the last timed one all ranks exit with 0."""
+        """Count an update with its samples (over all ranks) and milliseconds; after the last, all ranks exit with 0."""
         if not self.active:
             return
         self._done += 1
@@ -218,7 +218,7 @@ class Trial:
         raise SystemExit(0)
 
     def _parts(self, updates: int) -> dict[str, float]:
-        """Microseconds of forward and backward of a micro-batch, and of the step."""
+        """Return the microseconds of a micro-batch's forward and backward, and of the step."""
         turns = self._state.window.steps
         each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
@@ -230,12 +230,12 @@ _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
 class Instruments:
-    """Collects the numbers of a window, and hands them to the monitors.
+    """Collects the figures of a window, and passes them to the monitors.
 
     Attributes:
-        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
-            waits for no device: an update ends with the norm on the host, so little is under way then. The line of
-            `steps_per_print` tells the current figure, so it logs none of its own.
+        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. The
+            timer does not synchronize the device: an update ends with the norm on the host, so little work is pending.
+            The timer logs no lines, since the line of `steps_per_print` has the current figure.
     """
 
     def __init__(self, state: EngineState, engine: StateAccessors) -> None:
@@ -267,7 +267,7 @@ class Instruments:
             self.start_progress(None)
 
     def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
-        """What is done after an update, in order, with what each rank gave as its `row` and the window's samples."""
+        """Return the callbacks after an update, in order; each gets every rank's `row` and the window's samples."""
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
             (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
@@ -279,7 +279,7 @@ class Instruments:
         return [hook for is_on, hook in hooks if is_on]
 
     def start_progress(self, batches: int | None) -> None:
-        """Show a live line on rank 0, instead of another; `batches` are to come, None where that is unknown."""
+        """Show a live progress line on rank 0; `batches` is the number of batches to come, None: unknown."""
         self.stop_progress()
         if self._state.everyone.rank == 0:
             device = self._state.device
@@ -293,28 +293,28 @@ class Instruments:
             shown.close()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """A context that the timer and the recorder call `name`."""
+        """Return a context that records a span `name` in timers and recorder."""
         watched = self.times.active or self._state.ds_config.memory_breakdown
         inner = self._watched(name) if watched else recorder.span(name) if recorder.on else _NOTHING
         return MemoryGuard(self._memory, inner, name == FORWARD and self._memory.left_by_forward < 0)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """The wait for gradients that are under way."""
+        """Return a context that times the wait for pending gradients."""
         return self.times.timed(BACKWARD_REDUCE)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the last window and its last micro-batch by name, as `deepspeed.utils.timer` names them.
+        """Return the milliseconds of the last window and its last micro-batch, by the names of `deepspeed.utils.timer`.
 
         Empty unless `wall_clock_breakdown` (or a profiler) measures. The timers themselves are `engine.timers`.
         """
         return dict(self.times.last)
 
     def inner(self) -> AbstractContextManager[None]:
-        """Autograd itself, inside of backward."""
+        """Return a context that times autograd inside backward."""
         return self.times.timed(BACKWARD_INNER) if self.times.active else _NOTHING
 
     def memory_by_category(self) -> dict[str, int]:
-        """See `MemoryReport.by_category`."""
+        """Return `MemoryReport.by_category()`."""
         return self._memory.by_category()
 
     @contextmanager
@@ -342,7 +342,7 @@ class Instruments:
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
 
     def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
-        """Note the loss as its gradient counts: the micro-batch's mean, or its sum over `num_items`."""
+        """Record the loss with its weight: the micro-batch's mean, or its sum over `num_items`."""
         if self._finder.enabled:
             self._finder.on_loss(loss, self._state.window.loss_scale)
         if self.progress is not None:
@@ -360,7 +360,7 @@ class Instruments:
     def on_window(
         self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
     ) -> None:
-        """Note a pipeline's window: its mean loss, and batches that `stages` ranks see alike."""
+        """Record a pipeline's window: its mean loss, and batches that `stages` ranks share."""
         if self.progress is not None:
             self.progress.on_loss(loss.detach())
         if self.monitor.enabled:
@@ -370,7 +370,7 @@ class Instruments:
             self._tokens += stages * sum(tokens_in(nest) for nest in nests)
 
     def on_step(self, boundary: bool) -> bool:
-        """A micro-batch ends, with an update or without; gives which."""
+        """Record the end of a micro-batch; returns `boundary`, whether it ends with an update."""
         if self.profiling.profiler is not None:
             self.profiling.on_step(boundary)
         if not boundary:
@@ -379,7 +379,7 @@ class Instruments:
         return boundary
 
     def row(self) -> list[float]:
-        """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
+        """Return and reset this rank's figures of the window, which are sent with the gradient norm."""
         if not self._collects:
             return []
         loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
@@ -388,7 +388,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """Run the instruments that are on, with the `row` of each rank and the window's samples over all ranks."""
+        """Run the active instruments with the `row` of each rank and the window's samples over all ranks."""
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
         for hook in self._after_update:
@@ -411,7 +411,7 @@ class Instruments:
             self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 
     def _tell(self, seconds: float, **more: Any) -> None:
-        """What `ds_top` shows of this rank."""
+        """Publish the figures that `ds_top` shows of this rank."""
         state = self._state
         facts = {"host": socket.gethostname(), "update": state.global_steps, "seconds": seconds}
         facts |= {"samples": state.global_samples, "skipped": state.skipped_steps}
@@ -441,18 +441,18 @@ class Instruments:
         yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
-        """Milliseconds of the window, where they are measured."""
+        """Yield the milliseconds of the window, if they are measured."""
         yield from ((f"{_SAMPLES}{_MS}{part}", value) for part, value in self._elapsed.items())
 
     # -- gradients by name ----------------------------------------------------------------------------------------
 
     def gradient_norms(self) -> dict[str, float]:
-        """The L2 norm of the window's mean gradient for each parameter, before clipping; all ranks call together.
+        """Return the L2 norm of the window's mean gradient for each parameter, before clipping.
 
-        Call it between `backward` and `step`. Under tensor parallelism it is the norm over all slices.
+        All ranks must call this between `backward` and `step`. With tensor parallelism, a norm covers all slices.
 
         Returns:
-            Norm by name, in the model's order; those that no rank had a gradient for are left out.
+            Norms by name, in the model's order, without parameters that have no gradient on any rank.
 
         Raises:
             UsageError: the engine has no optimizer.
@@ -474,7 +474,7 @@ class Instruments:
         return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
 
     def _all_names(self, reducer: Reducer) -> list[str]:
-        """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
+        """Return the names of all parameters of one model copy, in the same order on all ranks."""
         members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
         local_names = [member.name for member in members]
         axis = self._state.axes.model_replica_group

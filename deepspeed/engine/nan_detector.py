@@ -1,8 +1,8 @@
 """The `non_finite` block: finds the operation that produced the first NaN or infinity.
 
-The inputs of every micro-batch are kept by reference, with the state of the random generators. Backward is run again
-from the loss if forward returned it; if it was computed outside, from the gradients of forward's outputs, which are
-kept from the second time on.
+The detector keeps references to the inputs of every micro-batch, and the random states. Backward is run again
+from the loss if forward returned the loss; otherwise from the gradients of forward's outputs, which are
+recorded only after a first failure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Micro:
 
 
 class NonFiniteFinder:
-    """Finds where values that are not finite come from."""
+    """Finds the origin of non-finite values."""
 
     def __init__(self, state: EngineState, engine: Any) -> None:
         self._state, self._engine, self._section = state, engine, state.ds_config.top.non_finite
@@ -97,7 +97,7 @@ class NonFiniteFinder:
     # -- at the end of a window -------------------------------------------------------------------------------------
 
     def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
-        """Called by all ranks alike between norm and update; each row begins with the sum of a rank's losses."""
+        """Search between norm and update. All ranks must call this; each row begins with the sum of a rank's losses."""
         axes, scaler = self._state.axes, self._state.window.scaler
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:
@@ -141,7 +141,7 @@ class NonFiniteFinder:
         log_rank0(self.found)
 
     def _dump(self, finding: Finding, words: str) -> None:
-        """What the operation was given, as a file that torch.load reads."""
+        """Write the inputs of the operation to a file for `torch.load`."""
         if self._section.output_path:
             folder = Path(self._section.output_path)
             folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class NonFiniteFinder:
             torch.save({"where": words, "inputs": [tensor.cpu() for tensor in finding.inputs]}, path)
 
     def _search(self) -> tuple[int, Finding | None]:
-        """The first micro-batch of this rank with a finding; all ranks run all of theirs, since they may meet."""
+        """Find this rank's first micro-batch with a non-finite value; all ranks run all of theirs, as in training."""
         first: tuple[int, Finding | None] = (0, self._of_parameters())
         reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
         buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]
@@ -175,7 +175,7 @@ class NonFiniteFinder:
         return first
 
     def _of_parameters(self) -> Finding | None:
-        """The first of this rank's parameters that was not finite before the window."""
+        """Return the first of this rank's parameters that was not finite before the window."""
         for group in self._state.components.groups:
             whole = not group.policy.gathers_before_use
             with contextlib.nullcontext(group.full) if whole else group.values.borrowed() as values:
@@ -215,7 +215,7 @@ class NonFiniteFinder:
             get_accelerator().set_rng_state(state[1])
 
     def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where backward begins again, and with which gradients."""
+        """Return the tensors at which backward restarts, and their gradients."""
         if micro.loss is not None and micro.loss < len(outputs):
             loss = outputs[micro.loss]
             return [loss], [torch.full_like(loss, micro.scale)]

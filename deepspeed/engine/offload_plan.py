@@ -1,4 +1,4 @@
-"""Chooses the storage tiers of an engine's state from `offload_optimizer` and `offload_param`."""
+"""Choice of the storage tiers of an engine's state, from `offload_optimizer` and `offload_param`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 
 
 class Offload:
-    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory."""
+    """Storage tiers of one engine. State in the same place uses the same tier, so that buffers can be shared."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -38,12 +38,12 @@ class Offload:
 
     @cached_property
     def active(self) -> bool:
-        """Whether anything rests elsewhere than on the device."""
+        """Return whether any state is stored outside of the device."""
         gathers = policy_for(self.config.zero.stage).gathers_before_use
         return self.optimizer.device != "none" or (gathers and self.parameters.device != "none")
 
     def place(self, state: GroupState) -> Tiers:
-        """Where the next group rests."""
+        """Return the tiers of the next group."""
         offloads = state.master and self._offloads(state.numel)
         optimizer = self._tier(self.optimizer.device, for_optimizer=True) if offloads else RESIDENT
         parameters: Tier = RESIDENT
@@ -55,7 +55,7 @@ class Offload:
         return Tiers(optimizer, parameters)
 
     def _offloads(self, numel: float) -> bool:
-        """Spread the offloaded groups evenly, so that their share of the elements so far is nearest to `ratio`."""
+        """Return whether to offload the next group, which keeps the offloaded share of elements nearest to `ratio`."""
         self._seen += numel
         chosen = self._offloaded + numel / 2 < self.optimizer.ratio * self._seen
         chosen |= self.optimizer.ratio == 1.0
@@ -83,7 +83,7 @@ class Offload:
         return self._disks[path]
 
     def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
-        """Log what will rest where, and check that the disks have room and how fast they are; gives bytes by place."""
+        """Log the bytes by place, and check free space and speed of the disks; returns the bytes by place."""
         needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
         on_disk: dict[int, float] = defaultdict(float)
         for state, places in groups:
@@ -110,19 +110,19 @@ class Offload:
 
 
 def _low_master(config: DeepSpeedConfig) -> torch.dtype | None:
-    """The low dtype in which parameters are updated and gradients summed, where the JSON asks for one."""
+    """Return the 16-bit dtype for masters and gradient sums if the JSON requests one, else None."""
     if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else None
 
 
 def master_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parameters of `dtype` are updated."""
+    """Return the dtype of the masters of parameters of `dtype`."""
     return dtype if dtype in (_low_master(config), torch.float64) else torch.float32
 
 
 def accumulator_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    """The dtype in which gradients are summed."""
+    """Return the dtype of gradient sums."""
     return _low_master(config) or DTYPES[config.data_types.grad_accum_dtype]
 
 
@@ -133,7 +133,7 @@ def state_of_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     optimizer: torch.optim.Optimizer | None,
 ) -> GroupState:
-    """What a group holds on this rank at rest; `dtypes` are those of its parameters and its master, or None."""
+    """Return a group's state on this rank between uses; `dtypes` are those of parameters and master, or None."""
     (policy, layout), (dtype, master) = cut, dtypes
     own = layout.shard_numel(rank) if policy.owns_a_shard else layout.padded
     widths = dtype.itemsize, 0 if master is None else master.itemsize, accumulator_dtype(config).itemsize
@@ -145,7 +145,7 @@ _MOMENTS = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adagrad
 
 
 def moments_bytes(optimizer: torch.optim.Optimizer | None, master: torch.dtype | None) -> float:
-    """Bytes of optimizer state per element: two moments, where the class is not known to hold fewer."""
+    """Return the bytes of optimizer state per element: two moments, unless the class is known to have fewer."""
     if optimizer is None or master is None:
         return 0.0
     count = _MOMENTS.get(type(optimizer).__name__, 2)

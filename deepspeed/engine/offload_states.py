@@ -1,4 +1,4 @@
-"""`engine.offload_states`: temporarily moves training state off the device."""
+"""`engine.offload_states`: temporary move of training state off the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.zero.parameters.shard_group import meet_before_change
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Tiers of training state, with their names in the JSON."""
+    """Storage tiers of training state, with their names in the JSON."""
 
     none = "none"
     cpu = "cpu"
@@ -48,20 +48,20 @@ class OffloadStates:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state from the device to host memory until `reload_states`. All ranks call together.
+        """Move training state from the device to host memory until `reload_states`. All ranks must call this.
 
-        What rests elsewhere already (`offload_optimizer`, `offload_param`) stays there, and so do parameters that are
-        whole between uses (stages 0 to 2). Until the state is back, forward and step raise.
+        State that is already offloaded (`offload_optimizer`, `offload_param`), and whole parameters (stages 0 to 2),
+        are not moved. Until the state is reloaded, forward and step raise.
 
         Args:
-            include: kinds of state; None: all of them.
+            include: kinds of state; None: all kinds.
             device: "cpu".
-            pin_memory: into page-locked memory.
-            non_blocking: accepted; memory can be freed only when its values have left, so this waits.
+            pin_memory: use page-locked memory.
+            non_blocking: accepted without effect: the call waits, since memory can be freed only after the copy.
 
         Raises:
             ArgumentError: another device, or an unknown kind.
-            UsageError: state is away already, or the window holds gradients.
+            UsageError: the state is already offloaded, or the window holds gradients.
         """
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
@@ -91,10 +91,10 @@ class OffloadStates:
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved. All ranks call together.
+        """Restore the state that `offload_states` moved. All ranks must call this.
 
         Args:
-            non_blocking: do not wait until the copies are over; what computes on the device comes after them.
+            non_blocking: do not wait for the copies; later work on the device is ordered after them.
         """
         if self._away is None:
             return
@@ -110,7 +110,7 @@ class OffloadStates:
         self._let_pinned_go(wait=not non_blocking)
 
     def _let_pinned_go(self, wait: bool = False) -> None:
-        """Unlock the host memory of the last reload, once nothing is copied from it any more: asked at each step."""
+        """Unlock the host memory of the last reload after its copies have finished; called at each step."""
         if self._returning is not None and (wait or self._returning.idle):
             self._returning.shrink()
             self._returning = None
@@ -121,7 +121,7 @@ class OffloadStates:
         raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
-        """What rests on the device, of these kinds."""
+        """Return the state on the device, of these kinds."""
         tensors: list[Any] = []
         for group in self._state.components.groups:
             if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:

@@ -1,4 +1,4 @@
-"""The micro-batches of a pipeline's window, and their callbacks for the schedule's executor."""
+"""Micro-batches of a pipeline's window, and their callbacks for the schedule's executor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # what a rank was called for; or it 
 
 
 class WindowReport(NamedTuple):
-    """What a rank tells the others of its window, as numbers."""
+    """A rank's report of its window to the other ranks, as numbers."""
 
     available: float  # micro-batches that it read, or `FAILED`
     wanted: float  # micro-batches of the window
@@ -31,14 +31,14 @@ class WindowReport(NamedTuple):
     does: float  # `EVALUATES`, `TRAINS` or `REFUSED`
 
     def words(self) -> str:
-        """Its kind of window, for errors."""
+        """Describe the kind of window for errors."""
         kind = "a window of engine.loop" if self.samples else "an iterator"
         return f"{kind} for {int(self.wanted)} micro-batches{' with num_items' if self.items else ''}"
 
 
 @dataclass
 class AgreedWindow:
-    """A window that all ranks have agreed on."""
+    """A window on which all ranks have agreed."""
 
     batches: list[Any]  # of this rank; None for each where its stage reads none
     samples: list[float] | None  # of each, empty where this rank has no data; None without a loop
@@ -54,14 +54,14 @@ def agree(
     trains: bool = True,
     refused: Exception | None = None,
 ) -> AgreedWindow:
-    """Read a window, unless a rank cannot. All ranks call together.
+    """Read a window, and raise on all ranks if one of them cannot. All ranks must call this.
 
     Args:
-        wanted: micro-batches that the window takes, as this rank has it.
-        items: whether it was given a function that counts items.
-        read: gives at most `wanted`; None where no part of this stage reads a batch.
-        exchange: gives the report of every rank, in rank order; a collective.
-        refused: why this rank cannot do so as it stands; raised here once every rank knows.
+        wanted: this rank's number of micro-batches of the window.
+        items: whether the caller passed a function that counts items.
+        read: returns at most `wanted` micro-batches; None if no part of this stage reads batches.
+        exchange: collective that returns the report of every rank, in rank order.
+        refused: reason why this rank cannot run; raised here after every rank knows.
     """
     problem = refused
     batches: list[Any] = []
@@ -91,7 +91,7 @@ def agree(
 
 
 def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
-    """Refuse a window that cannot start, the same on all ranks; gives the reports, by rank, that decide its size."""
+    """Raise on all ranks if a window cannot start; returns the reports that determine its size, by rank."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
         raise PipelineError(f"the call was refused on rank {refused[0]}; see its traceback. No micro-batch was run")
@@ -119,7 +119,7 @@ def _check(rows: list[WindowReport]) -> dict[int, WindowReport]:
 
 
 def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: torch.device) -> list[Any]:
-    """At most `count` micro-batches of an iterator, and none too many; each goes `through` a function first."""
+    """Take at most `count` micro-batches from an iterator, and apply the function `through` to each."""
     if not hasattr(source, "__next__"):
         raise ArgumentError(
             f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
@@ -134,8 +134,8 @@ class WindowDriver:
     """Runs the micro-batches of a window for the schedule's executor.
 
     Args:
-        divided: the model divides its loss by the micro-batches itself.
-        lookups: tables of this stage whose gradients can come by rows.
+        divided: the model itself divides its loss by the number of micro-batches.
+        lookups: embeddings of this stage whose gradients can be sparse (by rows).
     """
 
     def __init__(
@@ -155,22 +155,22 @@ class WindowDriver:
         self.training = True
 
     def begin(self, batches: list[Any], training: bool) -> None:
-        """A window of micro-batches comes."""
+        """Start a window of micro-batches."""
         self.batches, self.training, self.means = batches, training, Means()
         self.ran = dict.fromkeys(self.ran, 0)
         self._counted.clear()
 
     @property
     def costs(self) -> list[float]:
-        """Of all parts of the model, by simulation's unit; empty: not known."""
+        """Return the costs of all parts of the model, in the simulation's unit; empty if unknown."""
         return self._parts[0].costs
 
     def words(self, chunk: int) -> str:
-        """Which layers a chunk is."""
+        """Describe the layers of a chunk."""
         return self._parts[chunk].words
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run a chunk; the last part gives its loss in training."""
+        """Run forward of a chunk; in training, the last part returns its loss."""
         part, batch = self._parts[chunk], self.batches[micro]
         self.ran["forward"] += 1
         with by_rows(self._lookups if self.training else (), batch):
@@ -184,7 +184,7 @@ class WindowDriver:
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
+        """Run backward; the chunk's gradients are reduced in the window's last micro-batch."""
         window = self._window
         self.ran["backward"] += 1
         items = None if self.items is None else 0.0 if micro in self._counted else self.items[micro]
@@ -201,7 +201,7 @@ class WindowDriver:
                 run([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
-        """Run what a backward has put off; its gradients enter as those that did not wait."""
+        """Run the postponed weight gradients of a micro-batch."""
         with self._pass(micro):
             run()
 
@@ -211,7 +211,7 @@ class WindowDriver:
 
     @contextmanager
     def _pass(self, micro: int) -> Iterator[None]:
-        """Around what gives gradients of a micro-batch."""
+        """Context of computations that produce gradients of a micro-batch."""
         self._window.force(micro == len(self.batches) - 1)
         with self._window.backward_pass(self._way, by_window=self._way is Way.MEAN and not self._divided):
             yield

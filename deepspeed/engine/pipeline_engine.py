@@ -1,4 +1,4 @@
-"""The engine of a pipeline: whole windows instead of forward, backward and step.
+"""Engine of a pipeline: runs whole windows instead of forward, backward and step.
 
 In `train_batch` a stage runs its row of the schedule (`deepspeed/pipe/executor.py`), and then the same update as any
 engine at the end of a window.
@@ -43,14 +43,14 @@ _REDUCTIONS = ("avg", "sum", None)
 
 @functools.lru_cache(maxsize=16)
 def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSchedule:
-    """A schedule that was run without processes once."""
+    """Create a schedule and check it with one simulated run."""
     schedule = make_schedule(name, stages, micros, chunks)
     simulate(schedule)
     return schedule
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a model whose layers are split into stages; arguments as those of `DeepSpeedEngine`.
+    """Trains a model whose layers are split into pipeline stages. Arguments as in `DeepSpeedEngine`.
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
@@ -110,7 +110,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @staticmethod
     def _log_held(schedule: PipelineSchedule) -> None:
-        """Where weights come later, stages hold more than their own place in the pipeline asks for."""
+        """Log the number of micro-batches that stages hold when weight gradients are postponed."""
         if schedule.splits:
             cost, plain = simulate(schedule), simulate(make_schedule("1f1b", schedule.stages, schedule.micros))
             together, later, one_f_one_b = (
@@ -124,15 +124,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     @staticmethod
     def _without(mesh: Mesh, dim: str) -> str:
-        """A mesh whose ranks along a dim are data-parallel ones instead."""
+        """Describe the mesh in which the ranks along `dim` are data-parallel instead."""
         sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
     def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
-        """The actions of all stages in a window; prints as text.
+        """Return the schedule: the actions of all stages in a window; it prints as text.
 
         Args:
-            micros: micro-batches.
+            micros: number of micro-batches.
             training: False: evaluation.
 
         Raises:
@@ -142,10 +142,10 @@ class PipelineEngine(DeepSpeedEngine):
         return validated(name, self.num_stages, micros, self._chunks)
 
     def simulated(self, micros: int) -> ScheduleCost:
-        """What a window costs by simulation: time, activations held, idle part.
+        """Simulate a window; returns its time, the stored activations and the idle fraction.
 
         Args:
-            micros: micro-batches.
+            micros: number of micro-batches.
         """
         return simulate(self.schedule(micros), self._parts[0].costs)
 
@@ -154,14 +154,14 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, num_items: Callable[[Any], float] | None = None
     ) -> torch.Tensor:
-        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks call together.
+        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks must call this.
 
         Args:
-            data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
-                first and last stage only. None: `training_data`, or what `set_dataiterator` was given. A window of
-                `loop` is taken as it is.
-            num_items: says of a micro-batch how many items (tokens) its loss is the sum over; the gradient becomes that
-                of the total loss divided by their global count. None: losses are means, and micro-batches count alike.
+            data_iter: yields this rank's micro-batches, equal on all stages; a PipelineModule needs them on its
+                first and last stage only. None: `training_data`, or the iterator of `set_dataiterator`. A window of
+                `loop` may have fewer micro-batches.
+            num_items: returns the number of items (tokens) in the loss sum of a micro-batch; the gradient is that
+                of the total loss divided by their global count. None: losses are means with equal weights.
 
         Returns:
             The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
@@ -169,9 +169,9 @@ class PipelineEngine(DeepSpeedEngine):
 
         Raises:
             DataError: a rank's data ended before the window was full, or failed; nothing was computed.
-            PipelineError: a stage failed; says which, with its layers and micro-batch. Or a rank is in evaluation mode
+            PipelineError: a stage failed (the message has its layers and micro-batch), or a rank is in evaluation mode
                 or inside `no_sync`.
-            UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
+            UsageError: `num_items` with a window of `loop`, which counts samples; or ranks pass different windows.
         """
         if self._components.destroyed:
             raise self._components.without_optimizer("train_batch")
@@ -207,7 +207,7 @@ class PipelineEngine(DeepSpeedEngine):
         return mean
 
     def _compare_shared(self) -> None:
-        """After a first update: what several stages hold is still the same on all of them. All ranks call together."""
+        """Check after the first update that shared parameters are equal on all stages. All ranks must call this."""
         shared: dict[str, torch.Tensor] = {
             name: param
             for name, param in self.module.named_parameters()
@@ -217,11 +217,11 @@ class PipelineEngine(DeepSpeedEngine):
             check_shared(shared, self.mesh.axis("pp"))
 
     def _of_last_stage(self, numbers: list[float] | None) -> list[float] | None:
-        """What the last stage has counted: others may have no data. All ranks call together."""
+        """Return the last stage's sample counts, since other stages may have no data. All ranks must call this."""
         return None if numbers is None else all_gather_objects(self.mesh.axis("pp"), numbers)[-1]
 
     def _refusal(self) -> Exception | None:
-        """Why this rank cannot train as it stands."""
+        """Return the error that prevents training on this rank, or None."""
         if self._components.optimizer is None:
             return self._components.without_optimizer("train_batch")
         if not self.training:
@@ -241,15 +241,15 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate micro-batches, without gradients and in evaluation mode. All ranks call together.
+        """Evaluate micro-batches, without gradients and in evaluation mode. All ranks must call this.
 
         Args:
             data_iter: as in `train_batch`.
-            return_logits: give outputs too: (loss, outputs by micro-batch), None on all but the last stage.
-            compute_loss: False gives outputs alone.
-            reduce_output: "avg", "sum", or None for a list, over micro-batches; over ranks it is the mean.
-            bcast_loss: True: every rank gets it; else only the last stage does, and others None.
-            num_micro_batches: how many; None: as many as train.
+            return_logits: return (loss, outputs by micro-batch); outputs are None on all but the last stage.
+            compute_loss: False: return only outputs.
+            reduce_output: reduction over micro-batches: "avg", "sum", or None for a list. Over ranks: the mean.
+            bcast_loss: True: every rank gets the loss; False: only the last stage, and others None.
+            num_micro_batches: number of micro-batches; None: as in training.
 
         Returns:
             The loss, 0-d fp32 (a list of them without reduction).
@@ -276,7 +276,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _evaluated(
         self, outputs: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
     ) -> Any:
-        """Losses of what the last stage made, over all ranks. All ranks call together."""
+        """Return the loss over all ranks from the outputs of the last stage. All ranks must call this."""
         last, weights, batch_losses = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
@@ -313,7 +313,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _gather_counts(
         self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
     ) -> list[Count]:
-        """What every rank says of what has just run. All ranks call together, and raise where one has a problem."""
+        """Gather every rank's counts of the window. All ranks must call this; an error on one rank raises on all."""
         self._sums += 1
         mean = float(torch.stack([loss.float() for loss in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
@@ -332,22 +332,22 @@ class PipelineEngine(DeepSpeedEngine):
         return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
-        """What the last stage reports is known everywhere. All ranks call together, after `_gather_counts`."""
+        """Send the metrics of the last stage to all ranks, which must call this after `_gather_counts`."""
         has_metrics = any(count.metrics for count in counts)
         self.metrics = self._driver.means.over(self._axes.everyone) if has_metrics else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
-        """The mean loss of a window that was computed once on each stage, on all ranks."""
+        """Return the mean loss of a window on all ranks."""
         counts = self._gather_counts(losses, "mean loss of a window", sum(self._driver.items or ()))
         Count.check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
         return torch.tensor(Count.mean_loss(counts))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`, with forward passes through all stages. All ranks must call together.
+        """Call the model's own `generate`, with forward passes through all stages. All ranks must call this.
 
-        Every token is one pass over the whole sequence, without a cache: suited for samples during training,
-        slow otherwise. Random draws are those of rank 0. Arguments and result are the model's.
+        Every token is one pass over the whole sequence, without a cache: suited for samples during training, slow
+        otherwise. Random draws are those of rank 0. Arguments and result are the model's.
 
         Raises:
             PipelineError: the model has no `generate`, or a pass failed.
@@ -367,11 +367,11 @@ class PipelineEngine(DeepSpeedEngine):
     # -- data -----------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Micro-batches for `train_batch()` without an argument."""
+        """Set the iterator of micro-batches for `train_batch()` without an argument."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """A loader for `train_batch()` without an argument; it begins anew when it ends."""
+        """Set a loader for `train_batch()` without an argument; the loader restarts when it ends."""
         self.training_dataloader, self._iterator = loader, self._endless(loader)
 
     @staticmethod
@@ -385,7 +385,7 @@ class PipelineEngine(DeepSpeedEngine):
                 return
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """A function that each micro-batch goes through first."""
+        """Set a function that is applied to each micro-batch."""
         self._batch_fn = fn
 
     def _fetch(
@@ -396,7 +396,7 @@ class PipelineEngine(DeepSpeedEngine):
         trains: bool = True,
         refused: Exception | None = None,
     ) -> AgreedWindow:
-        """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
+        """Read the micro-batches of a window. All ranks must call this; ranks without data follow the others."""
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
             if self._iterator is None and self.training_dataloader is not None:
@@ -418,7 +418,7 @@ class PipelineEngine(DeepSpeedEngine):
         return agreed
 
     def _gather_window_reports(self, report: WindowReport) -> list[WindowReport]:
-        """What all ranks say of a window before it starts. All ranks call together."""
+        """Gather every rank's report of a window before it starts. All ranks must call this."""
         self._sums += 1
         tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
         table = scalars.current.table(
@@ -429,20 +429,20 @@ class PipelineEngine(DeepSpeedEngine):
     # -- what scripts ask -----------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the beginning of the model."""
+        """Return whether this rank has the first layers."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has its end."""
+        """Return whether this rank has the last layers."""
         return self.stage_id == self.num_stages - 1
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a window."""
+        """Return the number of micro-batches in a window."""
         return self._window.steps
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Not for pipelines.
+        """Raise an error: pipelines have no separate forward.
 
         Raises:
             PipelineError: always.
@@ -452,7 +452,7 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """Not for pipelines.
+        """Raise an error: pipelines have no separate backward.
 
         Raises:
             PipelineError: always.
@@ -462,16 +462,16 @@ class PipelineEngine(DeepSpeedEngine):
     def loop(  # type: ignore[override]
         self, loader: Iterable[Any] | None = None, policy: str = "drop", progress: bool | None = None
     ) -> Iterator[Window]:
-        """Windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
+        """Yield windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
 
-        A window has `gradient_accumulation_steps` micro-batches; the last may have fewer, and is trained on as it is.
+        A window has `gradient_accumulation_steps` micro-batches; the last one may have fewer.
         Gradients, losses and metrics are weighted by real samples.
 
         Args:
-            loader: this rank's loader, of any length, as long on all stages; None: `training_dataloader`, or nothing
-                where a stage of a PipelineModule needs no data.
-            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
-            progress: rank 0 shows one live line.
+            loader: this rank's loader of any length, equal on all stages; None: `training_dataloader`, or nothing
+                if a stage of a PipelineModule needs no data.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
+            progress: show a live line on rank 0.
 
         Example:
             >>> for window in engine.loop(loader):
@@ -484,7 +484,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._feeding.windows(loader, policy, progress)
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Not for pipelines.
+        """Raise an error: pipelines have no separate step.
 
         Raises:
             PipelineError: always.
@@ -493,7 +493,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 class _MissingLoader:
-    """A loader that is missing, which every rank hears of."""
+    """Placeholder for a missing loader, which raises an error on every rank."""
 
     def __iter__(self) -> Iterator[Any]:
         raise ArgumentError("loop() needs a loader: there is no training_data either")

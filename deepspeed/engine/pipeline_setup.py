@@ -1,4 +1,4 @@
-"""Reduces a full model to this rank's pipeline stage; `generate` over all stages."""
+"""Reduction of a full model to this rank's pipeline stage; `generate` over all stages."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBER
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
-    """Whether an engine runs its model as a pipeline of stages; a client's unit means that the client does so."""
+    """Return whether the engine splits its model into pipeline stages; with a client's `mpu`, the client does so."""
     if isinstance(model, PipelineModule):
         return True
     return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
 
 
 def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
-    """See that a model can be staged, before any of its values is made or moved.
+    """Check that a model can be split into stages, before its values are created or moved.
 
-    All ranks call together. Gives whether it has none, on all ranks.
+    All ranks must call this. Returns whether the model has no values (meta device); equal on all ranks.
     """
     axis = mesh.axis(*DIMS)
     raise_together(
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
     """Reduce a model to this rank's stage.
 
-    All ranks call together. Gives the parts of the stage, by chunk; what leaves the model leaves the optimizer too.
+    All ranks must call this. Returns the parts of the stage, by chunk; removed parameters also leave the optimizer.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     if isinstance(model, PipelineModule):
@@ -103,7 +103,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 
 
 def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> ModelSplit:
-    """Where to cut. All ranks call together; what one of them alone raises ends all."""
+    """Find the cuts between stages. All ranks must call this; an error on one rank raises on all."""
 
     def find(method: str, meter: Meter | None = None) -> ModelSplit:
         return find_layout(model, stages, example_inputs(model), method, section.chunks, meter)
@@ -121,7 +121,7 @@ def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
-    """Measures on every rank, on a micro-batch of up to 512 tokens a row; all take the middle of what they found."""
+    """Return a meter that times blocks on every rank, on up to 512 tokens per row, and takes the median over ranks."""
 
     def measured(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -140,14 +140,14 @@ meters: Replaceable[Callable[[DeepSpeedConfig, Mesh], Meter | None]] = Replaceab
 
 
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
-    """Parameters that were born over all stages become their stage's. All ranks call together."""
+    """Reshard parameters that were created over all stages to their own stage. All ranks must call this."""
     shards = config.zero.stage == 3
     with alarmed(lambda: "laying parameters over the ranks of their stage"):
         shard_over(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
-    """Compare the models of a pipeline's ranks by a line for each parameter or layer. All ranks call together."""
+    """Check that the ranks of a pipeline have the same model, parameter by parameter. All ranks must call this."""
     if isinstance(model, PipelineModule):
         names = model.description()
     else:
@@ -170,7 +170,7 @@ def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
-    """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
+    """Check that a parameter on several stages is placed as a tied copy on all of them. All ranks must call this."""
     copies = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
     everyone = object_exchange.current.gather_present(mesh.axis("pp"), copies)
     first: dict[str, int] = {}
@@ -205,7 +205,7 @@ def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, opti
 
 
 def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
-    """Those of the parameters, or groups of them, that are this stage's."""
+    """Return the parameters, or groups of parameters, that belong to this stage."""
     left = set(model.parameters())
     if parameters is None:
         return None if any(param.requires_grad for param in left) else [{"params": []}]
@@ -219,7 +219,7 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
 
 
 def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
-    """Prefetch limits of a pipeline, whose stages keep what they gather or not; logs what either costs."""
+    """Return the prefetch limits of a pipeline, whose stages may keep gathered units for a window; logs the costs."""
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
     log_rank0(
@@ -236,10 +236,11 @@ def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig)
 def generate(
     model: Any, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a model's own `generate` with forward passes through all stages. All ranks call together.
+    """Call a model's own `generate` with forward passes through all stages. All ranks must call this.
 
     Args:
-        outputs_of: runs keyword arguments of the model's forward through all stages; outputs on the last, else None.
+        outputs_of: runs the model's forward through all stages with keyword arguments; returns the outputs on the last
+            stage, else None.
     """
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")
@@ -253,7 +254,7 @@ def generate(
 
 @contextmanager
 def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside, calling the model runs all stages, and gives the last one's outputs on each."""
+    """Redirect calls of the model to all stages; every rank gets the last stage's outputs."""
     own, before, inside = model.forward, vars(model).get("forward"), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:

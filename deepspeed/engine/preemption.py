@@ -16,9 +16,9 @@ from deepspeed.engine.engine_state import EngineState
 from deepspeed.foundation.log import log_once, log_rank0
 
 REQUEUE = 85
-"""Exit code after a save that a signal asked for."""
+"""Exit code after a save that a signal requested."""
 GRACE_S = 30.0
-"""Longest time between the signal and the end, where the launcher does not say."""
+"""Maximum time between the signal and the end; the launcher can set another one."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LAUNCHED_BY = ("DS_JOB_ID", "SLURM_JOB_ID", "TRAINING_JOB_NAME", "KUBERNETES_SERVICE_HOST")
 
@@ -27,7 +27,7 @@ _process = [0]  # the one that listens: forked loader workers inherit the handle
 
 
 class Preemption:
-    """Saves an engine's checkpoint and exits when a preemption signal has arrived."""
+    """Saves an engine's checkpoint and exits after a preemption signal."""
 
     def __init__(self, state: EngineState, checkpoints: CheckpointIO) -> None:
         self._state, self._checkpoints = state, checkpoints
@@ -36,7 +36,7 @@ class Preemption:
         state.hooks.checkpointed.append(self._remember)
 
     def listen(self) -> None:
-        """Handle the signals that nobody else handles; a handler of the user's or of a client's stays in charge."""
+        """Install handlers for signals that have none; existing handlers of the user or a client are not replaced."""
         _listening.add(self)
         if threading.current_thread() is not threading.main_thread():
             return
@@ -50,7 +50,7 @@ class Preemption:
 
     @property
     def can_save(self) -> bool:
-        """Whether a folder is known and the engine still has what belongs there."""
+        """Return whether the save folder is known and the engine still has its state."""
         return self._folder is not None and not self._state.components.destroyed
 
     def _remember(self, folder: str | os.PathLike[str], client_state: dict[str, Any] | None = None) -> None:
@@ -58,7 +58,7 @@ class Preemption:
         self._last_client_state = client_state or self._last_client_state
 
     def stop_if_asked(self) -> None:
-        """After an update: save and exit with code 85 when all ranks have agreed to stop here."""
+        """Save and exit with code 85 if all ranks have agreed to stop after this update."""
         number = watchdog.here.end_of_step()
         if number == 0:
             return
@@ -71,7 +71,7 @@ class Preemption:
 
     @staticmethod
     def _is_free(number: int) -> bool:
-        """Whether nobody handles the signal, be it in Python or, as faulthandler does, below it."""
+        """Return whether the signal has no handler, neither in Python nor in C (as faulthandler's)."""
         if signal.getsignal(number) is not signal.SIG_DFL:
             return False
         with contextlib.suppress(OSError), open("/proc/self/status") as lines:
@@ -98,7 +98,7 @@ class Preemption:
 
     @staticmethod
     def _end_after(seconds: float, number: int) -> None:
-        """End by a signal's number, also where no further step is taken."""
+        """End the process with code 128 + `number` after `seconds`, even if no further step runs."""
         end = threading.Timer(seconds, os._exit, (128 + number,))
         end.daemon = True
         end.start()

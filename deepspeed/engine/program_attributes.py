@@ -1,4 +1,4 @@
-"""Attributes and methods of upstream's engine that programs read."""
+"""Attributes and methods of upstream's engine that client programs use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REPLACED = (
 
 
 def warn_of_replaced_methods(engine: type) -> None:
-    """Say which methods a program has set on the class of engines without effect."""
+    """Warn about methods that a program has replaced on the engine's class without effect."""
     for name in _REPLACED:
         if hasattr(engine, name):
             warn_once(
@@ -37,10 +37,10 @@ def warn_of_replaced_methods(engine: type) -> None:
 
 
 class ProgramAttributes:
-    """What programs read, from an engine's state.
+    """Read-only attributes of upstream's engine, computed from the engine's state.
 
     Attributes:
-        warn_unscaled_loss: accepted: a loss that was scaled by hand is refused here, see `backward`.
+        warn_unscaled_loss: accepted without effect; `backward` raises for a loss that was scaled manually.
     """
 
     _state: EngineState
@@ -54,34 +54,34 @@ class ProgramAttributes:
 
     @property
     def dist_backend(self) -> str:
-        """Name of the communication backend."""
+        """Return the name of the communication backend."""
         return get_backend()
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        """The process group of the ranks with the same slice of the model."""
+        """Return the process group of the ranks with the same model slice."""
         group = self._state.axes.dp_sp_group.group
         return get_own_group() if group is None else group
 
     @property
     def _support_torch_style_backward(self) -> bool:
-        """Whether `loss.backward()` does what `engine.backward(loss)` does, where losses are not scaled."""
+        """Return whether `loss.backward()` is equivalent to `engine.backward(loss)`; true if losses are not scaled."""
         return True
 
     def random_ltd_enabled(self) -> bool:
-        """Whether layers drop tokens at random: never."""
+        """Return False: random layer token dropping is not available."""
         return False
 
     def fp16_master_weights_and_gradients(self) -> bool:
-        """Whether masters and gradients are fp16."""
+        """Return whether masters and gradients are fp16."""
         return self._state.ds_config.fp16.fp16_master_weights_and_grads
 
     def get_compile_time(self) -> float:
-        """Seconds that compiling a graph has taken: nothing is compiled here unless `engine.compile()` is called."""
+        """Return the seconds of graph compilation; only `engine.compile()` compiles."""
         return 0.0
 
     def set_data_post_process_func(self, post_process_func: Any) -> None:
-        """Not available.
+        """Raise an error: post-processing of data is not available.
 
         Raises:
             NotAvailableError: always.
@@ -97,16 +97,16 @@ class ProgramAttributes:
         log_rank0(f"forward: {fwd_time:.2f} ms")
 
     def _report_progress(self: Any, step: int) -> None:
-        """Log the step, what was skipped, and the learning rates."""
+        """Log the step, the skipped steps and the learning rates."""
         log_rank0(f"step={step}, skipped={self._state.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Write `zero_to_fp32.py`, which turns the checkpoints beside it into fp32 weights, into a folder."""
+        """Write `zero_to_fp32.py` into a folder; the script converts the folder's checkpoints to fp32 weights."""
         for name, text in SCRIPTS.items():
             Path(save_path, name).write_bytes(text)
 
     def full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None) -> torch.Tensor | None:
-        """The master of a parameter, or a tensor of its optimizer state; see `deepspeed.utils.safe_get_full_*`."""
+        """Return a parameter's master, or a tensor of its optimizer state; see `deepspeed.utils.safe_get_full_*`."""
         if optim_state_key is None:
             return safe_get_full_fp32_param(param)
         return safe_get_full_optimizer_state(param, optim_state_key)

@@ -26,17 +26,17 @@ BARE = (
 
 
 def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
-    """Let a model take slices of sequences, where the mesh has ranks that share them."""
+    """Convert a model to sequence slices if the mesh has sequence-parallel ranks."""
     settings = settings_of(mpu)
     cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
 
 
 class Sequencing:
-    """What an engine does with batches and losses of ranks that share sequences.
+    """Batches and losses of sequence-parallel ranks.
 
     Args:
-        verify: compare it with what it computes whole.
-        recompute: in backward exchange again what is kept beside a rank's share otherwise.
+        verify: compare the model with its computation on whole sequences.
+        recompute: in backward, exchange again the data that would otherwise be kept besides a rank's share.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, verify: bool, recompute: bool) -> None:
@@ -57,15 +57,15 @@ class Sequencing:
         self._models = []
 
     def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Compare the model with what it computes whole, unless that is switched off. All ranks call together."""
+        """Compare the model with its computation on whole sequences, unless disabled. All ranks must call this."""
         for model in self._models if self._verify else []:
             with around():
                 prove(model, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
+        """Return this rank's slice of the arguments of a forward in training. All ranks must call this.
 
-        The first ten batches are compared: equal ones are whole, others have to be slices of one.
+        The first ten batches are compared: equal batches are whole, others must be slices of one sequence.
         """
         if self._batches:
             self._batches -= 1
@@ -81,7 +81,7 @@ class Sequencing:
         return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
 
     def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the ranks were given one batch."""
+        """Return whether all ranks received the same batch."""
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         digests = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
@@ -99,7 +99,7 @@ class Sequencing:
         return False
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together."""
+        """Check that a loss is equal on all ranks of a sequence, for the first ten losses. All ranks must call this."""
         if not self._losses:
             return
         self._losses -= 1

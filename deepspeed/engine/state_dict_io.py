@@ -1,4 +1,4 @@
-"""Reads and writes whole weights of an engine: state dicts, one 16-bit file, Hugging Face folders."""
+"""Reading and writing of whole weights: state dicts, one 16-bit file, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _windows: weakref.WeakKeyDictionary[nn.Module, SaveWindow] = weakref.WeakKeyDict
 
 
 class SaveWindow:
-    """The weights gathered last, from then until one of them changes: `save_pretrained` of a part saves them.
+    """The last gathered weights, valid until one of them changes; `save_pretrained` of a submodule saves them.
 
-    A client gathers the whole weights, drops them, and has a module inside save itself. Gathering needs all ranks, and
-    what follows may run on one of them or on all. So `save_pretrained` of a part of a sharded model takes the weights
-    gathered last, while somebody holds them and none has changed: rank 0 writes them, and the others write nothing. No
-    collective runs, and nothing is kept alive for it.
+    A client gathers the whole weights, drops them, and calls `save_pretrained` of a submodule. Gathering is a
+    collective, but the later call may run on one rank or on all. So `save_pretrained` of a submodule of a sharded model
+    uses the last gathered weights, while some object holds them and none has changed: rank 0 writes them, and the
+    others write nothing. No collective runs, and no tensor is kept alive for this purpose.
 
     Args:
-        state: the whole weights by name, on rank 0; None elsewhere.
+        state: the whole weights by name, on rank 0; None on other ranks.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SaveWindow:
 
     @property
     def open(self) -> bool:
-        """Whether no value has changed."""
+        """Return whether no value has changed."""
         groups = [(group(), changes) for group, changes in self._changes]
         return all(group is not None and group.changes == changes for group, changes in groups)
 
@@ -73,7 +73,7 @@ class SaveWindow:
         return self._copies is not None
 
     def state_of(self, part: nn.Module) -> dict[str, Any] | None:
-        """The state dict of a part of the model with whole weights; None where nobody holds one of them any more."""
+        """Return a submodule's state dict with whole weights; None if one of them was freed."""
         state: dict[str, Any] = {}
         for name, value in part.state_dict().items():
             if isinstance(value, StandIn):
@@ -85,7 +85,7 @@ class SaveWindow:
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of a submodule's class with the weights that were gathered last."""
+    """Call `save_pretrained` of a submodule's class with the last gathered weights."""
     save, window = getattr(type(self), _METHOD), _windows.get(self)
     if window is None or kwargs.get("state_dict") is not None or not window.open:
         return save(self, *args, **kwargs)
@@ -97,7 +97,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class WeightsIO:
-    """An engine's weights as users and clients pass them around."""
+    """Weights of an engine in the forms that users and clients exchange."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -106,7 +106,7 @@ class WeightsIO:
         self._mixed_guard: Any = None
 
     def check_custom(self, view: StateView) -> None:
-        """Refuse a client's function where whole tensors do not fit the module."""
+        """Raise for a client's load function if whole tensors do not fit the module."""
         if view.cut:
             raise ArgumentError(
                 "custom_load_fn gets whole tensors, and this rank holds slices of the model; load without it"
@@ -114,9 +114,9 @@ class WeightsIO:
 
     @contextmanager
     def replacing(self, optimizer: bool = False) -> Iterator[None]:
-        """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
+        """Mark the engine as invalid while tensors are replaced; after a failure, until a load succeeds.
 
-        Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
+        Checksums are verified while bytes are read into place, so a failure can leave a mix of old and new values.
         """
         meet_before_change(self._state.components.groups)
         try:
@@ -132,7 +132,7 @@ class WeightsIO:
             self._mixed, self._mixed_optimizer, self._mixed_guard = "", False, None
 
     def check_whole(self) -> None:
-        """Raise when a load has failed in the middle."""
+        """Raise if a load has failed midway."""
         if self._mixed:
             raise UsageError(
                 f"the last load failed in the middle and left old and new values side by side ({self._mixed}); load "
@@ -142,12 +142,12 @@ class WeightsIO:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights in the compute dtype into one file that `torch.load` opens; all ranks call together.
+        """Write the weights in the compute dtype to one file for `torch.load`. All ranks must call this.
 
         Args:
-            save_dir: folder.
-            save_filename: file in it; one that ends in `.safetensors` is written as such.
-            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+            save_dir: folder of the file.
+            save_filename: name of the file; the ending `.safetensors` selects that format.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Returns:
             False, with a message, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
@@ -177,7 +177,7 @@ class WeightsIO:
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
+        """Gather the whole model on rank 0's CPU, else return None, group by group. All ranks must call this."""
         state_dict: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -210,7 +210,7 @@ class WeightsIO:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
-        """`_consolidated_16bit_state_dict`, for stage 3 alone."""
+        """Call `_consolidated_16bit_state_dict`; only for stage 3."""
         stage = self._state.ds_config.zero.stage
         if stage != 3:
             raise ArgumentError(f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {stage}")
@@ -223,13 +223,13 @@ class WeightsIO:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict; sharded parameters are placeholders, which gather when they are read.
+        """Return the module's state dict; sharded parameters are placeholders, which gather when they are read.
 
         Args:
             destination: a dict to fill.
-            prefix: before every name.
-            keep_vars: the parameters themselves.
-            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+            prefix: prefix of every name.
+            keep_vars: return the parameters themselves instead of detached tensors.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
         """
         state = self._state.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -245,16 +245,16 @@ class WeightsIO:
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> load.Loaded:
-        """Load full weights into the module, sharded or not; all ranks must call with the same weights.
+        """Load full weights into the module, sharded or not. All ranks must pass the same weights.
 
         Args:
             checkpoint: a state dict, or a dict that has one under `module`.
-            strict: names must be the same, and every element of the model is loaded.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead.
-            fetch_z3_params: has no effect: sharded parameters are loaded as they are.
+            strict: require equal names, and load every element of the model.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
+            fetch_z3_params: accepted without effect: shards are loaded directly.
 
         Returns:
-            The loaded names, and the differences.
+            The loaded, missing and unexpected names.
 
         Raises:
             CheckpointError: names differ and `strict`, or a shape differs.
@@ -279,7 +279,7 @@ class WeightsIO:
         return loaded
 
     def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, ManifestEntry], load.Loaded]:
-        """`load.compare`, with one outcome for all ranks."""
+        """Call `load.compare` with the same outcome on all ranks."""
         if not self._state.sliced:
             return load.compare(view, source, strict)
         elsewhere = self._state.names_elsewhere(view)
@@ -288,15 +288,15 @@ class WeightsIO:
         return loaded
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
-        """As for any module, also for sharded parameters; names may begin with `module.`.
+        """Load a state dict, also into sharded parameters; names may begin with `module.`.
 
         Args:
-            state_dict: whole weights, the same on all ranks; they call together.
-            strict: names must be the same, and every element of the model is loaded.
-            assign: not possible: parameters keep their identity.
+            state_dict: whole weights, the same on all ranks. All ranks must call this.
+            strict: require equal names, and load every element of the model.
+            assign: not supported: parameters keep their identity.
 
         Returns:
-            Missing and unexpected names, as torch gives them.
+            Missing and unexpected names, as in torch.
         """
         if assign:
             raise ArgumentError("load_state_dict(assign=True) would replace parameters that the engine holds")
@@ -305,14 +305,14 @@ class WeightsIO:
         return torch.nn.modules.module._IncompatibleKeys(loaded.missing, loaded.unexpected)
 
     def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
-        """Stream Hugging Face safetensors into the engine; every rank reads only its part.
+        """Stream Hugging Face safetensors into the engine. Every rank reads only its part.
 
         Args:
-            path: a folder as `save_pretrained` writes it, or a safetensors file.
-            strict: names must be the same on both sides.
+            path: a folder written by `save_pretrained`, or a safetensors file.
+            strict: require equal names in model and file.
 
         Returns:
-            Elements loaded.
+            The number of loaded elements.
         """
         self._state.forget_window()
         view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.everyone))

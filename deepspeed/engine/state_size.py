@@ -1,4 +1,4 @@
-"""Bytes of an engine's state."""
+"""Sizes of an engine's state, in bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """Bytes of what is in memory, each storage once; a simulation's meta tensors count as what they stand for."""
+    """Return the bytes of tensors in memory, each storage once; meta tensors of a simulation count as real ones."""
     here = [t.untyped_storage() for t in tensors if t is not None and not isinstance(t, Away)]
     storages = {s._cdata: s.nbytes() for s in here}
     return sum(storages.values())
 
 
 def state_bytes(components: Components) -> dict[str, int]:
-    """Bytes by kind of training state on this rank, each storage once; see `state_tensors`."""
+    """Return this rank's bytes by kind of training state, each storage once; see `state_tensors`."""
     return {kind: bytes_of(tensors) for kind, tensors in state_tensors(components).items()}
 
 
 def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | None]]:
-    """Training state on this rank by kind.
+    """Return this rank's training state by kind.
 
     Returns:
-        `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that
-        stand beside the slices now, in use or kept.
+        `parameters` between uses, `masters`, `gradients`, `optimizer`, and `gathered`: the full buffers of stage 3 that
+        are in memory besides the slices.
     """
     groups = components.groups
     gathered = [g.full for g in groups if g.policy.gathers_before_use]

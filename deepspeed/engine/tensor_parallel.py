@@ -1,4 +1,4 @@
-"""Splits a full model over the ranks of `tp`, and quantizes the weights of inference-only models."""
+"""Split of a full model over the `tp` ranks, and weight quantization of inference-only models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def axes_cut_by_model(model: nn.Module) -> list[Asked]:
-    """The axis that a model was cut over by `tp_model_init`, or as a `PipelineModule`."""
+    """Return the axis over which `tp_model_init` or `PipelineModule` has already split a model."""
     plan = plan_of(model)
     axes = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
     stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
@@ -33,7 +33,7 @@ def axes_cut_by_model(model: nn.Module) -> list[Asked]:
 
 
 def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
-    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so."""
+    """Split a dense model over the `tp` ranks of the mesh, unless the model is already split."""
     cuts = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
     if mesh.size("tp") == 1 or not cuts or is_cut(model):
         return
@@ -63,7 +63,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
 
 
 def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
-    """Shards slices over the stages that are still to be cut, so that no rank has those of all."""
+    """Return a function that shards slices over all pipeline stages before the model is cut into stages."""
     axis = mesh.axis(*REPLICATED, "pp")
 
     def settle(unit: nn.Module) -> None:
@@ -75,7 +75,7 @@ def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
 
 
 def _specs(section: PartitionConfig, config: Any) -> Specs:
-    """The entries that are for this model."""
+    """Return the layer specs that apply to this model."""
     specs = []
     for index, spec in enumerate(section.layer_specs):
         where = f"tensor_parallel.partition_config.layer_specs[{index}]"
@@ -93,9 +93,9 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
 
 
 def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse optimizers whose update reads whole matrices, where this package has split a whole model.
+    """Raise for an optimizer whose update reads whole matrices, if this package has split the model.
 
-    Whoever makes the slices (an mpu) knows which update they want, as Megatron-LM's users do.
+    With a client's `mpu`, the client has split the matrices and chosen an optimizer for slices, as in Megatron-LM.
     """
     if optimizer is None or not needs_whole_tensors(optimizer):
         return
@@ -110,7 +110,7 @@ def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any) -> None:
-    """Pack the weights that `weight_quantization` names, of a model that is not trained."""
+    """Quantize the weights that `weight_quantization` selects, in a model that is not trained."""
     section = config.top.weight_quantization
     options = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
     if not any(options.values()):

@@ -1,4 +1,4 @@
-"""The timeline of some updates: records spans on every rank, gathers them on the first, and writes the files there."""
+"""Timeline of selected updates: records spans on every rank, gathers them on the first, and writes the files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tracing:
         self.timeline: Timeline | None = None
 
     def after_update(self) -> None:
-        """An update is over; `global_steps` counts it."""
+        """Check after an update, counted by `global_steps`, whether to start or finish recording."""
         if not self._due:
             return
         done, section = self._state.global_steps, self._section
@@ -48,7 +48,7 @@ class Tracing:
             self._marks = [now()]
 
     def close(self) -> None:
-        """Record no more; an engine that ends early has no timeline."""
+        """Stop recording; an engine that ends early has no timeline."""
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -57,7 +57,7 @@ class Tracing:
         self._due = False
 
     def _finish(self) -> None:
-        """All ranks are here, since all count the same updates."""
+        """Gather and write the timeline. All ranks call this, since all count the same updates."""
         self.close()
         spans, lost = recorder.take()
         axis = self._state.everyone
@@ -78,9 +78,9 @@ class Tracing:
 
     @staticmethod
     def _ahead(group: Any) -> int:
-        """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
+        """Return the nanoseconds by which this rank's clock is ahead of the first rank's. All ranks must call this.
 
-        Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
+        Processes of one machine have the same clock. Others compare theirs in several rounds after a barrier.
         """
         clocks: list[Any] = [None] * group.size()
         all_gather_object(clocks, boot(), group=group)

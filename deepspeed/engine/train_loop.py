@@ -1,4 +1,4 @@
-"""Feeds an engine from its loader, with the same number of steps on every rank."""
+"""Iteration over an engine's loader, with the same number of steps on every rank."""
 
 from __future__ import annotations
 
@@ -33,16 +33,13 @@ Agree = Callable[[int], tuple[int, int]]
 
 
 def count_samples(batch: Any) -> int:
-    """The size of the first dim of the first tensor or numpy array in a nest.
-
-    Gives 1 where there is none, or it has no dims.
-    """
+    """Return the size of dim 0 of the first tensor or numpy array in nested containers; 1 if there is none."""
     first = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
     return int(first.shape[0]) if first is not None and len(first.shape) else 1
 
 
 class _BatchReader:
-    """One rank's loader, or None, read one batch at a time so that the others hear of its failures."""
+    """One rank's loader or None. Batches are read one at a time, so that all ranks learn of failures."""
 
     def __init__(self, loader: Iterable[Any] | None, agree: Agree) -> None:
         self.loader: Any = loader
@@ -54,7 +51,7 @@ class _BatchReader:
         self.problem: Exception | None = None
 
     def advance(self, *, cycle: bool) -> int:
-        """Read the next batch, from a further pass too when `cycle`; gives the flag for the others."""
+        """Read the next batch, with `cycle` also from another pass; returns the flag for the other ranks."""
         if self.loader is None:
             return ALONG
         if self.ended:
@@ -65,7 +62,7 @@ class _BatchReader:
         return ENDING if self.ended else FAILED
 
     def cycle(self) -> int:
-        """Read the next batch of a further pass; gives the flag for the others."""
+        """Read the next batch of another pass; returns the flag for the other ranks."""
         if self.loader is None:
             return ALONG
         for _ in range(2):  # the second try starts the loader again
@@ -91,7 +88,7 @@ class _BatchReader:
         return False
 
     def exchange(self, flag: int) -> tuple[int, int]:
-        """The least and the greatest flag of all ranks; all raise when one has failed."""
+        """Return the minimum and maximum flag of all ranks; raises on all ranks if one has failed."""
         low, high = self.agree(flag)
         if self.problem is not None:
             raise self.problem
@@ -107,15 +104,15 @@ def equal_steps(
 ) -> Iterator[Any]:
     """Yield batches so that all ranks make the same number of steps.
 
-    Each step costs one exchange of a small number, so that a loader that ends or fails on one rank ends the loop on
-    all of them instead of leaving them in a collective.
+    Each step exchanges one small number, so that a loader that ends or fails on one rank ends the loop on all ranks
+    instead of blocking them in a collective.
 
     Args:
-        loader: this rank's loader; None: it needs no data, and gets None as often as the others get a batch.
-        agree: gives the least and the greatest of all ranks' flags but `ALONG`; a collective.
-        policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
-            batch with weight 0; "cycle" ends with the longest, the others start again.
-        weigh: called with the number of samples of the batch that follows, 0 for a padded one.
+        loader: this rank's loader; None: the rank needs no data, and gets None whenever the others get a batch.
+        agree: collective that returns the minimum and maximum of all ranks' flags, except `ALONG`.
+        policy: "drop" ends with the shortest loader; "pad" ends with the longest, and the others repeat their last
+            batch with weight 0; "cycle" ends with the longest, and the others restart.
+        weigh: called with the number of samples of the next batch, 0 for a padded one.
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
@@ -136,7 +133,7 @@ def equal_steps(
 
 
 class Window:
-    """Micro-batches between two updates, as an iterator; what is left of them counts."""
+    """Iterator over the micro-batches between two updates."""
 
     def __init__(self, batches: list[Any], samples: list[float]) -> None:
         self._batches, self.samples = deque(batches), samples
@@ -154,7 +151,7 @@ class Window:
 
 
 class TrainLoop:
-    """Feeds an engine from data loaders; `flush` applies a window that is not full."""
+    """Iteration over data loaders for an engine; `flush` applies an incomplete window."""
 
     def __init__(
         self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
@@ -173,16 +170,16 @@ class TrainLoop:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over this rank's part of a dataset; ranks of a sequence get slices of one batch.
+        """Create a loader over this rank's part of a dataset; ranks of a sequence get slices of one batch.
 
         Args:
-            dataset: map-style or iterable.
+            dataset: map-style or iterable dataset.
             batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
-            route: "train" shuffles; anything else keeps the order.
-            pin_memory: page-locked batches where there is a device.
-            data_sampler: instead of the distributed sampler.
+            route: "train": shuffle; any other value: keep the order.
+            pin_memory: page-lock batches if there is a device.
+            data_sampler: replacement for the distributed sampler.
             collate_fn: as in torch's DataLoader.
-            num_local_io_workers: loader processes.
+            num_local_io_workers: number of loader processes.
         """
         sequence = self._state.axes.mesh.axis("sp")
         return DeepSpeedDataLoader(
@@ -200,13 +197,13 @@ class TrainLoop:
         )
 
     def loop(self, loader: Iterable[Any], policy: str = "drop", progress: bool | None = None) -> Iterator[Any]:
-        """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
+        """Yield batches of `loader`, the same number on every rank. Gradients are weighted by real samples.
 
         Args:
             loader: this rank's loader, of any length.
-            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
-            progress: rank 0 shows a live line: step, loss of this rank, samples per second of all ranks, remaining time
-                if the loader has a length, memory; None: if the launcher has `--progress`.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" restarts.
+            progress: show a live line on rank 0: step, loss of this rank, samples per second of all ranks, remaining
+                time if the loader has a length, memory. None: only if the launcher has `--progress`.
         """
         with self._shown(loader, progress):
             try:
@@ -217,7 +214,7 @@ class TrainLoop:
                 self._state.window.weigh(None)
 
     def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
-        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer."""
+        """Yield windows for a pipeline, of `gradient_accumulation_steps` micro-batches; the last may have fewer."""
         batches, samples = list[Any](), list[float]()
         with self._shown(loader, progress):
             for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
@@ -235,7 +232,7 @@ class TrainLoop:
 
     @contextlib.contextmanager
     def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
-        """A live line inside, where one is wanted."""
+        """Show a live progress line inside the context, if requested."""
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
             try:
@@ -252,7 +249,7 @@ class TrainLoop:
                     self._instruments.start_progress(None)
 
     def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
-        """(least, greatest) of all ranks' flags, without those that only go along."""
+        """Return (minimum, maximum) of all ranks' flags, except those of ranks without data."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
         table = scalars.current.table(self._state.axes.everyone, [float(flag)], tag, label, self._state.device)
@@ -260,6 +257,6 @@ class TrainLoop:
         return min(flags), max(flags)
 
     def _weigh(self, samples: float) -> None:
-        """The next micro-batch counts for so many samples."""
+        """Set the number of samples that the next micro-batch counts for."""
         if self._training() and self._state.components.optimizer is not None:
             self._state.window.weigh(samples)

@@ -1,1 +1,1 @@
-"""Utilities for all packages: logging, timers, trees of tensors. Independent of ranks, imports no other package."""
+"""Utilities for all packages: logging, timers, trees of tensors. Imports no other package, and does not use ranks."""

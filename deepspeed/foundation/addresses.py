@@ -1,6 +1,6 @@
-"""Import paths and names of upstream: one table, and the import finder that serves it.
+"""Import paths and names of upstream: one table, and the import finder that serves the table.
 
-A row of `ADDRESSES` is a module, the names in it and the modules that define them; names are looked up on first use, so
+A row of `ADDRESSES` is a module, its names and the modules that define them. Names are looked up on first use, so
 importing the module costs nothing. Modules without a file are created when they are imported.
 """
 
@@ -382,7 +382,7 @@ LATER = {
 
 
 class _Placeholder(type):
-    """Type of placeholder classes: every use raises, `isinstance` against one is False, a subclass may be defined."""
+    """Metaclass of placeholder classes: calls and attributes raise, `isinstance` is False, subclassing is allowed."""
 
     feature: str
 
@@ -396,14 +396,14 @@ class _Placeholder(type):
 
 
 def not_available(name: str, feature: str) -> NotAvailableError:
-    """The error that says which feature a name belongs to."""
+    """Create the error that names the feature to which an unavailable name belongs."""
     error = NotAvailableError(f"{name} is not available yet: it belongs to {feature}")
     error.name = name
     return error
 
 
 def names_of(module: str) -> dict[str, tuple[str, str]]:
-    """Each name of a module with the module that defines it ("" for a submodule) and its name there."""
+    """Return (defining module, original name) for each name of a module; the module is "" for submodules."""
     rows = [(target, entry) for target, names in ADDRESSES.get(module, {}).items() for entry in names.split()]
     names = {entry.partition("=")[0]: (target, entry.rpartition("=")[2]) for target, entry in rows}
     children = (*ADDRESSES, *ALIASES, *PLACEHOLDERS)
@@ -413,7 +413,7 @@ def names_of(module: str) -> dict[str, tuple[str, str]]:
 
 
 def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
-    """`__getattr__` and `__all__` of a module in the table."""
+    """Return `__getattr__` and `__all__` for a module in the table."""
     names = names_of(module)
     feature, listed = PLACEHOLDERS.get(module, ("", ""))
     placeholders = listed.split()
@@ -435,7 +435,7 @@ def serve(module: str) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def _resolve(target: str, name: str) -> Any:
-    """A name of a module, or of an object in one."""
+    """Return an attribute of a module, or of an object in a module."""
     try:
         return getattr(importlib.import_module(target), name)
     except ModuleNotFoundError as error:
@@ -446,15 +446,15 @@ def _resolve(target: str, name: str) -> Any:
 
 
 class AddressFinder:
-    """The first of Python's finders, and the loader of the modules it finds: those that have no file.
+    """Import finder and loader for the table's modules that have no file.
 
-    It is asked before the finder of files, for which a folder without code (`__pycache__` stays behind when an older
-    checkout is updated) is a package without names.
+    Python asks this finder before the file finder, which would treat a folder without code (with only `__pycache__`,
+    after an update of a checkout) as an empty package.
     """
 
     @classmethod
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """The module of a row; NotAvailableError, which is an ImportError, for one of `LATER`."""
+        """Return the spec of a module in the table; raises NotAvailableError (an ImportError) for those in `LATER`."""
         if path is None or all(fullname not in table for table in (ADDRESSES, ALIASES, PLACEHOLDERS, LATER)):
             return None  # also of the package itself, which may be found in other ways than by a path
         on_disk = PathFinder.find_spec(fullname, path)
@@ -466,10 +466,10 @@ class AddressFinder:
         return spec_from_loader(fullname, cls(), origin=f"{fullname.rpartition('.')[2]}.py", is_package=package)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Python makes it."""
+        """Return None: Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it the row's names; an alias is replaced by the module that it stands for."""
+        """Add the table's names to the module; an alias is replaced by its target module."""
         name = module.__name__
         if name in ALIASES:
             original = importlib.import_module(ALIASES[name])
@@ -484,12 +484,12 @@ class AddressFinder:
             module.__getattr__, module.__all__ = serve(name)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_code(self, fullname: str) -> CodeType:
-        """A program for `python -m`: the `main` of the row."""
+        """Return code for `python -m` that calls the row's `main`."""
         target, name = names_of(fullname)["main"]
         return compile(f"from {target} import {name} as main\nmain()", f"<{fullname}>", "exec")
 
 
 def install() -> None:
-    """Have Python ask `AddressFinder` for the modules of the tables."""
+    """Add `AddressFinder` to Python's import finders."""
     if AddressFinder not in sys.meta_path:
         sys.meta_path.insert(0, AddressFinder)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Reads a container's memory limit, its use, and how often the kernel has killed a process in it."""
+"""Memory limit and use of a container, and the number of processes that the kernel has killed in it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class CgroupMemory:
-    """The memory of the container (cgroup, version 1 or 2) that this process is in.
+    """Memory of the container (cgroup, version 1 or 2) of this process.
 
     Args:
-        root: where cgroups are mounted.
-        listing: what the system says of this process's groups.
+        root: mount point of the cgroups.
+        listing: file that lists this process's groups.
     """
 
     def __init__(self, root: Path = _CGROUP, listing: Path = Path("/proc/self/cgroup")) -> None:
         self._folders = list(_folders(root, listing))
 
     def limit(self) -> int:
-        """Bytes that may be used; 0 when there is no limit below the machine's."""
+        """Return the limit in bytes; 0 if there is none below the machine's memory."""
         machine = machine_memory()
         limits = [self._number(folder, "memory.max", "memory.limit_in_bytes") for folder in self._folders]
         return min((limit for limit in limits if 0 < limit < machine), default=0)
 
     def peak(self) -> int:
-        """Most bytes that were used at once in the group with the limit."""
+        """Return the peak use in bytes of the group with the limit."""
         for folder in self._folders:
             if 0 < self._number(folder, "memory.max", "memory.limit_in_bytes") < machine_memory():
                 return self._number(folder, "memory.peak", "memory.max_usage_in_bytes")
         return 0
 
     def used(self) -> int:
-        """Bytes that are used in the group with the limit, without files' pages, which the system can take back."""
+        """Return the used bytes of the group with the limit, without file pages, which the system can reclaim."""
         for folder in self._folders:
             if 0 < self._number(folder, "memory.max", "memory.limit_in_bytes") < machine_memory():
                 used = self._number(folder, "memory.current", "memory.usage_in_bytes")
@@ -47,7 +47,7 @@ class CgroupMemory:
         return 0
 
     def kills(self) -> int:
-        """How often the out-of-memory killer has come, for this group or, where no group tells, for the machine."""
+        """Return the number of out-of-memory kills in this group, or on the machine if the group has no counter."""
         for folder in self._folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class CgroupMemory:
 
 
 def _folders(root: Path, listing: Path) -> list[Path]:
-    """This process's memory group and those around it, the innermost first; the mount itself inside a container."""
+    """Return this process's memory group and its parents, innermost first; inside a container, the mount itself."""
     try:
         lines = listing.read_text().splitlines()
     except OSError:
@@ -87,5 +87,5 @@ def _folders(root: Path, listing: Path) -> list[Path]:
 
 
 def machine_memory() -> int:
-    """Bytes of the machine."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

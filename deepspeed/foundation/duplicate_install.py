@@ -1,4 +1,4 @@
-"""Warns at import if another installation of the same name may be imported instead.
+"""Warning at import if Python could import another installation of the same package instead.
 
 Upstream's distribution has the same name, so pip replaces one by the other; a copy that pip did not install, or that is
 in another folder of the path, remains.
@@ -18,9 +18,9 @@ NAME = "deepspeed"
 
 
 def warn_of_others(package: str, version: str) -> None:
-    """Issue one `SecondCopyWarning` if there is a second installation; on the first rank of a machine only.
+    """Issue one `SecondCopyWarning` if there is a second installation; only on the first rank of a machine.
 
-    Looks at names of files: one look per folder of `sys.path`, and one list of the folder this package lies in.
+    The check reads only file names: one lookup per folder of `sys.path`, and one list of this package's parent folder.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -38,7 +38,7 @@ def warn_of_others(package: str, version: str) -> None:
 
 
 def other_copies(package: str, path: Iterable[str]) -> dict[str, str]:
-    """By folder of another copy on the path ("" is the working folder): what installed it."""
+    """Return the installer of each other copy by folder ("" is the working folder)."""
     here = os.path.realpath(package)
     copies: dict[str, str] = {}
     for folder in path:
@@ -52,7 +52,7 @@ def other_copies(package: str, path: Iterable[str]) -> dict[str, str]:
 
 
 def _metadata(folder: str) -> list[str]:
-    """What installers left in a folder about this name."""
+    """Return the names of the metadata folders that installers created for this package."""
     with contextlib.suppress(OSError):
         names = sorted(name for name in os.listdir(folder or os.curdir) if name.startswith(f"{NAME}-"))
         return [name for name in names if name.endswith((".dist-info", ".egg-info"))]

@@ -1,4 +1,4 @@
-"""Runs models on small inputs and compares their results: example inputs, evaluation mode, tolerances."""
+"""Comparison of models on small inputs: example inputs, evaluation mode, tolerances."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _COARSEST = 6e-2
 
 
 def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
-    """How far two ways of computing the same may be apart, of the largest value, by the dtype they compute in.
+    """Return the tolerance, relative to the largest value, between two equivalent computations in a dtype.
 
     Args:
-        dtype: the coarsest of what is computed.
-        factor: more than 1 where roundings add up over more operations, less where the operations are equal.
+        dtype: the least precise dtype of the computation.
+        factor: more than 1 for sums over more operations, less if the operations are equal.
     """
     return factor * _TOLERANCES.get(dtype, _COARSEST)
 
 
 def largest_value(tensor: torch.Tensor) -> float:
-    """The largest absolute value, in one pass; NaN where there is one, 0 of no elements."""
+    """Return the largest absolute value, in one pass; NaN if there is one, 0 if there are no elements."""
     if not tensor.numel():
         return 0.0
     low, high = map(float, tensor.aminmax())
@@ -42,13 +42,13 @@ def largest_value(tensor: torch.Tensor) -> float:
 def relative_difference(
     actual: torch.Tensor, expected: torch.Tensor, scale: float | None = None, floor: float = 1e-30
 ) -> float:
-    """The largest difference, of the largest expected value; infinite for other shapes, and for what is not finite.
+    """Return the largest difference relative to the largest expected value; infinite if shapes differ or not finite.
 
     Args:
-        actual: of any floating dtype and device; compared in fp32.
-        expected: likewise.
-        scale: takes the place of the largest expected value.
-        floor: the least that the difference is divided by.
+        actual: tensor of any floating-point dtype and device; compared in fp32.
+        expected: tensor of any floating-point dtype and device.
+        scale: replacement for the largest expected value.
+        floor: minimum of the divisor.
     """
     if actual.shape != expected.shape:
         return math.inf
@@ -60,12 +60,12 @@ def relative_difference(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, use_cache: bool | None = None) -> Generator[None]:
-    """Inside: evaluation mode, no gradients. Modes of all modules and the CPU's random state are put back after it.
+    """Switch to evaluation mode without gradients; afterwards, all modes and the CPU's random state are restored.
 
     Args:
-        model: to be called.
-        use_cache: what the configs inside say about keys and values meanwhile (wrappers such as PEFT's hide the
-            argument of that name); None: what they say already.
+        model: the model.
+        use_cache: value of `use_cache` in the model's configs inside the context (wrappers such as PEFT's hide the
+            argument of that name); None: unchanged.
     """
     training = [module for module in model.modules() if module.training]
     configs = [] if use_cache is None else caching_configs(model)
@@ -84,15 +84,15 @@ def evaluating(model: nn.Module, use_cache: bool | None = None) -> Generator[Non
 
 
 def example_inputs(model: nn.Module, example: Any = None, shape: tuple[int, int] = (1, TOKENS)) -> dict[str, Any]:
-    """Arguments of a model's forward on its device, in its dtype: an example, or made up from a config of Transformers.
+    """Return arguments for a model's forward on its device and in its dtype: an example, or random inputs.
 
     Args:
-        model: to be called; may have an attribute `example_input_array`, which is the example then.
-        example: a dict of arguments, or positional ones: a tensor or a tuple.
-        shape: of tokens that are made up: rows, and their length.
+        model: the model; its attribute `example_input_array`, if present, is the default example.
+        example: a dict of arguments, or positional arguments: a tensor or a tuple.
+        shape: (rows, tokens) of random inputs.
 
     Raises:
-        ArgumentError: nothing says what the model takes.
+        ArgumentError: there is no example, and the model has no config of Transformers.
     """
     example = getattr(model, "example_input_array", None) if example is None else example
     config: Any = getattr(model, "config", None)
@@ -120,16 +120,16 @@ def example_inputs(model: nn.Module, example: Any = None, shape: tuple[int, int]
 
 
 def made_up_inputs(model: nn.Module, config: Any, rows: int, tokens: int) -> dict[str, Any]:
-    """Arguments of a model of Transformers, which keeps no keys and values: tokens or pictures, on the CPU.
+    """Create random inputs on the CPU for a Transformers model without KV cache: tokens or images.
 
     Args:
-        model: to be called.
-        config: of it.
-        rows: of the batch.
-        tokens: of a sequence.
+        model: the model.
+        config: config of the model.
+        rows: batch size.
+        tokens: sequence length.
 
     Raises:
-        ArgumentError: it takes neither.
+        ArgumentError: the model takes neither tokens nor images.
     """
     main, inputs = getattr(model, "main_input_name", "input_ids"), dict[str, Any]()
     if main == "input_ids":
@@ -150,13 +150,13 @@ def made_up_inputs(model: nn.Module, config: Any, rows: int, tokens: int) -> dic
 
 
 def example_tokens(config: Any, rows: int, tokens: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Random tokens [rows, tokens] of the vocabulary that a config says, without its first three, which mean something.
+    """Draw random tokens [rows, tokens] from the vocabulary of a config, without the first three (special) tokens.
 
     Args:
-        config: of a model of Transformers; one that says no vocabulary gets tokens below 32.
-        rows: how many sequences.
-        tokens: of each.
-        generator: None: a new one.
+        config: config of a Transformers model; without a vocabulary size, tokens are below 32.
+        rows: number of sequences.
+        tokens: sequence length.
+        generator: random generator; None: a new one.
     """
     size = min(int(vocabulary_size(config) or getattr(config, "vocab_size", None) or 32), _LARGEST_TOKEN)
     generator = torch.Generator().manual_seed(1) if generator is None else generator

@@ -1,7 +1,7 @@
-"""A simulation: an engine whose tensors have no values, in a world of one process.
+"""Simulation: an engine whose tensors have no values, in a world of one process.
 
 No other code checks whether it is simulated. Functions with effects outside of the process are a `Replaceable`, and a
-simulation replaces them: native code computes nothing, messages have no receiver, a disk only counts
+simulation replaces them: native code computes nothing, messages have no receiver, and a disk only counts bytes
 (`comm/fake_world.py`, `planner/fake_world.py`).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, int, tuple[int, ...]], None]
-"""Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
+"""Callback for a message: the collective, bytes of the whole tensor, participating ranks."""
 
 # Whether messages are late, whether tensors stand for a device's, the ranks on each host, 0 where nobody said, and what
 # other stages of a pipeline have said.
@@ -25,10 +25,10 @@ STEP = "step"  # the phase of an update
 
 
 class Replaceable(Generic[T]):
-    """An implementation that acts on the outside; callers use `current`.
+    """An implementation with effects outside of the process; callers use `current`.
 
     Args:
-        real: outside of simulations.
+        real: implementation outside of simulations.
     """
 
     def __init__(self, real: T) -> None:
@@ -36,7 +36,7 @@ class Replaceable(Generic[T]):
 
     @contextlib.contextmanager
     def replaced(self, fake: T) -> Generator[None]:
-        """Inside, `current` is `fake`."""
+        """Set `current` to `fake` inside the context."""
         before, self.current = self.current, fake
         try:
             yield
@@ -45,33 +45,33 @@ class Replaceable(Generic[T]):
 
 
 def late() -> bool:
-    """Whether the ranks that are not there answer only when they are waited for."""
+    """Return whether absent ranks complete messages only when they are waited for."""
     return bool(_running) and _running[-1][0]
 
 
 def of_device() -> bool:
-    """Whether the CPU's tensors stand for those of a device: messages go the ways of its backend."""
+    """Return whether CPU tensors represent device tensors, whose messages use the device's backend."""
     return bool(_running) and _running[-1][1]
 
 
 def per_host() -> int:
-    """Ranks on each host of the world that is not there; 0 where nobody said."""
+    """Return the simulated ranks per host; 0 if not specified."""
     return _running[-1][2] if _running else 0
 
 
 def stage_outputs() -> dict[int, Any]:
-    """What each part of a pipeline hands on, by part: learned in the run of its stage, read in that of the next."""
+    """Return the outputs of pipeline parts, recorded in the run of one stage and read in that of the next."""
     return _running[-1][3]
 
 
 def computing() -> bool:
-    """Whether operators compute here, in the middle of a simulation."""
+    """Return whether operators currently compute values within a simulation."""
     return bool(_computing)
 
 
 @contextlib.contextmanager
 def with_values() -> Generator[None]:
-    """Inside, operators compute as they do outside of a simulation: for what is learned from values drawn for it."""
+    """Compute with real values inside the context, within a simulation, for probes on random data."""
     _computing.append(True)
     try:
         yield
@@ -80,14 +80,14 @@ def with_values() -> Generator[None]:
 
 
 def message(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
-    """A message that would travel now in the middle of a forward or backward; see `Listener`."""
+    """Report a message within a forward or backward to the listener; see `Listener`."""
     for listener in _listeners:
         listener(name, nbytes, ranks)
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Generator[None]:
-    """Inside, `listener` is told of messages."""
+    """Report messages to `listener` inside the context."""
     _listeners.append(listener)
     try:
         yield
@@ -96,15 +96,15 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 def enter(phase: str) -> None:
-    """What follows is, of a stage, a forward (`F0` of chunk 0), a backward (`B0`), what it has put off (`W0`), or the
-    update (`STEP`)."""
+    """Report the start of a phase of a pipeline stage: forward (`F0` of chunk 0), backward (`B0`), postponed weight
+    gradients (`W0`), or the update (`STEP`)."""
     for follower in _followers:
         follower(phase)
 
 
 @contextlib.contextmanager
 def following(follower: Callable[[str], None]) -> Generator[None]:
-    """Inside, `follower` is told of phases; see `enter`."""
+    """Report phases to `follower` inside the context; see `enter`."""
     _followers.append(follower)
     try:
         yield
@@ -116,13 +116,13 @@ def following(follower: Callable[[str], None]) -> Generator[None]:
 def simulation(
     *, late: bool = False, device: bool = False, per_host: int = 0, outputs: dict[int, Any] | None = None
 ) -> Generator[None]:
-    """Inside, this process simulates.
+    """Simulate inside the context.
 
     Args:
-        late: other ranks answer only when they are waited for; else at once.
-        device: the CPU's tensors stand for those of a device.
-        per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
-        outputs: what parts of a pipeline hand on, as far as their stages have been run; is added to.
+        late: complete messages only when they are waited for, instead of at once.
+        device: CPU tensors represent device tensors.
+        per_host: ranks per host; 0: `LOCAL_WORLD_SIZE`, or all ranks on one host.
+        outputs: outputs of the pipeline parts that were already run; the simulation adds to them.
     """
     _running.append((late, device, per_host, {} if outputs is None else outputs))
     try:

@@ -1,4 +1,4 @@
-"""Files for `torch.save(state, writer)`: plain, counted only, and through a page-locked buffer."""
+"""Writers for `torch.save(state, writer)`: plain, counting only, and through a page-locked buffer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from deepspeed.errors import ArgumentError
 
 
 class PyFileWriter:
-    """Writes to a file by Python's own means.
+    """Writes to a file with Python's file object.
 
     Args:
-        file_path: of the file, which is made or emptied.
+        file_path: path of the file, which is created or truncated.
     """
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
@@ -39,7 +39,7 @@ class PyFileWriter:
         return self._open_file().write(buffer)
 
     def _dump_state(self) -> None:
-        """Print what was written; programs call it after `close`."""
+        """Print statistics of the writes; programs call this after `close`."""
         print(f"{type(self).__name__}: {self._bytes} bytes in {self._writes} writes to {self._path}")
 
     def flush(self) -> None:
@@ -49,11 +49,11 @@ class PyFileWriter:
         return self._open_file().fileno()
 
     def file_path(self) -> str:
-        """Where it is."""
+        """Return the path of the file."""
         return self._path
 
     def close(self) -> None:
-        """Write the rest and close; a second call does nothing."""
+        """Flush and close; a second call does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -68,7 +68,7 @@ class MockFileWriter(PyFileWriter):
     """Discards all bytes, to measure the time of serialization.
 
     Args:
-        file_path: of the file, which is made or emptied, and stays empty.
+        file_path: path of the file, which is created or truncated, and remains empty.
     """
 
     def _put(self, buffer: Any) -> int:
@@ -78,15 +78,15 @@ class MockFileWriter(PyFileWriter):
 
 @dataclass
 class FastFileWriterConfig:
-    """How `FastFileWriter` writes.
+    """Settings of `FastFileWriter`.
 
     Attributes:
-        dnvme_handle: an asynchronous I/O handle (`AsyncIOBuilder().load().aio_handle()`), whose settings are kept.
-        pinned_tensor: memory that bytes are collected in, 1-D.
-        double_buffer: accepted: two halves of the buffer take turns in the reference, here the system's cache does it.
-        num_parallel_writers: ranks that write files at the same time; accepted.
-        writer_rank: which of them this is; accepted.
-        global_rank: accepted.
+        dnvme_handle: an asynchronous I/O handle (`AsyncIOBuilder().load().aio_handle()`) whose settings are used.
+        pinned_tensor: 1-D buffer that collects the bytes.
+        double_buffer: accepted without effect: the system's page cache replaces a second buffer.
+        num_parallel_writers: accepted; number of ranks that write files at the same time.
+        writer_rank: accepted; position of this rank among the writers.
+        global_rank: accepted without effect.
     """
 
     dnvme_handle: Any
@@ -101,7 +101,7 @@ class FastFileWriter(PyFileWriter):
     """Collects bytes in the pinned tensor and writes each full buffer at once.
 
     Args:
-        file_path: of the file, which is made or emptied.
+        file_path: path of the file, which is created or truncated.
         config: see `FastFileWriterConfig`.
 
     Raises:

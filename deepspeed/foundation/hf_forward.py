@@ -1,8 +1,8 @@
-"""The arguments and outputs of the forward of Transformers models. The only file with the names of the KV cache.
+"""Arguments and outputs of the forward of Transformers models. Only this file has the names of the KV cache.
 
-Transformers renames arguments: keys and values are `past_key_values` up to 5.23 and `cache` from 5.24 on, while models
-with their own code keep the older name. So an argument is found in the signature of the called forward, by any of its
-names or by its annotation, and a cache in a call or an output by its type. Transformers is not imported.
+Transformers renames arguments: the KV cache is `past_key_values` up to 5.23 and `cache` from 5.24 on, while models
+with custom code keep the older name. So this module looks in the signature of the called forward for any of the names
+or for the annotation, and recognizes a cache in a call or an output by its type. Transformers is not imported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ IMMATERIAL = frozenset({
 
 
 def arguments(model: Any) -> Mapping[str, inspect.Parameter]:
-    """The arguments that a model's forward names, and those of the model inside, where a wrapper such as PEFT's hands
-    on what it does not name."""
+    """Return the named arguments of a model's forward; for a wrapper such as PEFT's, also those of the inner model."""
     own = inspect.signature(model.forward).parameters
     inner = getattr(model, "get_base_model", None)
     if not callable(inner) or not hands_on(own):
@@ -42,20 +41,20 @@ def arguments(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def hands_on(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether keyword arguments that are not named are taken too."""
+    """Return whether the signature accepts arbitrary keyword arguments."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def accepts(model: Any, name: str) -> bool:
-    """Whether a model's forward names an argument."""
+    """Return whether a model's forward has an argument of this name."""
     return name in arguments(model)
 
 
 def cache_argument(model: Any) -> str | None:
-    """What forward calls keys and values of earlier tokens; None: it takes none.
+    """Return the name of forward's KV cache argument; None if there is none.
 
-    A known name, whatever its annotation says (several models still say tuples), but for a dict, which is another thing
-    (XLM's `cache`); else an argument that is annotated as a cache. That it is one shows when the model is run.
+    A known name counts with any annotation (several models still annotate tuples) except dict, which is another kind of
+    argument (XLM's `cache`); else any argument with a cache annotation. Whether the model uses it shows at run time.
     """
     named = {name: _text(parameter.annotation) for name, parameter in arguments(model).items()}
     known = [name for name in CACHES if name in named and not _DICT.match(named[name])]
@@ -67,14 +66,14 @@ def _text(annotation: Any) -> str:
 
 
 def with_cache(name: str, cache: Any) -> dict[str, Any]:
-    """Arguments by which forward reads and writes a cache, which it calls `name`."""
+    """Return arguments that pass `cache` to forward under the argument `name`."""
     return {name: cache, _USES: True}
 
 
 def without_cache(model: Any) -> dict[str, bool]:
-    """Arguments by which forward keeps no keys and values; empty where it cannot be told.
+    """Return arguments that disable the KV cache in forward; empty if unknown.
 
-    One that takes a cache, and hands on what it does not name, hands this on too.
+    A model with a cache argument and arbitrary keyword arguments also accepts `use_cache`.
     """
     named = arguments(model)
     takes = _USES in named or (hands_on(named) and cache_argument(model) is not None)
@@ -82,12 +81,12 @@ def without_cache(model: Any) -> dict[str, bool]:
 
 
 def caches_at_all(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a model that is to keep keys and values, as far as it can be told."""
+    """Return arguments that enable the KV cache in a call of the model, as far as known."""
     return {**call, _USES: True} if _USES in call or without_cache(model) else dict(call)
 
 
 def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the arguments of a call that are caches: by what they are, or older forms by their name."""
+    """Yield the names of a call's arguments that are KV caches, by type, or by name for older forms."""
     module = sys.modules.get("transformers.cache_utils")
     for name, value in call.items():
         is_cache = module is not None and isinstance(value, module.Cache)
@@ -96,21 +95,21 @@ def caches_in(call: Mapping[str, Any]) -> Iterator[str]:
 
 
 def uncached(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of a layer without its caches: repeated, it writes into none."""
+    """Return a layer call without its KV caches, so that a repeated call writes to none."""
     return {**call, **dict.fromkeys(caches_in(call))} | ({_USES: False} if _USES in call else {})
 
 
 def returned_cache(output: Any) -> Any:
-    """The cache that a forward returns, None where there is none."""
+    """Return the KV cache in a forward's output, or None."""
     named: Any = output if hasattr(output, "items") else {}
     return next((named[name] for name in caches_in(named)), None)
 
 
 def counts_items(loss: Any) -> bool:
-    """Whether a loss of tokens is the sum over them divided by `num_items_in_batch`, by calling it; true too where it
-    cannot be called on a small example.
+    """Return whether a loss function divides the token sum by `num_items_in_batch`, found by a call; also true if a
+    small example call fails.
 
-    One that lets the argument pass unread gives a mean, which sums over ranks to a multiple of what was meant.
+    A loss that ignores the argument returns a mean, and the sum of means over ranks is a multiple of the correct loss.
     """
     logits = torch.arange(24.0).reshape(1, 3, 8).cos()
     labels = torch.tensor([[1, 2, 3]])

@@ -1,4 +1,4 @@
-"""The package's logger, and helpers that log a message once, or only on some ranks."""
+"""Logger of the package, and helpers that log a message once, or only on some ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.errors import ArgumentError
 
 
 class _LateStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """A handler that looks `sys.stderr` up at each line, so that redirections made later are followed."""
+    """A handler that looks up `sys.stderr` for each line, so that later redirections take effect."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -37,7 +37,7 @@ _said: set[tuple[object, str]] = set()
 
 
 def current_rank() -> int:
-    """The rank of this process as its launcher named it (0 when there is none)."""
+    """Return this process's rank from the launcher's variables (0 if there are none)."""
     return int(os.environ.get("RANK") or 0)
 
 
@@ -46,7 +46,7 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
     Args:
         message: the line.
-        ranks: ranks that print; None or [-1] means all.
+        ranks: ranks that log; None or [-1]: all ranks.
         level: a level of `logging`.
     """
     wanted = None if ranks is None else set(ranks)
@@ -59,7 +59,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
     Args:
         log_level_str: "debug", "info", "warning", "error" or "critical", in any case.
-        custom_logger: the other one.
+        custom_logger: another logger; None: the package's.
 
     Raises:
         ArgumentError: no level has that name.
@@ -71,7 +71,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def describe_error(error: Exception, most: int = 120) -> str:
-    """An error's class and the first line of what it says, which may be nothing."""
+    """Return an error's class and the first line of its message, which may be empty."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
 
 
@@ -90,5 +90,5 @@ def log_once(message: str, key: object = None, level: int = logging.INFO) -> Non
 
 
 def warn_once(message: str, key: object = None) -> None:
-    """`log_once` at warning level."""
+    """Log a warning on rank 0, once per process for each `key`; see `log_once`."""
     log_once(message, key, logging.WARNING)

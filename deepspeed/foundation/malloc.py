@@ -1,4 +1,4 @@
-"""Returns freed memory to the operating system.
+"""Return of freed memory to the operating system.
 
 glibc maps large blocks separately and unmaps them when they are freed. But the first free raises the threshold for
 large blocks to its size, up to 32 MiB. From then on such blocks are in the heap, where freed memory stays with the
@@ -31,21 +31,21 @@ _lock, _open = threading.Lock(), list[object]()
 
 @functools.cache
 def _mallopt() -> Callable[[int, int], int] | None:
-    """glibc's, unless the user has set what counts as large."""
+    """Return glibc's `mallopt`, or None if the user has set the threshold for large blocks."""
     user_set = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
     return None if user_set else mallopt
 
 
 def limits_addresses() -> bool:
-    """Whether what this process maps is limited (`ulimit -v`): then what is free in the heap counts as what is used."""
+    """Return whether this process's address space is limited (`ulimit -v`), so that free heap memory counts as used."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def resident(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the pages that the system has provided for tensors in host memory, each storage once.
+    """Return the resident bytes of tensors in host memory, each storage once.
 
-    What was allocated and not written yet has none. All of it where the system does not say.
+    Allocated but unwritten pages are not resident. If the system has no such information, all bytes count.
     """
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t is not None)}
     return sum(_resident(address, nbytes) for address, nbytes in storages.items() if nbytes)
@@ -62,7 +62,7 @@ def _resident(address: int, nbytes: int) -> int:
 
 
 def heap() -> range:
-    """Addresses of the process's heap: what is freed there goes back to the system only from its end."""
+    """Return the address range of the process's heap; the system reclaims freed heap memory only from its end."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
         for line in lines:
             if line.endswith("[heap]\n"):
@@ -72,9 +72,9 @@ def heap() -> range:
 
 @contextmanager
 def own_pages() -> Generator[None, None, None]:
-    """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed.
+    """Place blocks of 1 MiB and more outside of the heap inside the context, so that they are unmapped when freed.
 
-    Not those for which the heap has a hole already: who is not to lie there takes `mapped`.
+    This holds for all threads. Blocks that fit into a free gap of the heap are still placed there; `mapped` avoids it.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -102,9 +102,9 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages behind fresh memory: a page fault for each 4 KiB takes longer than reading them from a disk.
+    """Request huge pages for new memory: a page fault per 4 KiB takes longer than reading the data from a disk.
 
-    What the system says does not matter. A block that lies in the heap, which is not given back, is left alone.
+    Errors of the system are ignored. Blocks in the heap are left unchanged, since they are not unmapped when freed.
     """
     madvise = _madvise()
     begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
@@ -113,16 +113,16 @@ def huge_pages(address: int, nbytes: int) -> None:
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in host memory of their own, at least one, outside of the heap; their storage cannot be resized."""
+    """Return zeros in separately mapped host memory, at least one element; their storage cannot be resized."""
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros [numel] in host memory of their own that begin with a page, where a disk reads straight into them.
+    """Return zeros [numel] in host memory that starts at a page, so that a disk can read directly into them.
 
-    Large ones do so again when their storage has been resized to nothing and back inside `own_pages`, unless the heap
-    has a hole of their size by then.
+    Large tensors remain aligned after their storage was resized to nothing and back inside `own_pages`, unless the
+    heap has a free gap of their size by then.
     """
     with own_pages():
         memory = torch.zeros(numel + PAGE // dtype.itemsize, dtype=dtype)

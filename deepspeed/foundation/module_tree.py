@@ -1,4 +1,4 @@
-"""What a module owns and contains, including what torch does not see.
+"""Parameters and children of a module, including those that torch does not list.
 
 A Keras model keeps its layers in a list of its own and lists all of their variables again at the root, in a container
 that never runs; hooks on layers work nevertheless. Keras is recognized by attributes of its layers: it is not imported.
@@ -23,7 +23,7 @@ _SHOWN, _TRAINED, _KEPT, _SEEDS, _BELOW = (
 
 
 def own_parameters(module: nn.Module) -> list[Parameter]:
-    """The parameters that a module itself owns, not those of modules below it."""
+    """Return the parameters that a module itself owns, without those of submodules."""
     if not _is_keras(module):
         own = module._parameters.values()  # pyright: ignore[reportPrivateUsage]
         return [param for param in own if param is not None]
@@ -31,7 +31,7 @@ def own_parameters(module: nn.Module) -> list[Parameter]:
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
-    """The modules directly below a module, each once."""
+    """Return the direct children of a module, each once."""
     if not _is_keras(module):
         return list(module.children())
     shown = [child for name, child in module.named_children() if name != _SHOWN]
@@ -40,7 +40,7 @@ def children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def modules_of(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all below it, each once, parents first."""
+    """Yield a module and all its descendants, each once, parents first."""
     seen: set[nn.Module] = set()
     ahead = [module]
     while ahead:
@@ -52,10 +52,10 @@ def modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_state(module: nn.Module) -> dict[Parameter, None]:
-    """Parameters that a model writes itself, in forward, as others write buffers: every rank has its own.
+    """Return parameters that a model writes in forward, like buffers; each rank has its own values.
 
-    They are Keras' non-trainable variables (running statistics and the like) and the states of its seeds, in the order
-    of the layers; empty for any other model. Weights that were made trainable and frozen later are not among them.
+    They are Keras' non-trainable variables (such as running statistics) and the states of its seeds, in the order of
+    the layers; empty for other models. Trainable weights that were frozen later are not included.
     """
     written: dict[Parameter, None] = {}
     for child in modules_of(module):
@@ -66,13 +66,13 @@ def own_state(module: nn.Module) -> dict[Parameter, None]:
 
 
 def running_statistics(module: nn.Module) -> list[Parameter]:
-    """Running means and variances that a Keras BatchNormalization owns; empty for any other module."""
+    """Return the running means and variances of a Keras BatchNormalization; empty for other modules."""
     statistics = _values([module.__dict__.get(name) for name in ("moving_mean", "moving_variance")])
     return [param for param in statistics if not param.requires_grad]
 
 
 def layer_dtypes(module: nn.Module) -> dict[str, str]:
-    """By name of a Keras layer with weights, the dtype in which it computes (its dtype policy); else empty."""
+    """Return the compute dtype (dtype policy) of each Keras layer with weights, by name; empty for other models."""
     return {
         str(getattr(child, "name", type(child).__name__)): str(getattr(child, "compute_dtype", "float32"))
         for child in modules_of(module)

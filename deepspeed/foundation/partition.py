@@ -1,4 +1,4 @@
-"""Partitions a list of items into parts of about equal weight, such as layers over pipeline stages."""
+"""Partition of a list of items into parts of about equal weight, such as layers over pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Partition `num_items` into ranges whose lengths differ by at most one, longer ones first.
 
     Args:
-        num_items: items in the row.
-        num_parts: parts; more than items leaves the last ones empty.
+        num_items: number of items.
+        num_parts: number of parts; if there are more parts than items, the last ones are empty.
 
     Returns:
         `num_parts` + 1 bounds: part i holds the items from bounds[i] up to bounds[i + 1].
 
     Raises:
-        ArgumentError: no parts.
+        ArgumentError: `num_parts` is below 1.
     """
     _check(num_parts)
     length, longer = divmod(num_items, num_parts)
@@ -32,14 +32,14 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     Bisection finds the smallest limit for which greedy filling works (the linear partition problem).
 
     Args:
-        weights: the weight of each item, not negative.
-        num_parts: parts; more than items leaves the last ones empty.
+        weights: the weight of each item; not negative.
+        num_parts: number of parts; if there are more parts than items, the last ones are empty.
 
     Returns:
-        `num_parts` + 1 bounds, as `partition_uniform` gives.
+        `num_parts` + 1 bounds, as in `partition_uniform`.
 
     Raises:
-        ArgumentError: no parts.
+        ArgumentError: `num_parts` is below 1.
     """
     _check(num_parts)
     if len(weights) <= num_parts:
@@ -57,7 +57,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _fill(sums: list[float], num_parts: int, limit: float) -> list[int]:
-    """Bounds when each part takes all it can under `limit` and leaves one item to each later part; may end early."""
+    """Return the bounds if each part is filled up to `limit`, with one item left for each later part; may end early."""
     bounds, last = [0], len(sums) - 1
     for later in reversed(range(num_parts)):
         start = end = bounds[-1]

@@ -1,4 +1,4 @@
-"""Finds and maps the tensors in nested lists, tuples, dicts, dataclasses and model outputs."""
+"""Search and mapping of tensors in nested lists, tuples, dicts, dataclasses and model outputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest, in order."""
+    """Yield every tensor in nested containers, in order."""
     yield from leaves_in(value, torch.Tensor)
 
 
 def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[Any]:
-    """Everything in a nest that is of these classes, in order."""
+    """Yield every object of these classes in nested containers, in order."""
     if isinstance(value, kinds):
         yield value
     elif isinstance(value, Mapping):
@@ -30,12 +30,12 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same nest with `change` applied to every tensor; nests without a changed tensor come back as they are."""
+    """Apply `change` to every tensor of nested containers. Containers without changed tensors are not copied."""
     return map_leaves(change, torch.Tensor, value)
 
 
 def map_leaves(change: Callable[[Any], Any], kinds: type[Any], value: Any) -> Any:
-    """As `map_tensors`, of a nest of leaves of another class."""
+    """Apply `change` like `map_tensors`, to objects of other classes."""
     if isinstance(value, kinds):
         return change(value)
     kind = cast("Any", type(value))

@@ -1,4 +1,4 @@
-"""Finds the tensors that autograd saves for backward in the graph of a computation's outputs."""
+"""Search for the tensors that autograd saves for backward in the graph of a computation's outputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage
 
 
 def saved_since(outputs: Iterable[torch.Tensor], since: int) -> Iterator[Any]:
-    """Torch's `SavedTensor`s of the outputs' graph since `now()` was `since`, but for those with hooks already."""
+    """Yield the `SavedTensor`s of graph nodes that were created after `since`, except those with hooks."""
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
 
 def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
-    """Nodes of the graph that ends in `last`, without those older than `since`, an earlier `now()`."""
+    """Yield the nodes of the graph of `last` that were created after `since`, an earlier `now()`."""
     seen: set[Any] = set()
     nodes = list(last)
     while nodes:
@@ -32,7 +32,7 @@ def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
 
 
 def saved_by(node: object) -> Iterator[tuple[str, Any]]:
-    """What one node keeps: the attribute that unpacks it, with torch's check of its version, and the `SavedTensor`."""
+    """Yield each saved tensor of a node: the attribute that unpacks and version-checks it, and the `SavedTensor`."""
     for name in _names_of(type(node)):
         unpacked = name.removeprefix("_raw")
         if not hasattr(type(node), unpacked):

@@ -1,4 +1,4 @@
-"""Small helpers that programs import: seeds, nests moved to a device, versions, constants."""
+"""Small helpers that programs import: seeds, moving of nested tensors, versions, constants."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch, those of devices included."""
+    """Seed the random generators of Python, numpy and torch, including all devices."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
@@ -49,12 +49,12 @@ def set_random_seed(seed: int) -> None:
 def move_to_device(
     item: Any, device: str | torch.device, criterion_func: Callable[[torch.Tensor], bool] | None = None
 ) -> Any:
-    """The same nest with its tensors on a device.
+    """Move the tensors of nested containers to a device.
 
     Args:
-        item: a tensor, a nest of tensors, or an object with a `to` method (a module, a batch of a tokenizer).
-        device: where to.
-        criterion_func: move only the tensors it is true for.
+        item: a tensor, nested containers of tensors, or an object with a `to` method (a module, a tokenizer's batch).
+        device: target device.
+        criterion_func: move only tensors for which this function returns True.
     """
     if criterion_func is None and hasattr(item, "to"):
         return item.to(device)
@@ -67,26 +67,26 @@ def ensure_directory_exists(filename: str | Path) -> None:
 
 
 def noop_decorator(func: T) -> T:
-    """`func` itself."""
+    """Return `func` unchanged."""
     return func
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as source text, for log lines: `base(1, key=2)`."""
+    """Format a call as source text, for log lines: `base(1, key=2)`."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
-    """Whether a script has marked a parameter as a slice: `model_parallel` or `tensor_model_parallel` is True."""
+    """Return whether a parameter is marked as a slice: `model_parallel` or `tensor_model_parallel` is True."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
-    """Inputs without their history: leaves that ask for gradients as the inputs did.
+    """Detach inputs from their graph; the resulting leaves require gradients like the inputs.
 
     Args:
-        inputs: tensors, and other values, which are handed on.
-        device: where the tensors are to be; None: where they are.
+        inputs: tensors and other values, which are returned unchanged.
+        device: device of the results; None: that of each tensor.
 
     Raises:
         ArgumentError: the inputs are not a tuple.
@@ -103,18 +103,18 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
 
 
 class MultiTensorApply:
-    """Calls an operator on lists of tensors with a fixed chunk size, as Apex's kernels are called.
+    """Calls an operator on lists of tensors with a fixed chunk size, in the form of Apex's kernels.
 
     Args:
-        chunk_size: elements that a kernel takes at a time.
+        chunk_size: number of elements that a kernel processes at a time.
     """
 
     def __init__(self, chunk_size: int) -> None:
-        """Keep the chunk size."""
+        """Store the chunk size."""
         self.chunk_size = chunk_size
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
-        """The result of `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`."""
+        """Return the result of `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -122,10 +122,10 @@ class DummyOptim:
     """An optimizer that has `param_groups` but updates nothing."""
 
     def __init__(self, params: Any) -> None:
-        """Keep the parameters.
+        """Store the parameters.
 
         Args:
-            params: of the one group.
+            params: parameters of the only group.
         """
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
@@ -134,12 +134,12 @@ class DummyOptim:
 def OnDevice(
     dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
 ) -> Generator[None, None, None]:
-    """A context in which tensor constructors use `device`, and `dtype` for floating tensors.
+    """Create tensors on `device`, and floating-point tensors with `dtype`, inside the context.
 
     Args:
-        dtype: dtype of floating tensors whose dtype is not named.
-        device: where tensors whose device is not named are made; "meta" gives them no values and no memory.
-        enabled: False makes the context do nothing.
+        dtype: default dtype of floating-point tensors.
+        device: default device; "meta": tensors without values and memory.
+        enabled: False: the context does nothing.
 
     Example:
         >>> with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
@@ -158,11 +158,11 @@ def OnDevice(
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch is at least `min_version` and at most `max_version`, by major and minor number.
+    """Return whether torch is at least `min_version` and at most `max_version`, by major and minor number.
 
     Args:
-        min_version: such as 2.1 or "2.10" (as a number, 2.10 is 2.1).
-        max_version: likewise.
+        min_version: a number or text such as 2.1 or "2.10" (the number 2.10 is 2.1).
+        max_version: a number or text.
     """
     here = _major_minor(torch.__version__)
     at_least = min_version is None or here >= _major_minor(min_version)

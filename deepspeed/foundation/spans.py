@@ -1,4 +1,4 @@
-"""Records spans (what this process does, and when) in a ring buffer; one branch when it is off.
+"""Recorder of spans (timed activities of this process) in a ring buffer; costs one branch when off.
 
 Times are nanoseconds of the monotonic clock, which all processes of a machine share.
 """
@@ -24,15 +24,15 @@ COUNT = "count"  # a number at a moment: `nbytes` is its value
 
 
 class Span(NamedTuple):
-    """Something that took a while.
+    """A timed activity.
 
     Attributes:
         begin, end: nanoseconds.
-        category: one of those above.
-        label: what, as reports call it.
-        module: name of the module or group it belongs to; may be empty. Of a message: what its label says behind `of`.
-        nbytes: bytes that came from elsewhere, or the value of a count.
-        thread: of this process that wrote it.
+        category: one of the categories above.
+        label: name in reports.
+        module: name of the module or group; may be empty. For a message, the text after `of` in its label.
+        nbytes: received bytes, or the value of a count.
+        thread: thread of this process that recorded the span.
     """
 
     begin: int
@@ -49,7 +49,7 @@ now = time.monotonic_ns
 
 
 class _Open:
-    """A span that has begun, as a context."""
+    """An open span, as a context."""
 
     __slots__ = ("_recorder", "_what", "_begin")
 
@@ -69,21 +69,21 @@ _Written = tuple[int, int, str, str, str, int, int]  # a span that nobody has ta
 
 
 class _Threads(threading.local):
-    """Of each thread: spans that have begun."""
+    """Open spans of each thread."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[int, str, str]] = []
 
 
 def _drop(_written: _Written) -> None:
-    """Where spans go that nobody keeps."""
+    """Discard a span."""
 
 
 class SpanRecorder:
-    """The newest spans of this process; any thread may write.
+    """Ring buffer of this process's newest spans; any thread may write.
 
     Attributes:
-        on: whether spans are kept. Whoever writes looks here first.
+        on: whether spans are recorded. Callers check this attribute first.
     """
 
     def __init__(self) -> None:
@@ -94,21 +94,21 @@ class SpanRecorder:
         self._open = _Threads()
 
     def start(self, size: int = 1 << 16) -> None:
-        """Keep spans from now on, and forget older ones.
+        """Start recording, and drop older spans.
 
         Args:
-            size: most spans that are kept, the newest.
+            size: maximum number of spans; the newest are kept.
         """
         self._ring, self._count, self._open = deque(maxlen=size), itertools.count(), _Threads()
         self._keep = self._ring.append
         self.on = True
 
     def stop(self) -> None:
-        """Keep no more; what there is can be taken."""
+        """Stop recording; recorded spans remain."""
         self.on = False
 
     def take(self) -> tuple[list[Span], int]:
-        """The spans by begin, and how many did not fit; they are forgotten here."""
+        """Return and remove the spans, sorted by begin, and the number of spans that were dropped."""
         self._keep, ring, self._ring = _drop, list(self._ring), deque()
         written, self._count = next(self._count), itertools.count()
         spans = sorted(Span(*written) for written in ring)
@@ -116,26 +116,26 @@ class SpanRecorder:
         return spans, max(0, written - len(ring))
 
     def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
-        """A span that ends now; nothing happens while the recorder is off."""
+        """Record a span that ends now; does nothing while the recorder is off."""
         if self.on:  # what can wait until spans are taken does: this is run thousands of times a second
             self._keep((begin, now(), category, label, module, nbytes, _thread()))
             next(self._count)
 
     def count(self, label: str, value: int) -> None:
-        """A number as it is now."""
+        """Record the current value of a counter."""
         if self.on:
             self.add(now(), COUNT, label, nbytes=value)
 
     def span(self, category: str, label: str = "", module: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-        """A context that is a span."""
+        """Return a context that records a span."""
         return _Open(self, (category, label, module, nbytes)) if self.on else _NOTHING
 
     def enter(self, category: str, label: str) -> None:
-        """A span begins that this thread's next `leave` ends."""
+        """Begin a span, which this thread's next `leave` ends."""
         self._open.entered.append((now(), category, label))
 
     def leave(self) -> None:
-        """The span of this thread's last `enter` ends; one that began before `start` is left out."""
+        """End the span of this thread's last `enter`; a span that began before `start` is not recorded."""
         entered = self._open.entered
         if entered:
             self.add(*entered.pop())

@@ -1,4 +1,4 @@
-"""Logs one line if an integration meets a newer release of a client than the tested ones."""
+"""Log line for an integration with a client release that is newer than the tested ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BOUND = re.compile(r"([\w.-]+)[^;]*<=\s*([\w.]+)")
 
 
 def say_untested() -> None:
-    """Say once of each package that is imported here and newer than the newest tested: one line, and all goes on."""
+    """Log one line for each imported client package that is newer than the newest tested release."""
     for name, newest in newest_tested().items():
         here = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(here, str) and _numbers(here) > _numbers(newest):
@@ -26,7 +26,7 @@ def say_untested() -> None:
 
 @functools.cache
 def newest_tested() -> dict[str, str]:
-    """By the name of its module, the newest release of each package of the extras that has a bound."""
+    """Return the newest tested release of each package in the extras that has an upper bound, by module name."""
     try:
         required = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:  # a tree on Python's path

@@ -1,4 +1,4 @@
-"""Wall-clock timers by name and a samples-per-second meter; the caller passes a function to wait for the device."""
+"""Named wall-clock timers and a samples-per-second meter; the caller supplies a function that waits for the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from deepspeed.foundation.log import log_dist
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """The mean without the largest and the smallest `share` of the values; 0 of none."""
+    """Return the mean without the largest and smallest `share` of the values; 0 if there are none."""
     cut = int(len(values) * share)
     middle = sorted(values)[cut : len(values) - cut] if cut else values
     return sum(middle) / len(middle) if middle else 0.0
 
 
 def _no_wait() -> None:
-    """The default `synchronize`: for devices that are always synchronized."""
+    """Do nothing: default of `synchronize`, for devices that are always synchronized."""
 
 
 class Timer:
-    """One stopwatch; times are in milliseconds.
+    """A timer in milliseconds.
 
     Args:
-        name: what it measures.
-        synchronize: waits until the device has finished what it was given.
+        name: name of the timer.
+        synchronize: function that waits for pending device work.
     """
 
     def __init__(self, name: str, synchronize: Callable[[], None] = _no_wait) -> None:
@@ -37,10 +37,10 @@ class Timer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Begin to measure.
+        """Start the timer.
 
         Raises:
-            UsageError: it runs already.
+            UsageError: the timer is already running.
         """
         if self.started_:
             raise UsageError(f"timer '{self.name_}' runs already; stop() it before the next start()")
@@ -49,11 +49,11 @@ class Timer:
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End the measurement that `start` began; nothing happens when it does not run.
+        """Stop the timer; a timer that is not running is ignored.
 
         Args:
-            reset: forget what was measured before.
-            record: let this measurement count in `mean`.
+            reset: drop earlier measurements.
+            record: include this measurement in `mean`.
         """
         if not self.started_:
             return
@@ -70,7 +70,7 @@ class Timer:
         self._records.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds measured so far; a running timer goes on."""
+        """Return the measured milliseconds; a running timer continues."""
         running = self.started_
         self.stop()
         elapsed = self._elapsed
@@ -81,15 +81,15 @@ class Timer:
         return elapsed
 
     def mean(self) -> float:
-        """Mean of the recorded measurements in milliseconds, without the tenth at either end; 0 without any."""
+        """Return the mean of the recorded milliseconds, without a tenth at either end; 0 if there are none."""
         return trimmed_mean(self._records)
 
 
 class HostWallClockTimer:
-    """Timers by name: `timers("forward").start()`.
+    """Named timers: `timers("forward").start()`.
 
     Args:
-        synchronize: waits until the device has finished what it was given.
+        synchronize: function that waits for pending device work.
     """
 
     def __init__(self, synchronize: Callable[[], None] = _no_wait) -> None:
@@ -100,11 +100,11 @@ class HostWallClockTimer:
         return self.timers.setdefault(name, Timer(name, self._synchronize))
 
     def get_timers(self) -> dict[str, Timer]:
-        """All timers by name."""
+        """Return all timers by name."""
         return self.timers
 
     def has_timer(self, name: str) -> bool:
-        """Whether a timer of that name was ever asked for."""
+        """Return whether a timer of that name exists."""
         return name in self.timers
 
     def log(
@@ -118,11 +118,11 @@ class HostWallClockTimer:
         """Log one line with the milliseconds of the named timers.
 
         Args:
-            names: timers to show; those never used are left out.
-            normalizer: divides every figure.
-            reset: set them back to zero.
-            memory_breakdown: with what `memory_usage` says.
-            ranks: ranks that log, rank 0 when None.
+            names: timers to show; unused timers are omitted.
+            normalizer: divisor of every figure.
+            reset: reset the timers to zero.
+            memory_breakdown: add the text of `memory_usage`.
+            ranks: ranks that log; None: rank 0.
 
         Raises:
             ArgumentError: the normalizer is not above 0.
@@ -135,11 +135,11 @@ class HostWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What the device holds, in one line; "" where no device is known."""
+        """Return the device's memory use in one line; "" if there is no device."""
         return ""
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean **microseconds** of what the named timers recorded, divided by `normalizer`; `reset` forgets it."""
+        """Return the mean **microseconds** of the named timers, divided by `normalizer`; `reset` drops the data."""
         means = {name: self.timers[name].mean() * 1e3 / normalizer for name in names if name in self.timers}
         if reset:
             for name in means:
@@ -156,27 +156,27 @@ class _NoTimer(Timer):
 
 
 class NoopTimer(HostWallClockTimer):
-    """Stands in for HostWallClockTimer where nothing is to be measured."""
+    """Replacement for HostWallClockTimer that measures nothing."""
 
     def __call__(self, name: str) -> Timer:
         return _NO_TIMER
 
     def log(self, names: Iterable[str], *args: object, **kwargs: object) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 _NO_TIMER = _NoTimer("none")
 
 
 class ThroughputMeter:
-    """Samples per second, over all ranks, from the step after `start_step` on.
+    """Measure samples per second over all ranks, beginning after step `start_step`.
 
     Args:
         batch_size: samples of one global step, over all ranks.
-        start_step: steps to leave out as warm-up.
-        steps_per_output: global steps between two log lines; None or 0 logs none.
-        synchronize: waits until the device has finished what it was given; None where nobody waits for it.
-        enabled: measure.
+        start_step: number of warm-up steps that are not measured.
+        steps_per_output: global steps between two log lines; None or 0: no log lines.
+        synchronize: function that waits for pending device work; None: do not wait.
+        enabled: whether to measure.
     """
 
     def __init__(
@@ -200,22 +200,22 @@ class ThroughputMeter:
         self._begun: float | None = None
 
     def update_epoch_count(self) -> None:
-        """A new epoch begins."""
+        """Count a new epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-step begins; one that has begun goes on."""
+        """Start a micro-step; a running one continues."""
         if self._enabled and self._begun is None and self.global_step_count >= self.start_step:
             self._synchronize()
             self._begun = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step ends.
+        """End a micro-step.
 
         Args:
-            global_step: it was the last of its window, the optimizer has stepped.
-            report_speed: log the figures when `steps_per_output` says so.
+            global_step: the micro-step was the last of its window, and the optimizer has stepped.
+            report_speed: log the figures at the interval `steps_per_output`.
         """
         if not self._enabled:
             return
@@ -237,12 +237,12 @@ class ThroughputMeter:
         """Log the figures.
 
         Args:
-            now: samples per second of the last step.
+            now: samples per second in the last step.
         """
         average = self.avg_samples_per_sec()
         log_dist(f"step {self.global_step_count}: {average:.2f} samples/s on average, {now:.2f} samples/s now", [0])
 
     def avg_samples_per_sec(self) -> float:
-        """Mean since the warm-up; 0 before its end."""
+        """Return the mean samples per second since the warm-up; 0 before its end."""
         steps = self.global_step_count - self.start_step
         return steps * self.batch_size / max(self.total_elapsed_time, 1e-9) if steps > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Reads a model of Transformers: its configs, its vocabulary, its blocks. Transformers is not imported."""
+"""Properties of Transformers models: configs, vocabulary, blocks. Transformers is not imported."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def config_of(model: nn.Module) -> Any:
-    """The config of a model of Transformers; None for other modules."""
+    """Return the config of a Transformers model; None for other modules."""
     config: Any = getattr(model, "config", None)
     return config if hasattr(config, "to_dict") and hasattr(config, "model_type") else None
 
 
 def text_config(model: Any, decoder: bool | None = None) -> Any:
-    """The config of the part that reads and writes text, of a model or of its config; None where there is none.
+    """Return the config of the text part of a model or config; None if there is none.
 
     Args:
         model: any module, or a config.
-        decoder: of two parts the one that writes; None: as Transformers decides.
+        decoder: of an encoder-decoder model, whether to take the decoder; None: Transformers' default.
     """
     config: Any = getattr(model, "config", None) if isinstance(model, nn.Module) else model
     if not hasattr(config, "get_text_config"):
@@ -53,11 +53,11 @@ def text_config(model: Any, decoder: bool | None = None) -> Any:
 
 
 def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:
-    """Rows of a model's embedding, else the tokens that its config says; None where neither says it.
+    """Return the rows of a model's embedding, else the vocabulary size of its config; None if neither is known.
 
     Args:
         model: any module, or a config, which has no embedding.
-        decoder: as of `text_config`.
+        decoder: as in `text_config`.
     """
     table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     text = text_config(model, decoder)
@@ -65,13 +65,13 @@ def vocabulary_size(model: Any, decoder: bool | None = None) -> int | None:
 
 
 def config_number(config: Any, keys: Sequence[str]) -> int | None:
-    """The first whole number that a config has under one of the keys; None where it has none."""
+    """Return the first integer that a config has under one of the keys, or None."""
     numbers = (getattr(config, key, None) for key in keys)
     return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def head_counts(config: Any) -> list[int]:
-    """Numbers of heads, above one, that a config or one inside it says."""
+    """Return the numbers of attention heads above 1 in a config or its nested configs."""
     counts: list[int] = []
     entries = cast("dict[str, Any]", vars(config) if hasattr(config, "__dict__") else {})
     for key, entry in entries.items():
@@ -83,7 +83,7 @@ def head_counts(config: Any) -> list[int]:
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
-    """The configs inside a model that say whether forward keeps keys and values (`use_cache`), each once."""
+    """Return the configs inside a model that have `use_cache`, each once."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -93,7 +93,7 @@ def caching_configs(model: nn.Module) -> list[Any]:
 
 
 def is_instance_of(module: nn.Module, class_name: str) -> bool:
-    """Whether a module's class, or one that it inherits from, has this name: its library is not imported."""
+    """Return whether a module's class or one of its base classes has this name; the library is not imported."""
     return any(kind.__name__ == class_name for kind in type(module).__mro__)
 
 
@@ -102,12 +102,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the outermost models of Transformers in a module, which may be one itself."""
+    """Return the outermost Transformers models in a module, by name; the module itself may be one."""
     return outermost({name: module for name, module in _named(model) if is_instance_of(module, "PreTrainedModel")})
 
 
 def outermost(modules: Mapping[str, Module]) -> dict[str, Module]:
-    """Those of some modules, in the order of `named_modules`, that lie in no other of them."""
+    """Return the modules that are in no other one of them, in the order of `named_modules`."""
     outer: dict[str, Module] = {}
     for name, module in modules.items():
         if not any(not around or name.startswith(f"{around}.") for around in outer):
@@ -116,7 +116,7 @@ def outermost(modules: Mapping[str, Module]) -> dict[str, Module]:
 
 
 def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """By name, the outermost lists of two or more blocks of one class, the longest first."""
+    """Return the outermost lists of two or more blocks of one class, by name, the longest first."""
     lists = {
         name: module
         for name, module in _named(model)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ModuleWrapper(nn.Module):
-    """What it does not have itself is asked of `self.module`, a child module."""
+    """Base class of modules that forward missing attributes to their child `self.module`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

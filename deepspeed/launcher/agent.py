@@ -1,7 +1,7 @@
-"""The agent: one process per host that starts the ranks there, and the command that starts it.
+"""Agent: one process per host that starts the ranks there, and the command that starts the agent.
 
-Job, arguments and variables come over the connection. Ranks end when the launcher says so, or the connection closes or
-becomes silent.
+The connection carries job, arguments and variables. Ranks end when the launcher requests it, or when the connection
+closes or becomes silent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.launcher.rank_logs import attempt_folder
 from deepspeed.launcher.rank_process import Guard, Rank, RankSpec
 
 CALL = "DS_AGENT_CALL"
-"""Variable that tells an agent where the launcher listens, and the token, where standard input cannot."""
+"""Variable with the launcher's address and the token, for agents without standard input."""
 
 # The first line the agent reads is the import path, as JSON; the agent's own module does the rest. Where it is to
 # call back, `token port address…` stands in an argument or a variable, or is the first line of standard input.
@@ -56,17 +56,17 @@ _SOURCE = (
     "sys.exit(main(s))"
 ).format(call=f'"{CALL}"', none='"-"', line='"stdin"', rb='"rb"', comma='","')
 SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
-"""The same as one line, which every shell keeps as it is."""
+"""The source as one line that no shell changes."""
 
 
 def import_path() -> list[str]:
-    """The import path for agents: that of this process, this package's parent first."""
+    """Return the import path for agents: that of this process, with this package's parent first."""
     own = str(Path(__file__).resolve().parents[2])
     return [own, *(path for path in sys.path if path and path != own)]
 
 
 def addresses(hosts: list[str]) -> list[str]:
-    """This machine's addresses at which agents may reach the launcher, those towards `hosts` first."""
+    """Return this machine's addresses at which agents can reach the launcher, those on the route to `hosts` first."""
     local: list[str] = []
     for host in hosts[:8]:
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def addresses(hosts: list[str]) -> list[str]:
 
 
 def resolved(name: str) -> list[str]:
-    """The addresses of a host; none where its name is not known."""
+    """Return the addresses of a host; empty if its name is unknown."""
     try:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
     except OSError:
@@ -87,12 +87,12 @@ def resolved(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` reaches this machine alone."""
+    """Return whether `address` is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def own_folder() -> str:
-    """The current folder, even if it was removed."""
+    """Return the current folder, even if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -100,13 +100,13 @@ def own_folder() -> str:
 
 
 WAITS_FOR_JOB_S = 900.0
-"""How long an agent waits for its job: other hosts may still be starting."""
+"""Maximum time that an agent waits for its job: other hosts may still be starting."""
 FULL_BYTES = 4 << 20
-"""Output that waits for the terminal before ranks are made to wait too."""
+"""Bytes of output queued for the terminal above which the ranks' output is paused."""
 
 
 def main(connection: socket.socket | None = None) -> int:
-    """Run an agent on a socket, or on standard input and output; 0 when the launcher ended it, else 1."""
+    """Run an agent on a socket, or on standard input and output; returns 0 if the launcher ended it, else 1."""
     signal.alarm(0)  # set by the command that started this process, against a launcher that never speaks
     if connection is None:
         # Moved away from standard input and output, where ranks and libraries would disturb the connection.
@@ -129,10 +129,10 @@ class Agent:
     """Runs the ranks of one host.
 
     Args:
-        channel: to the launcher.
-        local: the launcher is this process's parent: the end of the connection is all it needs to hear.
-        front: shows what the ranks print and hands on signals; None leaves both to the launcher.
-        job: of this host, where its own user gave it; None takes the launcher's.
+        channel: connection to the launcher.
+        local: the launcher is this process's parent, so only the end of the connection matters.
+        front: shows the ranks' output and forwards signals; None: the launcher does both.
+        job: this host's job if its own user supplied one; None: the launcher's job.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Agent:
         self._done: int | None = None
 
     def run(self) -> int:
-        """Serve until the launcher ends the agent or is gone; returns the exit code."""
+        """Serve until the launcher ends the agent or disconnects; returns the exit code."""
         with signal_socket(FORWARDED_SIGNALS) as signals, self._selector:
             self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
@@ -273,7 +273,7 @@ class Agent:
             rank.signal(number)
 
     def _on_end(self, number: int, grace: float) -> None:
-        """Signal the ranks, and kill what is left of them after `grace` seconds."""
+        """Signal the ranks, and kill remaining ones after `grace` seconds."""
         self._clean = False
         if grace > 0:
             self._on_signal(number)
@@ -349,7 +349,7 @@ class Agent:
         (self._channel if self._front is None else self._front).send("out", data, to=descriptor)
 
     def _on_signals(self, numbers: bytes) -> None:
-        """Signals to the agent itself, from a scheduler: the launcher decides what they mean for all hosts."""
+        """Forward a scheduler's signals to the launcher, which decides for all hosts."""
         for number in numbers:
             if number in FORWARDED_SIGNALS:
                 self._channel.send("signalled", number=number)
@@ -380,7 +380,7 @@ class Agent:
                 self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """Kill what is left of the ranks, and after a failure what they started; the guard is no longer needed."""
+        """Kill the remaining ranks, after a failure also their child processes, and dismiss the guard."""
         for rank in self._ranks:
             if not self._clean or rank.exit_code is None:
                 rank.kill_group()
@@ -393,7 +393,7 @@ class Agent:
 
     @staticmethod
     def _own_address() -> str:
-        """The address others reach this host at: the one ssh came to, else that of its name."""
+        """Return this host's address for others: the one that ssh connected to, else that of the host name."""
         reached = os.environ.get("SSH_CONNECTION", "").split()
         if len(reached) == 4 and not is_loopback(reached[2]):
             return reached[2]
@@ -405,7 +405,7 @@ class Agent:
         return next((address for address in local if not is_loopback(address)), socket.gethostname())
 
     def _base_environment(self, job: Mapping[str, Any], shared: Mapping[str, str]) -> dict[str, str]:
-        """The host's variables (all of the user's where the command runs here), the job's, and the rendezvous."""
+        """Return the host's variables (all of them on the user's own host), the job's and the rendezvous variables."""
         inherits = self._local or self._job is not None
         # Without those by which MPI, SLURM or torchrun gave the agent a rank of its own.
         environment = {

@@ -1,4 +1,4 @@
-"""One attempt: tells every host's agent to start its ranks of the world, and ends all at the first failure."""
+"""One attempt: requests each host's agent to start its ranks, and ends all ranks at the first failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.launcher.host_state import Failure, HostState
 from deepspeed.launcher.job import Job
 
 SETTLE_SECONDS = 1.0
-"""Time the other ranks have, after the first failure, to end by themselves with their own report."""
+"""Time after the first failure in which the other ranks can end by themselves with their own report."""
 GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL to ranks left over after a failure."""
 
@@ -23,7 +23,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)  # after these the ranks end, whatever 
 
 
 class Attempt:
-    """All ranks of the world in attempt `number` (from 0), on some hosts; the controller makes one for each restart."""
+    """Ranks of attempt `number` (from 0) on a set of hosts; the controller creates one attempt per restart."""
 
     def __init__(self, job: Job, members: Sequence[HostState], number: int, loop: Loop) -> None:
         self.members = list(members)
@@ -41,7 +41,7 @@ class Attempt:
         return not any(peer.left for peer in self.members)
 
     def start(self, address: str, port: int) -> None:
-        """Have every host start its ranks, with the rendezvous of rank 0 at an address and port."""
+        """Start the ranks on every host, with rank 0's rendezvous address and port."""
         shared = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -56,7 +56,7 @@ class Attempt:
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
     def started(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Note that the ranks of a host run."""
+        """Record that the ranks of a host run."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
             return
@@ -68,7 +68,7 @@ class Attempt:
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
     def ended(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Note the end of a rank."""
+        """Record the end of a rank."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
             return
@@ -81,14 +81,14 @@ class Attempt:
         self._fail(Failure(failed_at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
     def lost(self, peer: HostState, why: str) -> None:
-        """Note the loss of a host with its ranks."""
+        """Record the loss of a host with its ranks."""
         had_ranks = bool(peer.left)
         peer.left.clear()
         if had_ranks and not self._ending:
             self._fail(Failure(time.monotonic(), 1, f"host {peer.name} ({peer.ranks()}) was lost: {why}"))
 
     def signal(self, number: int) -> None:
-        """Send a signal of the user or a scheduler to all ranks, and end them after the grace period."""
+        """Send a user's or scheduler's signal to all ranks, and end them after the grace period."""
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
         if number == self.stopped_by and not again:
             return  # a scheduler tells the agent of every host, a platform every container
@@ -110,7 +110,7 @@ class Attempt:
                 peer.send("end", number=int(signal.SIGTERM), grace=GRACE_SECONDS)
 
     def result(self) -> tuple[int, str]:
-        """The exit code and the report of the first failure; pending timers do nothing any more."""
+        """Return the exit code and the report of the first failure; cancels pending timers."""
         self._finished = True
         if not self.failures:
             return 0, ""

@@ -1,4 +1,4 @@
-"""`ds_bundle`: the data of a bug report in one file: versions, variables, the logs of the last job. No secrets."""
+"""Write the data of a bug report to one file: versions, variables, logs of the last job; no secrets (`ds_bundle`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from deepspeed.launcher.job import WORDS, SecretDigest, hide, load_digests, name
 from deepspeed.launcher.rank_logs import jobs
 
 LOG_BYTES = 1 << 20
-"""That is taken from the end of each file."""
+"""Maximum bytes from the end of each file."""
 HIDDEN = "[hidden]"
 SHOWN = (
     "CUDA_", "DEEPSPEED_", "DS_", "GLOO_", "GROUP_", "HIP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NODE_RANK", "OMP_",
     "OMPI_", "PALS_", "PET_", "PMI", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_HOSTS", "SM_CURRENT", "SM_NUM_",
     "TORCH", "UCX_", "WORLD_SIZE", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR",
 )  # fmt: skip
-"""Variables whose values are shown begin so; of others only the name is."""
+"""Prefixes of variables whose values are shown; for others, only the name is shown."""
 
 _ASSIGNED = re.compile(
     rf"""((?:[\w.-]*[_.-])?(?:{WORDS})(?:[_.-][\w.-]*)?["']?(?:\s*[:=]\s*|(?<=\w)\s+(?=["']))|--[\w-]*(?:{WORDS})[\w-]*\s+)"""
@@ -49,7 +49,7 @@ _ALWAYS = tuple(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the bundle; returns 0, or 2 when there is nothing to read or nowhere to write."""
+    """Write the bundle; returns 0, or 2 if there is no input or the target is not writable."""
     parser = argparse.ArgumentParser(prog="ds_bundle", description=__doc__)
     parser.add_argument("-o", "--output", default="deepspeed-bundle.zip", help="the file to write")
     parser.add_argument("-l", "--logs", default="", help="folder of rank logs (default: those of the last job)")
@@ -67,9 +67,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
-    """Write the bundle, readable by its owner alone; returns the number of files in it.
+    """Write the bundle, readable only by its owner; returns the number of its files.
 
-    `logs` are by name within the bundle, `digests` of secrets that the job had and this process has not.
+    `logs` are by name within the bundle, `digests` of secrets of the job that this process does not have.
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
@@ -88,7 +88,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values of variables, here and in the environment files, with names of secrets; longest first."""
+    """Return the values of secret variables in the environment and the environment files; longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -97,7 +97,7 @@ def known_secrets(environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(environment: Mapping[str, str]) -> str:
-    """A line for each variable: the value where its name is one of `SHOWN`, else its length."""
+    """Format a line for each variable: the value if its name is in `SHOWN`, else its length."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
         shown = name.startswith(SHOWN) and not names_a_secret(name)
@@ -106,7 +106,7 @@ def variables(environment: Mapping[str, str]) -> str:
 
 
 def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """The text with these values (longest first) and everything that looks like a secret hidden."""
+    """Hide these values (longest first) and everything that looks like a secret in a text."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _ALWAYS:
@@ -125,7 +125,7 @@ def _report(secrets: Sequence[str]) -> str:
 
 
 def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
-    """Hide secrets in each string of a JSON document: hidden in its text they may end inside a string."""
+    """Hide secrets in each string of a JSON document, since hiding them in its text can damage the JSON."""
     if isinstance(value, dict):
         return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -136,7 +136,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """The folder of logs to take; None if this user has had no job."""
+    """Return the log folder to include; None if this user has no job."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)

@@ -1,4 +1,4 @@
-"""The server that agents connect to if they were not started over a connection."""
+"""Server for agents that were not started over a connection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 OPEN_SECONDS = 60.0
 """Time for which the token is valid."""
 CALLER_SECONDS = 5.0
-"""Time a caller has to show the token."""
+"""Time in which a connection must send the token."""
 _LINE_BYTES = 256
 
 
 class CallbackServer:
-    """A listening socket for the agents of `peers`; each connects once, and `control` gets the connections."""
+    """Listening socket for the agents of `peers`. Each agent connects once, and `control` gets the connections."""
 
     def __init__(self, control: Control, peers: list[HostState]) -> None:
         self._control = control
@@ -39,7 +39,7 @@ class CallbackServer:
         control.loop.later(OPEN_SECONDS, self.close)
 
     def close(self) -> None:
-        """Stop listening and drop the callers that have not shown the token, which is void from now on."""
+        """Stop listening, drop unauthenticated connections and invalidate the token."""
         if self._socket.fileno() >= 0:
             self._control.loop.unwatch(self._socket.fileno())
             self._socket.close()
@@ -59,7 +59,7 @@ class CallbackServer:
             self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._drop_on_timeout(caller))
 
     def _drop_on_timeout(self, caller: socket.socket) -> None:
-        """Drop a caller that has not shown the token; its descriptor may be another's by now."""
+        """Drop a connection that has not sent the token; its descriptor may have been reused."""
         for descriptor, (known, _) in list(self._callers.items()):
             if known is caller:
                 self._drop(descriptor)
@@ -70,7 +70,7 @@ class CallbackServer:
             self._callers.pop(descriptor)[0].close()
 
     def _listen(self, descriptor: int) -> None:
-        """Read until the token is there: whoever knows it is an agent of this job, anything else is dropped."""
+        """Read until the token arrives. Connections with the token are agents of this job; others are dropped."""
         caller, heard = self._callers[descriptor]
         try:
             data = caller.recv(_LINE_BYTES)
@@ -100,7 +100,7 @@ class CallbackServer:
         self._await_hello(channel)
 
     def _await_hello(self, channel: Channel) -> None:
-        """Wait for the message in which the agent names its host."""
+        """Wait for the message with the agent's host name."""
 
         def hear() -> None:
             for message, _ in channel.receive():
@@ -133,7 +133,7 @@ class CallbackServer:
 
     @staticmethod
     def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
-        """Which of the hosts an agent is on: by the name its scheduler gave, its own name, its address, its number."""
+        """Return the host of an agent, by the scheduler's name, its own name, its address or its number."""
         free = [peer for peer in peers if peer.channel is None]
         own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}
         for candidates in (free, peers):  # a second call of one host is told from the first of another

@@ -1,4 +1,4 @@
-"""The message channel between launcher and agents: JSON heads with raw bytes, over a pipe or a socket."""
+"""Message channel between launcher and agents: JSON heads with raw bytes, over a pipe or a socket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 MAGIC = b"\n\0deepspeed agent 1\n"
-"""What an agent says first: what a login script printed before it is no message."""
+"""Start of an agent's messages; earlier output of a login script is ignored."""
 MOST_BYTES = 256 << 20
-"""Longest message; a longer one means that the other side is not one of ours."""
+"""Maximum message size; a larger one means that the other side is no agent or launcher."""
 
 _HEAD = struct.Struct("=II")  # bytes of the JSON, of what follows it
 _READ = 1 << 18
@@ -22,9 +22,9 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class Channel:
-    """One side of a connection, never blocking: what cannot be written yet waits in memory.
+    """One side of a connection. Writes never block: bytes that cannot be written yet are queued in memory.
 
-    It owns both descriptors, which may be one. With `magic`, messages begin after `MAGIC`.
+    The channel owns both descriptors, which may be equal. With `magic`, messages begin after `MAGIC`.
     """
 
     def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
@@ -41,11 +41,11 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Bytes that the other side has not taken yet."""
+        """Return the number of bytes that the other side has not received yet."""
         return len(self._outgoing)
 
     def send(self, kind: str, data: bytes = b"", /, **fields: Any) -> None:
-        """Send a message, or queue it until `flush` can."""
+        """Send a message, or queue it until `flush` can write."""
         text = json.dumps({"kind": kind, **fields}).encode()
         self._outgoing += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
@@ -56,7 +56,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written now; the rest is dropped if the other side is gone."""
+        """Write as much as possible; if the other side has ended, drop the rest."""
         while self._outgoing and self.open:
             try:
                 done = os.write(self.writer, self._outgoing[:_READ])
@@ -68,10 +68,10 @@ class Channel:
             del self._outgoing[:done]
 
     def receive(self) -> Iterator[Message]:
-        """The messages that have arrived; `open` is False afterwards if the other side has ended.
+        """Return the messages that have arrived; `open` is False afterwards if the other side has ended.
 
         Raises:
-            ValueError: the bytes are not of this protocol.
+            ValueError: the bytes do not follow the protocol.
         """
         for _ in range(64):  # a busy peer must not keep the others waiting
             try:

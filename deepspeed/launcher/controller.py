@@ -1,4 +1,4 @@
-"""The controller: starts the ranks on all hosts or on none, and stops all when one fails."""
+"""Controller: starts the ranks on all hosts or on none, and stops all when one fails."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
 
 HELLO_SECONDS = 60.0
-"""Longest time between the start of a starter and its agent's first word."""
+"""Maximum time between the start of a starter and the first message of its agent."""
 GOODBYE_SECONDS = 3.0
-"""How long agents and starters may take to end when all is over."""
+"""Maximum time for agents and starters to end after the job."""
 FULL_BYTES = 4 << 20
-"""Output that waits for the terminal before ranks are made to wait too."""
+"""Bytes of output queued for the terminal above which the ranks' output is paused."""
 CANNOT_START = 2
 
 
@@ -32,20 +32,20 @@ class Starter(Protocol):
     name: str
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
+        """Start agents. Their channels arrive with `control.attach`, their processes with `control.adopt`."""
         ...
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """Start the agent of a lost host again; a starter that cannot do so leaves it lost."""
+        """Start the agent of a lost host again; does nothing if the starter cannot do so."""
         ...
 
     def close(self) -> None:
-        """Release what is needed for starting alone."""
+        """Release resources that are needed only for starting."""
         ...
 
 
 class Control:
-    """Runs a job through the agents that `starter` starts; `front` shows the output and forwards signals."""
+    """Runs a job through the agents of `starter`; `front` shows the output and forwards signals."""
 
     def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
         self.job = job
@@ -65,7 +65,7 @@ class Control:
     # -- what starters use ---------------------------------------------------------------------------------------------
 
     def adopt(self, process: StarterProcess) -> None:
-        """Watch a process that starts agents: its output is kept for the report of a failure, its end is noticed."""
+        """Watch a process that starts agents; its output is kept for failure reports."""
         self._processes.append(process)
         for stream in (process.popen.stderr, process.popen.stdout) if process.popen is not None else ():
             if stream is not None:
@@ -79,7 +79,7 @@ class Control:
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
     def on_hello(self, peer: HostState, hello: dict[str, Any]) -> None:
-        """Take the first message of a host's agent."""
+        """Process the first message of a host's agent."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
 
@@ -149,7 +149,7 @@ class Control:
         return attempt.result()
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Serve everything until `done`.
+        """Process all events until `done`.
 
         Raises:
             LaunchError: the job was aborted, and no rank runs any more.
@@ -164,7 +164,7 @@ class Control:
                 raise LaunchError(self._refused)
 
     def _serve_timers(self) -> None:
-        """Serve timers: pending output, heartbeats, starters that have ended."""
+        """Process timers: pending output, heartbeats, starters that have ended."""
         now = time.monotonic()
         self._front.flush()
         self._hold(self._front.waiting > FULL_BYTES)
@@ -286,7 +286,7 @@ class Control:
         self._front.send("out", data, to=descriptor)
 
     def _hold(self, held: bool) -> None:
-        """Have ranks wait while the terminal is blocked, so that output neither is lost nor piles up."""
+        """Pause the ranks' output while the terminal is blocked, so that it is neither lost nor accumulated."""
         if held == self._held or (self._held and self._front.waiting > FULL_BYTES // 4):
             return
         self._held = held
@@ -294,7 +294,7 @@ class Control:
             peer.send("hold", held=held)
 
     def _shut_down(self) -> None:
-        """End agents and starters, by force after a time."""
+        """End agents and starters; kill them after a timeout."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:

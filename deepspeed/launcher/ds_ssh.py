@@ -1,4 +1,4 @@
-"""`ds_ssh`: runs one command on every host of a hostfile, with its words as typed."""
+"""Run one command on every host of a hostfile, with its words as typed (`ds_ssh`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.launcher.multinode_runner import CONNECT_SECONDS, CONNECTING_AT_O
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command everywhere and print each line behind the host's name; returns the largest exit code."""
+    """Run the command on all hosts and print each line after the host's name; returns the largest exit code."""
     parser = argparse.ArgumentParser(prog="ds_ssh", description=__doc__)
     parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")

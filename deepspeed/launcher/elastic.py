@@ -1,4 +1,4 @@
-"""Elastic runs: after a failed rank the job restarts on the same hosts, after a lost host on the others."""
+"""Elastic runs: the job restarts on the same hosts after a failed rank, on the remaining ones after a lost host."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from deepspeed.launcher.job import Elastic
 from deepspeed.version import __version__
 
 RETRY_SECONDS = 3.0
-"""Time between two tries to reach a lost host."""
+"""Time between two attempts to reach a lost host."""
 GROW_AFTER_SECONDS = 10.0
-"""How long an attempt runs before it is stopped for a larger one."""
+"""Minimum run time of an attempt before it is stopped for a larger one."""
 WAIT_SECONDS = 1800.0
-"""How long too few hosts wait for more."""
+"""Maximum wait for hosts if there are too few."""
 MOST_RESTARTS = 100
 MOST_ERRORS_IN_A_ROW = 3
-"""Attempts that end by a rank's own error, not by the loss of one: starting again does not help against those."""
+"""Maximum number of consecutive attempts that end with a script's error, against which a restart does not help."""
 
 
 class ElasticControl(Control):
     """Runs a job in attempts, each on the hosts that are available."""
 
     def run_attempts(self) -> tuple[int, str]:
-        """Run attempts until one succeeds, the user stops it, or it fails by an error of its own."""
+        """Run attempts until one succeeds, the user stops it, or it fails with an error of the script."""
         self._slots = {peer.name: list(peer.slots) for peer in self.peers}
         self._began = 0.0
         self._growing = False
@@ -61,7 +61,7 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """The hosts of the next attempt, with the slots that it uses; the others wait as spares."""
+        """Return the hosts of the next attempt with the slots that it uses; other hosts are spares."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:
@@ -87,7 +87,7 @@ class ElasticControl(Control):
         return members
 
     def _look_for_hosts(self) -> None:
-        """Try lost hosts again, and stop an attempt that could be larger by now."""
+        """Retry lost hosts, and stop an attempt if a larger one is possible now."""
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         for peer in self.peers:
             if peer.lost:
@@ -105,14 +105,13 @@ class ElasticControl(Control):
 
     @staticmethod
     def _largest(valid: Sequence[int], there: int) -> int:
-        """The largest valid number of ranks up to `there`; any number is where none are listed."""
+        """Return the largest valid number of ranks up to `there`; without a list, every number is valid."""
         return max((size for size in valid if size <= there), default=0) if valid else there
 
 
 def valid_sizes(arguments: Sequence[str], environment: dict[str, str]) -> tuple[int, ...]:
-    """The numbers of ranks that the `elasticity` block allows: of the JSON among the script's arguments, or the
-    scheduler's view in the environment.
-    """
+    """Return the numbers of ranks that the `elasticity` block allows: of the JSON in the script's arguments, or of the
+    scheduler's variable in the environment."""
     for word in [part.partition("=")[2] or part for part in arguments]:
         config = json.loads(Path(word).read_text()) if word.endswith(".json") and Path(word).is_file() else None
         if isinstance(config, dict) and elasticity_enabled(config):

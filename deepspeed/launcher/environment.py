@@ -1,4 +1,4 @@
-"""The environment variables of a job: those the user exports, and those of each rank."""
+"""Environment variables of a job: those that the user exports, and those of each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STARTER_NAMES = {
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The place of a host in the world: its index, global rank of local rank 0, and a device slot per local rank."""
+    """Placement of a host: its index, the global rank of local rank 0, and a device slot per local rank."""
 
     index: int
     nodes: int
@@ -41,7 +41,7 @@ class NodePlacement:
         return asdict(self)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """The place of a rank as variables: the names of this launcher, of torchrun and of its clients."""
+        """Return a rank's placement as variables of this launcher, of torchrun and of its clients."""
         size = str(len(self.slots))
         return {
             "RANK": str(self.first_rank + local_rank),
@@ -65,7 +65,7 @@ def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, NodePlacement]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """The cores of a list such as `0-3,8`; an empty text means those this process may use."""
+    """Return the cores of a list such as `0-3,8`; for an empty text, those that this process may use."""
     if not text:
         return sorted(os.sched_getaffinity(0))
     cores: list[int] = []
@@ -78,20 +78,20 @@ def parse_cores(text: str) -> list[int]:
 
 
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
-"""Variables whose names begin so go to every node."""
+"""Prefixes of variables that are exported to every node."""
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of NAME=VALUE lines, in the home or the current directory, that go to every node."""
+"""File in the home or the current directory with NAME=VALUE lines to export to every node."""
 
 _DECLARED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:@([^=\s]+))?")
 
 
 def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str] | None = None) -> list[Export]:
-    """The variables declared for the ranks, later ones winning.
+    """Return the variables that are declared for the ranks; later ones override earlier ones.
 
     Args:
         options: values of --export: `NAME` (this environment's value), `NAME=VALUE`, `NAME@HOST=VALUE`.
-        several_hosts: take the variables with a known prefix too; on one host ranks inherit everything anyway.
-        hosts: of the job (None: any); lines of the files for other hosts are left out.
+        several_hosts: include variables with a known prefix; on one host, ranks inherit all variables anyway.
+        hosts: hosts of the job (None: any); lines of the files for other hosts are ignored.
 
     Raises:
         LaunchError: a name or line is malformed, or a variable is not set.
@@ -119,7 +119,7 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
 def _for_hosts(
     variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
 ) -> dict[tuple[str, str | None], str]:
-    """The variables of a file for all hosts or for those of this job; `localhost` also goes by this machine's name."""
+    """Return a file's variables for all hosts or for hosts of this job; `localhost` matches this machine's name."""
     if hosts is None:
         return variables
     own = socket.gethostname()
@@ -132,12 +132,12 @@ def _for_hosts(
 
 
 def exported_variables() -> dict[str, str]:
-    """The variables that go to every node: by prefix from this environment, and by name from the environment files."""
+    """Return the variables for every node: by prefix from this environment, by name from the environment files."""
     return {name: value for name, value, host in declared((), True) if host is None}
 
 
 def environment_files() -> list[Path]:
-    """The environment files that exist: the home directory's, then the current one's, which wins."""
+    """Return the existing environment files: the home directory's, then the current directory's, which overrides."""
     folders: list[Path] = []
     home = os.environ.get("HOME") or os.path.expanduser("~")
     if os.path.isabs(home):

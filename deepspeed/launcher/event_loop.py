@@ -1,4 +1,4 @@
-"""The event loop: descriptors, timers, signals and ended children."""
+"""Event loop for descriptors, timers, signals and ended children."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from deepspeed.errors import LaunchError
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Those that a user or a scheduler sends to the job's ranks."""
+"""Signals of a user or scheduler that are forwarded to the job's ranks."""
 OWN_DESCRIPTORS = 64
-"""Most that are open besides those of the hosts."""
+"""Maximum of open descriptors besides those of the hosts."""
 
 
 def make_room(descriptors: int) -> None:
-    """Raise this process's limit on open files by so many descriptors: a shell's usual limit is 1,024.
+    """Raise this process's limit on open files by `descriptors`: a shell's usual limit is 1,024.
 
     Raises:
-        LaunchError: the system does not allow as many.
+        LaunchError: the system does not allow that many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = descriptors + OWN_DESCRIPTORS
@@ -44,11 +44,11 @@ class Loop:
         self._due: list[tuple[float, Callable[[], object]]] = []
 
     def watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        """Call `action` whenever `descriptor` can be read."""
+        """Call `action` whenever `descriptor` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def unwatch(self, descriptor: int) -> None:
-        """Stop watching a descriptor; one that is not watched is ignored."""
+        """Stop watching a descriptor; unknown descriptors are ignored."""
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
@@ -75,7 +75,7 @@ class Loop:
 
 @contextlib.contextmanager
 def signal_socket(numbers: Sequence[int]) -> Iterator[socket.socket]:
-    """A socket that receives the number of each of these signals and of SIGCHLD; one that is ignored stays ignored."""
+    """Create a socket that receives the numbers of these signals and of SIGCHLD; ignored signals stay ignored."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

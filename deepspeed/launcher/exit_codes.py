@@ -1,4 +1,4 @@
-"""Explains the end of a rank: exit code, memory limit, disk, device, lost peer."""
+"""Explanation of a rank's end: exit code, memory limit, disk, device, lost peer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 from deepspeed.foundation.cgroup import CgroupMemory, machine_memory
 
 REQUEUE = 85
-"""Exit code of a rank that saved its state because it was asked to stop: start the job again."""
+"""Exit code of a rank that saved its state after a stop request: start the job again."""
 
 _GIB = 2**30
 LOST_ANOTHER = "it lost another rank"
@@ -36,9 +36,9 @@ _RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the eng
 
 
 def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_before: int) -> str:
-    """One line on an exit code (negative for a signal).
+    """Explain an exit code (negative for a signal) in one line.
 
-    `peak` is the most bytes of memory that the process had, `kills_before` is `memory.kills()` before it started.
+    `peak` is the process's peak memory in bytes, `kills_before` is `memory.kills()` before its start.
     """
     if code < 0:
         name = next((known.name for known in signal.Signals if known == -code), "a real-time signal")
@@ -68,7 +68,7 @@ def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_b
 
 
 def _of_memory(peak: int, memory: CgroupMemory) -> str:
-    """Its peak memory, of the container's limit or the machine's memory."""
+    """Compare the process's peak memory with the container's limit or the machine's memory."""
     limit = memory.limit()
     text = f"its peak memory was {peak / _GIB:.2f} of the {'container' if limit else 'machine'}'s "
     text += f"{(limit or machine_memory()) / _GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""The foreground process: shows the output and forwards signals while another process runs the job.
+"""Foreground process: shows the output and forwards signals while another process runs the job.
 
 Ctrl-S, Ctrl-Z, a pipe without a reader or a full disk block only this process.
 """
@@ -20,20 +20,20 @@ from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.event_loop import FORWARDED_SIGNALS
 
 LOST = 1
-"""Exit code when the process that ran the job is gone."""
+"""Exit code if the process that ran the job was killed."""
 LAST_BYTES = 16384
-"""Of the errors shown that are kept for a report elsewhere."""
+"""Bytes of error output that are kept for a report."""
 
 _last_errors = bytearray()
 
 
 def last_errors() -> str:
-    """The end of the text shown on standard error."""
+    """Return the end of the text shown on standard error."""
     return _last_errors.decode(errors="replace")
 
 
 class Screen:
-    """A file whose text goes to the front process, which writes it to its own descriptor 1 or 2."""
+    """A file whose text is sent to the front process, which writes it to its own descriptor 1 or 2."""
 
     def __init__(self, channel: Channel, descriptor: int) -> None:
         self._channel = channel
@@ -44,18 +44,18 @@ class Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: what is written is sent."""
+        """Do nothing: `write` sends immediately."""
 
     def isatty(self) -> bool:
-        """Whether the front writes to a terminal there."""
+        """Return whether the front's descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
 
 def run_behind(work: Callable[[Channel], int]) -> int:
-    """Run `work` in a process of its own, detached from the terminal, and show the output that it sends.
+    """Run `work` in a separate process, detached from the terminal, and show its output.
 
-    `work` gets a channel, on which it receives signal numbers (`signal`) and sends `out`. Returns its exit code, or 1
-    if the process was killed.
+    `work` gets a channel that delivers signal numbers (`signal`) and accepts output (`out`). Returns its exit code, or
+    1 if the process was killed.
     """
     parent_end, child_end = socket.socketpair()
     sys.stdout.flush()
@@ -107,7 +107,7 @@ def _show(channel: Channel, pid: int) -> int:
 
 
 def _write_all(descriptor: int, data: bytes, dead: set[int]) -> None:
-    """Write to a stream unless nobody will ever read it. A full disk loses the text and is no reason to stop."""
+    """Write to a stream unless its reader has ended. With a full disk, the text is lost but the job continues."""
     if descriptor == 2:
         _last_errors.extend(data)
         del _last_errors[:-LAST_BYTES]

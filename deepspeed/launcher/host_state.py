@@ -1,4 +1,4 @@
-"""The state of each host, and its failure."""
+"""State of each host, and its failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StarterProcess:
     tail: bytes = b""
 
     def read(self, descriptor: int) -> bool:
-        """Read more of one of its outputs; False at its end."""
+        """Read from one of the process's outputs; returns False at its end."""
         try:
             data = os.read(descriptor, TAIL_BYTES)
         except BlockingIOError:
@@ -37,16 +37,16 @@ class StarterProcess:
         return bool(data)
 
     def last_lines(self) -> str:
-        """Its last lines, joined."""
+        """Return the last lines of the output, joined."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
         return "; ".join(line for line in lines[-6:] if line)
 
     def code(self) -> int | None:
-        """Its exit code once it has ended, else None."""
+        """Return the exit code, or None while the process runs."""
         return 0 if self.popen is None else self.popen.poll()
 
     def kill(self) -> None:
-        """End it and everything it started here, such as the ssh of pdsh."""
+        """Kill the process and its local child processes, such as the ssh of pdsh."""
         if self.popen is None:
             return
         helpers = self._helpers(self.pid if self.peer is not None else os.getpid())  # of one for all, orphans too
@@ -61,7 +61,7 @@ class StarterProcess:
 
     @classmethod
     def _helpers(cls, pid: int) -> list[int]:
-        """Everything below a process but agents, which end with their connection, and what is below those."""
+        """Return all descendants of a process except agents and their descendants; agents end with their connection."""
         children: dict[int, list[int]] = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
@@ -79,7 +79,7 @@ class StarterProcess:
 
     @staticmethod
     def _program(pid: int) -> str:
-        """The executable of a process; empty if it has ended."""
+        """Return the executable of a process; empty if the process has ended."""
         try:
             return os.readlink(f"/proc/{pid}/exe")
         except OSError:
@@ -108,7 +108,7 @@ class HostState:
         return bool(self.problem)
 
     def reset(self) -> None:
-        """Reset the state, so that the host is tried again."""
+        """Reset the state before the host is tried again."""
         self.channel = self.process = None
         self.ready = False
         self.problem = ""
@@ -122,7 +122,7 @@ class HostState:
             self.channel.send(kind, **fields)
 
     def ranks(self) -> str:
-        """Its ranks, in words."""
+        """Describe the host's ranks."""
         if self.node is None or not self.slots:
             return "no rank"
         first, count = self.node.first_rank, len(self.node.slots)
@@ -134,11 +134,11 @@ class Failure:
     """A rank that failed or a host that was lost.
 
     Args:
-        time: when, in seconds of this machine's clock.
+        time: time of the failure, in seconds of this machine's clock.
         code: exit code; negative for a signal.
-        text: what the report says.
-        secondary: it only lost another rank.
-        rank: which; None for a host.
+        text: text of the report.
+        secondary: the failure only reports the loss of another rank.
+        rank: the rank; None for a host.
     """
 
     time: float
@@ -149,5 +149,5 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it."""
+        """Return the exit code in a shell's form."""
         return 128 - self.code if self.code < 0 else self.code

@@ -1,4 +1,4 @@
-"""The hosts and slots of a run: from the hostfile, or from SLURM, PBS, SageMaker or MPI; this machine's devices.
+"""Hosts and slots of a run, from the hostfile, SLURM, PBS, SageMaker or MPI; or this machine's devices.
 
 Torch is not imported.
 """
@@ -30,12 +30,12 @@ _RANGES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def check_name(name: str, where: str) -> str:
-    """`name` if it is the name or address of a host.
+    """Return `name` if it is a valid host name or address.
 
-    Starters have a syntax of their own in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh takes options there.
+    Starters have their own syntax in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh would read options there.
 
     Raises:
-        LaunchError: it is anything else.
+        LaunchError: the name is invalid.
     """
     if _NAME.fullmatch(name):
         return name
@@ -53,7 +53,7 @@ def check_name(name: str, where: str) -> str:
 
 
 def expand(name: str, where: str) -> list[str]:
-    """The hosts of a name with ranges: `h[01-03,7]` is h01, h02, h03 and h7.
+    """Expand a name with ranges: `h[01-03,7]` is h01, h02, h03 and h7.
 
     Raises:
         LaunchError: a range is malformed, or there are too many hosts.
@@ -99,10 +99,10 @@ def read_hostfile(path: str | Path) -> Hosts:
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
-    """How many slots each host of a hostfile has, in its order; None, with one line, where there is no such file.
+    """Return the number of slots of each host in a hostfile, in order; None, with a log line, if there is no file.
 
     Raises:
-        LaunchError: as `read_hostfile` does.
+        LaunchError: as in `read_hostfile`.
     """
     if not Path(hostfile_path).is_file():
         logger.info("there is no hostfile %s: this machine's own devices are used", hostfile_path)
@@ -111,10 +111,10 @@ def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
 
 
 def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
-    """Narrow `pool` to what `include` names, or to what `exclude` leaves.
+    """Restrict `pool` to the hosts in `include`, or remove those in `exclude`.
 
     Args:
-        pool: every host and slot there is.
+        pool: all hosts and slots.
         include: `host1@host2:0,2-3`: host1 with all its slots and three slots of host2.
         exclude: the same form.
 
@@ -136,15 +136,15 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Hosts:
-    """`select` over hosts with a number of slots each, as scripts that start ranks themselves call it.
+    """Call `select` with numbers of slots, for scripts that start ranks themselves.
 
     Args:
-        resource_pool: the number of slots by host, as `fetch_hostfile` gives it.
+        resource_pool: number of slots by host, as in `fetch_hostfile`.
         inclusion: see `select`.
         exclusion: see `select`.
 
     Raises:
-        LaunchError: as `select`.
+        LaunchError: as in `select`.
     """
     return select({host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion)
 
@@ -165,7 +165,7 @@ def _parse_selection(flag: str, text: str, pool: Hosts) -> Hosts:
 
 
 def _parts(text: str, pool: Hosts) -> list[str]:
-    """The parts between the `@`, where that of a known `user@host` is none."""
+    """Split at `@`, except within a known `user@host`."""
     words = [word for word in text.split("@") if word]
     with_users = {name for name in pool if "@" in name}
     parts: list[str] = []
@@ -180,7 +180,7 @@ def _parts(text: str, pool: Hosts) -> list[str]:
 
 
 def _slots(listed: str) -> list[int]:
-    """The slots of a list such as `0,2-5`; none when it is malformed."""
+    """Return the slots of a list such as `0,2-5`; empty if the list is malformed."""
     slots: list[int] = []
     for part in listed.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
@@ -196,7 +196,7 @@ def _shown(pool: Hosts) -> str:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether `name`, without its user, is this machine: by name, or by an address that can be listened on here."""
+    """Return whether `name`, without its user, is this machine: by name, or by a local address."""
     host = name.rpartition("@")[2]
     own = socket.gethostname()
     if host in ("localhost", own, own.split(".")[0]):
@@ -222,14 +222,14 @@ RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder
 
 @dataclass(frozen=True)
 class Pool:
-    """Hosts, and the source that named them.
+    """Hosts and their source.
 
     Args:
-        hosts: with their slots.
-        source: who named them.
-        launcher: default starter of agents there.
+        hosts: hosts with their slots.
+        source: description of the source.
+        launcher: default starter of agents on these hosts.
         own: index of this host if every host runs this command; None if one command starts all.
-        address: of rank 0; empty: this launcher chooses.
+        address: address of rank 0; empty: this launcher chooses.
     """
 
     hosts: Hosts
@@ -240,7 +240,7 @@ class Pool:
 
     @classmethod
     def from_sagemaker(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """SageMaker runs the command in every container: the first host leads. Variables and file must agree."""
+        """Return SageMaker's hosts. All containers run the command; the first leads. Variables and file must match."""
         named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
         current = env.get("SM_CURRENT_HOST", "")
         try:
@@ -269,7 +269,7 @@ class Pool:
 
     @classmethod
     def from_pods(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """Kubeflow's PyTorchJob and Trainer count in pods, each of which runs the command."""
+        """Return the pods of Kubeflow's PyTorchJob or Trainer; each pod runs the command."""
         count, own, address = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", ""), env.get("PET_MASTER_ADDR", "")
         if not (count.isdigit() and own.isdigit() and (address or env.get("MASTER_ADDR"))):
             return None
@@ -278,7 +278,7 @@ class Pool:
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """The nodes of a SLURM allocation; inside a step of several tasks every node runs the command."""
+        """Return the nodes of a SLURM allocation; inside a step of several tasks, every node runs the command."""
         nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         if not nodes:
             return None
@@ -298,7 +298,7 @@ class Pool:
 
     @classmethod
     def from_pbs(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """PBS names each host once per slot in a file."""
+        """Return the hosts of PBS, whose file lists each host once per slot."""
         path = env.get("PBS_NODEFILE", "")
         if not os.path.isfile(path):
             return None
@@ -309,9 +309,9 @@ class Pool:
 
 
 def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:
-    """The hosts of the hostfile, else of the scheduler this runs under, else this machine.
+    """Return the hosts of the hostfile, else of the current scheduler, else this machine.
 
-    `num_gpus` counts the ranks per host where nothing else does (not positive: unset); `root` holds /opt and /etc.
+    `num_gpus` sets the ranks per host if no other source does (not positive: unset); `root` contains /opt and /etc.
     """
     if os.path.isfile(hostfile):
         return Pool(read_hostfile(hostfile), f"hostfile {hostfile}")
@@ -330,7 +330,7 @@ def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.envir
 
 
 def nodes_of_slurm(text: str) -> list[str]:
-    """The names of a compressed list such as `gpu[003-007,12],login1`."""
+    """Expand a compressed list such as `gpu[003-007,12],login1` to node names."""
     parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     return [name for part in parts for name in expand(part, f"SLURM's list of nodes {text!r}")]
 
@@ -339,10 +339,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Names of the devices that a CUDA program would see, in its order; empty on a machine without accelerator.
+    """Return the devices visible to a CUDA program, in its order; empty on a machine without accelerator.
 
-    `CUDA_VISIBLE_DEVICES` is taken as given, indices, UUIDs and MIG names alike; as in CUDA, an invalid index
-    hides itself and all that follow. `DS_ACCELERATOR=cpu` hides every device.
+    `CUDA_VISIBLE_DEVICES` may have indices, UUIDs and MIG names; as in CUDA, an invalid index hides itself and all
+    that follow. `DS_ACCELERATOR=cpu` hides every device.
     """
     count = 0 if environment.get("DS_ACCELERATOR") == "cpu" else _installed()
     if count == 0 or VISIBLE not in environment:
@@ -365,7 +365,7 @@ def _installed() -> int:
 
 
 def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows each local rank the chosen devices: slots count within what is visible here."""
+    """Return the variable that shows the chosen devices to each local rank; slots index the visible devices."""
     names = visible_devices(environment)
     if not names:
         return {}

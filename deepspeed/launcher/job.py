@@ -1,4 +1,4 @@
-"""The description of a job: program, hosts, variables, and digests of its secrets."""
+"""Description of a job: program, hosts, variables, and digests of its secrets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Export = tuple[str, str, str | None]
-"""Name, value, and the one host it is for (None: all)."""
+"""Name, value, and host of a variable (None: all hosts)."""
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """How the number of hosts may change: from `fewest` to `most`, each attempt with ranks that `valid` allows."""
+    """Range of the number of hosts: from `fewest` to `most`, with the rank counts in `valid`."""
 
     fewest: int
     most: int
@@ -33,12 +33,12 @@ class Job:
 
     Args:
         slots: hosts with their device slots, in the order of the ranks.
-        program: the command line of a rank, up to its arguments.
-        address: of rank 0's rendezvous; empty asks the first host.
-        port: of that address; 0 takes a free one.
+        program: command line of a rank, up to its arguments.
+        address: rendezvous address of rank 0; empty: the first host's.
+        port: port of that address; 0: any free port.
         heartbeat: seconds of silence after which a host is lost.
-        grace: seconds that ranks have after a signal of the user's.
-        elastic: bounds of the world; None ends the run with the first failure.
+        grace: seconds that ranks have after a user's signal.
+        elastic: range of the world size; None: the first failure ends the run.
     """
 
     slots: dict[str, list[int]]
@@ -62,7 +62,7 @@ class Job:
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     def message(self, host: str) -> dict[str, Any]:
-        """The part of the job that the agent of `host` needs."""
+        """Return the part of the job that the agent of `host` needs."""
         names = ("id", "program", "arguments", "folder", "local_rank", "venv_script", "logs", "prefix")
         fields = {name: getattr(self, name) for name in (*names, "bind_cores", "bind_core_list", "terminals", "pid_of")}
         exports = [export for export in self.exports if export[2] in (None, host)]
@@ -76,7 +76,7 @@ _PREFIX, _FEWEST = "given-", 6  # characters: shorter ones could be tried out
 
 
 class SecretDigest(NamedTuple):
-    """A secret: its length in characters, and the digest of salt and value, in hexadecimal."""
+    """A secret's length in characters, and the hexadecimal digest of salt and value."""
 
     length: int
     salt: str
@@ -84,12 +84,12 @@ class SecretDigest(NamedTuple):
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether the variable of a name holds a secret."""
+    """Return whether a variable name indicates a secret."""
     return bool(_NAME.search(name))
 
 
 def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
-    """Store the digests of the secrets among some variables in a folder of logs, for its owner alone."""
+    """Store the digests of the secret variables in a log folder, readable only by its owner."""
     values = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
     if not values:
         return
@@ -102,7 +102,7 @@ def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
 
 
 def load_digests(folder: Path) -> list[SecretDigest]:
-    """Digests that `save_digests` wrote in this folder or its subfolders; longest paths first."""
+    """Load the digests of `save_digests` in this folder or its subfolders; longest paths first."""
     digests: list[SecretDigest] = []
     for path in sorted(folder.rglob(f"{_PREFIX}*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -111,7 +111,7 @@ def load_digests(folder: Path) -> list[SecretDigest]:
 
 
 def hide(text: str, digests: Iterable[SecretDigest], shown: str) -> str:
-    """The text with the secrets of these digests replaced."""
+    """Replace the secrets of these digests in a text."""
     for length, salt, digest in digests:
         starts = (match.start() for match in _STARTS.finditer(text))
         values = {part for start in starts if len(part := text[start : start + length]) == length}

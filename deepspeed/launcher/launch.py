@@ -1,4 +1,4 @@
-"""`python -m deepspeed.launcher.launch`: the ranks of one node, for scripts that start each node themselves."""
+"""Start the ranks of one node, for scripts that start each node themselves (`python -m deepspeed.launcher.launch`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deepspeed.launcher.hosts import Hosts
 
 
 def encode_world(hosts: Hosts) -> str:
-    """Hosts and slots as one word for a command line."""
+    """Encode hosts and slots as one word of a command line."""
     return base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node; returns 0, or the exit code of the rank that failed first, on any node."""
+    """Run the ranks of this node; returns 0, or the exit code of the rank that failed first on any node."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--node_rank", type=int, default=0)
     parser.add_argument("--master_addr", default="127.0.0.1")

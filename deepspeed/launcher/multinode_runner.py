@@ -1,4 +1,4 @@
-"""Starts an agent on each host: by fork, ssh, pdsh, MPI or srun."""
+"""Start of an agent on each host: by fork, ssh, pdsh, MPI or srun."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.rank_process import close_all_but
 
 CONNECT_SECONDS = 10
-"""How long ssh tries to connect to a host."""
+"""Timeout of ssh connections, in seconds."""
 CONNECTING_AT_ONCE = 128
 _LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "TERM")
-"""What a login would have set on the host; srun and mpirun start their processes without one."""
+"""Variables that a login sets on the host; srun and mpirun start processes without a login."""
 _STARTERS_OWN = (
     "OMPI_", "OPAL_", "PMIX_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_", "MPIR_", "I_MPI_", "MV2_", "UCX_", "FI_",
     "PDSH_", "SSH_", "SLURM_", "SRUN_", "KRB5", "MUNGE_", "FANOUT", "WCOLL",
@@ -43,17 +43,17 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class StarterSettings:
-    """The user's settings for starters: further arguments, and the port of ssh."""
+    """Options of starters: further arguments, and the port of ssh."""
 
     arguments: Sequence[str] = ()
     ssh_port: int | None = None
 
 
 def make(name: str, settings: StarterSettings) -> Starter:
-    """The starter of a name.
+    """Create the starter of a name.
 
     Raises:
-        LaunchError: there is none, or its program is not installed.
+        LaunchError: the name is unknown, or the program is not installed.
     """
     known = {"ssh": Ssh, **{kind: FanoutStarter for kind in FanoutStarter.PLANS}}
     if name.lower() not in known:
@@ -62,12 +62,12 @@ def make(name: str, settings: StarterSettings) -> Starter:
 
 
 class ForkStarter:
-    """An agent on this machine, as a child that inherits everything."""
+    """Starts the agent on this machine as a child process."""
 
     name = "fork"
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Fork the agent of the one host."""
+        """Fork the agent of the only host."""
         [peer] = peers
         own_end, agent_end = socket.socketpair()
         pid = os.fork()
@@ -82,7 +82,7 @@ class ForkStarter:
         self.begin(control, [peer])
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no resource is open."""
 
     @staticmethod
     def _run_agent(connection: socket.socket) -> None:
@@ -99,14 +99,14 @@ class ForkStarter:
 
 
 def agent_arguments(*arguments: str) -> list[str]:
-    """The constant command line of an agent; starters keep it as it is."""
+    """Return the constant command line of an agent; starters do not change it."""
     if any(char in sys.executable for char in "\n\r\0"):
         raise LaunchError(f"the path of Python, {sys.executable!r}, cannot be part of a command on other hosts")
     return [sys.executable, "-c", agent.SCRIPT, *arguments]
 
 
 class Ssh:
-    """An ssh connection per host: the agent talks through its standard input and output."""
+    """Starts agents over one ssh connection per host; the agent uses its standard input and output."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         _need("ssh")
@@ -154,7 +154,7 @@ class Ssh:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """A command line, variables to add for it, its standard input, and whether that is closed after the text."""
+    """A command line, its additional variables, its standard input, and whether to close that after the text."""
 
     command: list[str]
     variables: dict[str, str]
@@ -163,7 +163,7 @@ class StartPlan:
 
 
 class FanoutStarter:
-    """One program (pdsh, an MPI or srun) that starts the agents of all hosts, which connect back with a token."""
+    """Starts the agents of all hosts with one program (pdsh, MPI or srun); agents connect back with a token."""
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         self.name = name
@@ -195,18 +195,18 @@ class FanoutStarter:
         control.adopt(StarterProcess(popen, popen.pid, None))
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """The program cannot start one agent alone."""
+        """Do nothing: the program cannot start a single agent."""
         control.lose(peer, f"{self.name} cannot start a single host again")
 
     def _write_hosts(self, lines: Sequence[str]) -> str:
-        """Write a file of hosts, readable by this user alone."""
+        """Write a hosts file that only this user can read."""
         descriptor, self._hosts_file = tempfile.mkstemp(prefix="deepspeed-hosts-")
         with os.fdopen(descriptor, "w") as file:
             file.write("".join(f"{line}\n" for line in lines))
         return self._hosts_file
 
     def close(self) -> None:
-        """Stop listening and remove the file of hosts."""
+        """Stop listening and remove the hosts file."""
         if self._server is not None:
             self._server.close()
         if self._hosts_file:
@@ -271,7 +271,7 @@ class FanoutStarter:
 
     @staticmethod
     def _mpi(programs: Sequence[str], *says: str) -> str:
-        """The first of these programs whose version names the MPI that is asked for: Debian's mpirun may be any."""
+        """Return the first of these programs with the requested MPI in its version; Debian's mpirun may be any MPI."""
         seen: list[str] = []
         for program in programs:
             if shutil.which(program) is None:
@@ -315,7 +315,7 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program that dies with this process and gets no signal of the terminal."""
+    """Start a program that ends with this process and gets no signals of the terminal."""
 
     def prepare() -> None:
         if _prctl is not None:

@@ -1,4 +1,4 @@
-"""Rendezvous of nodes whose command the user or a platform starts on every host."""
+"""Rendezvous of nodes on which the user or a platform starts the command."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from deepspeed.launcher.job import Job
 from deepspeed.launcher.multinode_runner import ForkStarter
 
 ARRIVE_SECONDS = 600.0
-"""How long the hosts wait for each other: containers are pulled, machines are started."""
+"""Maximum time that hosts wait for each other, for example while containers are pulled."""
 LOG_SECONDS = 15.0
-"""After so long a line says who is missing."""
+"""Time after which a line lists the missing hosts."""
 
 
 def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Run this host's part of a job that is the same on every host; returns the exit code of the whole job.
+    """Run this host's part of a job that is equal on all hosts; returns the exit code of the whole job.
 
     Args:
-        job: as every host has it.
+        job: the job, equal on every host.
         own: index of this host.
-        fingerprint: of the job; a caller with another one is of another job.
+        fingerprint: hash of the job; callers with another one belong to another job.
         front: shows the output of this host's ranks.
     """
     if not 0 <= own < len(job.slots):
@@ -52,12 +52,12 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
 
 
 def control_port(job: Job) -> int:
-    """The port at which the first host listens for the others: next to that of the ranks' own rendezvous."""
+    """Return the port on which the first host listens for the others: next to the ranks' rendezvous port."""
     return job.port + 1 if job.port < 65535 else job.port - 1
 
 
 class NodeRendezvous:
-    """The first host's side: its own agent is a fork, the other hosts connect."""
+    """Starter on the first host: forks its own agent; the other hosts connect."""
 
     name = "the command on every host"
 
@@ -90,7 +90,7 @@ class NodeRendezvous:
         control.loop.later(LOG_SECONDS, lambda: self._log_missing(peers))
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """Fork the agent of this host; another host connects by itself when its command is started again."""
+        """Fork the agent of this host; another host reconnects when its command is started again."""
         if peer is control.peers[0]:
             ForkStarter().begin(control, [peer])
         else:
@@ -135,7 +135,7 @@ class NodeRendezvous:
 
 
 def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Connect to the first host, then run as its agent; what the ranks print is shown here."""
+    """Connect to the first host and run as its agent; shows the output of this host's ranks."""
     place = (job.address, control_port(job))
     end = time.monotonic() + ARRIVE_SECONDS
     log_at = time.monotonic() + LOG_SECONDS

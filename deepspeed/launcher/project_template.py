@@ -1,4 +1,4 @@
-"""`ds_new FOLDER`: writes a training script and its JSON that run as they are."""
+"""Write a training script and its JSON, ready to run (`ds_new FOLDER`)."""
 
 from __future__ import annotations
 
@@ -144,14 +144,14 @@ _END = """        engine.save_checkpoint(str(checkpoints), client_state={"epoch"
 
 
 def script(model: str, checkpoints: bool) -> str:
-    """The text of the training script; with `checkpoints` it saves after each epoch and resumes."""
+    """Return the training script; with `checkpoints` it saves after each epoch and resumes."""
     parts, loss = _MODELS[model]
     begin, end = (_BEGIN, _END) if checkpoints else ("", "")
     return _HEAD + parts + _MAIN.format(loss=loss, begin=begin, end=end, first="first" if checkpoints else "0")
 
 
 def config(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON that the options ask for."""
+    """Return the JSON for the options."""
     zero: dict[str, Any] = {"stage": options.stage}
     if options.offload != "none":
         place = {"device": options.offload} | ({"nvme_path": "offload"} if options.offload == "nvme" else {})
@@ -173,7 +173,7 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the project; returns 0, or 1 when nothing was written."""
+    """Write the project; returns 0, or 1 if nothing was written."""
     parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
@@ -199,7 +199,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _problem(options: argparse.Namespace) -> str:
-    """The reason why nothing can be written; empty if it can."""
+    """Return the reason why the project cannot be written; empty if it can."""
     there = [name for name in (SCRIPT, CONFIG) if (options.folder / name).exists()]
     if there and not options.force:
         return f"{' and '.join(there)} exist in {options.folder}; --force writes over them"

@@ -1,4 +1,4 @@
-"""The logs of each rank: forwarded, stored in a folder per attempt, with their last lines kept for reports."""
+"""Logs of each rank: forwarded, stored in a folder per attempt, with the last lines kept for reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 KEPT_JOBS = 10
-"""Folders of earlier jobs that stay where no folder was named."""
+"""Number of earlier jobs whose log folders in the temporary folder are kept."""
 
 
 def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
-    """The folder of an attempt's logs: in `named`, or of this user in the temporary folder, which keeps the last jobs.
+    """Return the log folder of an attempt: in `named`, or in the temporary folder, which keeps this user's last jobs.
 
-    None where nothing can be written: that is no reason not to train.
+    None if nothing can be written; the job then runs without logs.
     """
     if named:
         folder = Path(named) / f"attempt{attempt}"
@@ -46,7 +46,7 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
 
 
 def jobs() -> list[Path]:
-    """The folders of this user's jobs without a named one, the last job first."""
+    """Return the log folders of this user's jobs in the temporary folder, the last job first."""
     parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
     with contextlib.suppress(OSError):
         if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
@@ -61,9 +61,9 @@ def _by_age(parent: Path) -> list[Path]:
 TAIL_BYTES = 64 * 1024
 LAST_LINES = 20
 LOG_BYTES = 64 << 20
-"""A log longer than this begins anew; the part before it is kept as `NAME.1`."""
+"""Maximum size of a log file; the full file is then renamed to `NAME.1`."""
 READ_BYTES = 1 << 20
-"""Most that one stream passes on before the others have their turn."""
+"""Maximum bytes that one stream forwards before the other streams' turn."""
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAINED = re.compile(rb"(During handling of the above exception|The above exception was the direct cause of)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -75,7 +75,7 @@ Size = tuple[int, int]
 
 
 def terminal_size(descriptor: int) -> Size | None:
-    """The size of the terminal that `descriptor` is; None for anything else."""
+    """Return the size of the terminal at `descriptor`; None if it is no terminal."""
     if not os.isatty(descriptor):
         return None
     columns, rows = os.get_terminal_size(descriptor)
@@ -83,9 +83,9 @@ def terminal_size(descriptor: int) -> Size | None:
 
 
 def open_channel(terminal: Size | None) -> tuple[int, int]:
-    """A (reader, writer) pair whose writer is a terminal of that size, or for None a pipe.
+    """Return a (reader, writer) pair whose writer is a terminal of that size, or for None a pipe.
 
-    Progress bars ask whether they write to a terminal and how wide it is.
+    Progress bars check whether they write to a terminal, and its width.
     """
     if terminal is None:
         reader, writer = os.pipe()
@@ -98,7 +98,7 @@ def open_channel(terminal: Size | None) -> tuple[int, int]:
 
 
 class Log:
-    """The file of a rank's output; a full disk ends the file, not the rank."""
+    """File of a rank's output. A full disk ends the file, not the rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,7 +120,7 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Close the file; what is written afterwards is dropped."""
+        """Close the file; later writes are dropped."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ class Log:
 class Stream:
     """One output of a rank, read from a non-blocking descriptor.
 
-    `emit` shows it, with `prefix` before each line (empty: bytes as they come); `log` stores it.
+    `emit` shows the output, with `prefix` before each line (empty: unchanged bytes); `log` stores it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Stream:
         self._unfinished = b""
 
     def pump(self) -> bool:
-        """Read what has arrived; False if the rank's side is closed."""
+        """Read the available bytes; returns False if the rank's side is closed."""
         for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)
@@ -165,7 +165,7 @@ class Stream:
         os.close(self.reader)
 
     def last_traceback(self) -> str:
-        """The last traceback with the exceptions it is chained to; else the last lines."""
+        """Return the last traceback with its chained exceptions; else the last lines."""
         text = self._tail
         start = text.rfind(_TRACEBACK)
         if start < 0:

@@ -1,4 +1,4 @@
-"""Rank processes that end with the launcher."""
+"""Processes of ranks, which end with the launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from deepspeed.launcher.rank_logs import Log, Size, Stream, open_channel
 
 FATAL_SECONDS = 30.0
-"""Longest time between a traceback and the end of the process that it belongs to."""
+"""Maximum time between a final traceback and the end of its process."""
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -25,15 +25,15 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The start of a rank.
+    """Start parameters of a rank.
 
     Args:
         number: the global rank.
-        folder: working directory; None is this process's.
-        cores: CPU cores it may run on; None leaves this process's.
-        log_path: file that takes its output.
-        prefix: put before each line that is shown.
-        terminals: terminal sizes of standard output and standard error, None for a pipe.
+        folder: working directory; None: that of this process.
+        cores: allowed CPU cores; None: those of this process.
+        log_path: file for the output.
+        prefix: text before each line that is shown.
+        terminals: terminal sizes of standard output and standard error; None for a pipe.
     """
 
     number: int
@@ -47,7 +47,7 @@ class RankSpec:
 
 
 class Rank:
-    """One rank: its process, its output, and its end. `emit` takes the descriptor (1 or 2) and the bytes to show."""
+    """One rank: its process, output and end. `emit` takes the descriptor (1 or 2) and the bytes to show."""
 
     def __init__(self, start: RankSpec, emit: Callable[[int, bytes], object]) -> None:
         self.number = start.number
@@ -81,7 +81,7 @@ class Rank:
         self.errors = self.streams[1]
 
     def reap(self) -> bool:
-        """True once, when the process has ended; its exit code, end time and peak memory are set then."""
+        """Return True once, after the process has ended; sets its exit code, end time and peak memory."""
         if self.exit_code is not None:
             return False
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -93,7 +93,7 @@ class Rank:
         return True
 
     def close(self) -> None:
-        """Read the rest of its output and close the streams."""
+        """Read the remaining output and close the streams."""
         for stream in self.streams:
             stream.close()
         if self._log is not None:
@@ -101,16 +101,16 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """Time of the failure: that of the traceback, as the end may take as long as freeing the memory."""
+        """Return the time of the failure: that of the traceback, since freeing memory can delay the process's end."""
         return self._fatal_traceback_at or self.ended_at
 
     def last_words(self) -> str:
-        """The traceback it ended with, or the last lines it printed."""
+        """Return the final traceback, or the last printed lines."""
         return self.errors.last_traceback() if self._fatal_traceback_at else self.errors.last_lines()
 
     @property
     def _fatal_traceback_at(self) -> float | None:
-        """Time of the last traceback; None if long before the end, when the program survived the exception."""
+        """Return the time of the last traceback; None if the program survived that exception."""
         printed_at = self.errors.traceback_at
         return printed_at if printed_at is not None and self.ended_at - printed_at < FATAL_SECONDS else None
 
@@ -121,7 +121,7 @@ class Rank:
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process and everything it started that stayed in its group."""
+        """Kill the process and the processes of its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -139,7 +139,7 @@ class Rank:
 
 
 def close_all_but(*descriptors: int) -> None:
-    """Close every inherited descriptor but those and the three standard ones."""
+    """Close every inherited descriptor except the given ones and the three standard ones."""
     listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
     for descriptor in map(int, listed):
         if descriptor > 2 and descriptor not in descriptors:
@@ -148,9 +148,9 @@ def close_all_but(*descriptors: int) -> None:
 
 
 class Guard:
-    """A small process that outlives a killed agent just long enough to kill the groups of its ranks.
+    """A small process that survives a killed agent until it has killed the process groups of the ranks.
 
-    The parent-death signal of the kernel reaches the ranks alone, not what they started (data loader workers).
+    The kernel's parent-death signal reaches only the ranks, not their child processes (data loader workers).
     """
 
     def __init__(self) -> None:
@@ -163,11 +163,11 @@ class Guard:
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
-        """Kill the group of this rank if this process dies."""
+        """Kill the process group of this rank if this process ends unexpectedly."""
         os.write(self._writer, b"%d\n" % rank.process.pid)
 
     def dismiss(self) -> None:
-        """End the guard without killing anything."""
+        """End the guard without killing a process."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self._writer)

@@ -1,4 +1,4 @@
-"""The `deepspeed` command: chooses hosts and devices, and starts the ranks through an agent on each host."""
+"""The `deepspeed` command: selects hosts and devices, and starts the ranks through an agent on each host."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = [
 
 PDSH_MAX_FAN_OUT = 1024
 NO_SSH_PORT = 29500
-"""Where the hosts of a --no_ssh run meet, unless --master_port says otherwise."""
+"""Default rendezvous port of --no_ssh runs; --master_port overrides it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the `deepspeed` command; returns the exit code of the rank that failed first, 2 when none was started."""
+    """Run the `deepspeed` command; returns the exit code of the rank that failed first, or 2 if none was started."""
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         options = parse(arguments)
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
     """Start the job of the options on `known` hosts, or on those that are found; returns the job's exit code.
 
     Raises:
-        LaunchError: the options, the hostfile or the machine do not allow it.
+        LaunchError: the options, the hostfile or the machine do not allow the job.
     """
     _check(options)
     logger.setLevel(logging.ERROR if options.quiet else options.log_level.upper())
@@ -110,7 +110,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def own_options(words: Sequence[str]) -> list[str]:
-    """The launcher's options without --autotuning."""
+    """Return the launcher's options without --autotuning."""
     flag = "--autotuning"
     remaining, skip = list[str](), False
     for word in words:
@@ -122,7 +122,7 @@ def own_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_hosts(options: argparse.Namespace) -> Hosts:
-    """The hosts and slots that the options and the hostfile name; without hostfile those of this machine."""
+    """Return the hosts and slots that the options and the hostfile select; without a hostfile, this machine's."""
     return _narrow(options, _pool(options))
 
 

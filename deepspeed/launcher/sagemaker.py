@@ -1,4 +1,4 @@
-"""The entry point of a SageMaker container: hosts, hyper-parameters and failures through the platform's files."""
+"""Entry point of a SageMaker container: hosts, hyper-parameters and failures through the platform's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.launcher.foreground import last_errors
 
 ROOT = Path("/opt/ml")
 FAILURE_BYTES = 1024
-"""The platform shows that much of the failure file, from its beginning."""
+"""Number of bytes that the platform shows from the beginning of the failure file."""
 _HEAD_BYTES = 384
 
 
@@ -23,7 +23,7 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run `script [train]` with the hyper-parameters as arguments, on all hosts of the job.
 
     Args:
-        args: options of the `deepspeed` command, the script, and its own arguments; None takes the process's own.
+        args: options of the `deepspeed` command, the script, and its arguments; None: the process's arguments.
         root: the platform's folder.
 
     Returns:
@@ -45,9 +45,9 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def hyper_parameters(root: Path) -> list[str]:
-    """The hyper-parameters, all of them strings, as arguments: `--name value`.
+    """Return the hyper-parameters, which are strings, as arguments: `--name value`.
 
-    Those of the SDK (`sagemaker_…`) are not the script's. A value in JSON quotes loses them; "true" stays a word.
+    Those of the SDK (`sagemaker_…`) are omitted. Values in JSON quotes lose the quotes; "true" remains a word.
     """
     try:
         parameters = json.loads((root / "input/config/hyperparameters.json").read_text())
@@ -65,7 +65,7 @@ def hyper_parameters(root: Path) -> list[str]:
 
 
 def variables(root: Path) -> dict[str, str]:
-    """What the training toolkit would have set: folders, channels, hosts."""
+    """Return the variables that the training toolkit would set: folders, channels, hosts."""
     environment = {
         "SM_MODEL_DIR": str(root / "model"),
         "SM_OUTPUT_DATA_DIR": str(root / "output/data"),
@@ -91,7 +91,7 @@ def variables(root: Path) -> dict[str, str]:
 
 
 def report_failure(root: Path, text: str) -> None:
-    """Write the failure file, which the platform shows as the reason of the job: beginning and end of a long text."""
+    """Write the failure file, whose text the platform shows; a long text is reduced to its beginning and end."""
     data = text.encode()
     if len(data) > FAILURE_BYTES:
         data = data[:_HEAD_BYTES] + b"\n...\n" + data[_HEAD_BYTES + 5 - FAILURE_BYTES :]

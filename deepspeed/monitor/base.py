@@ -1,6 +1,6 @@
-"""The interface of all monitors, and those that write JSON lines, to MLflow and for Prometheus.
+"""Interface of all monitors, and monitors for JSON lines, MLflow and Prometheus.
 
-Monitor modules do not import torch, and import the package that a monitor writes to only when the monitor is created.
+Monitor modules do not import torch. The package of a monitor is imported only when the monitor is created.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MLFLOW_ILLEGAL = re.compile(r"[^\w\-. /:]")  # what names of metrics may not ha
 
 
 class Event(NamedTuple):
-    """One number of a run.
+    """One metric value of a run.
 
     Attributes:
-        name: slashes separate its parts.
+        name: name with slashes between its parts.
         value: the number; it may be infinite or NaN.
-        step: x axis; the engine's events count samples over all ranks.
-        time: seconds since 1970 when it was queued.
+        step: x axis; for the engine's events, samples over all ranks.
+        time: seconds since 1970 when the event was queued.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Event(NamedTuple):
 
 
 class Monitor(abc.ABC):
-    """Writes events to one place, in this process; those of an engine run in a process each (`monitor_process`).
+    """Base class of monitors, which write events to one target. An engine runs each monitor in its own process.
 
     Args:
-        config: the block of the configuration, or anything with its keys as attributes.
+        config: block of the configuration, or any object with its keys as attributes.
 
     Raises:
-        NotAvailableError: the package it writes through is not installed.
+        NotAvailableError: the monitor's package is not installed.
     """
 
     module: ClassVar[str] = ""  # of the package that it writes through
@@ -58,7 +58,7 @@ class Monitor(abc.ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless the package is installed, without importing it."""
+        """Raise unless the monitor's package is installed, without importing it."""
         if cls.module and importlib.util.find_spec(cls.module) is None:
             raise NotAvailableError(f"{cls.__name__} writes through {cls.module}: pip install 'deepspeed[{cls.extra}]'")
 
@@ -66,27 +66,27 @@ class Monitor(abc.ABC):
         """Write events.
 
         Args:
-            event_list: (name, value, step) each, or `Event`s.
-            flush: accepted for old scripts; what was written is always flushed.
+            event_list: (name, value, step) tuples, or `Event`s.
+            flush: accepted for old scripts without effect; every write is flushed.
         """
         now = time.time()
         self.write([Event(str(e[0]), float(e[1]), int(e[2]), e[3] if len(e) > 3 else now) for e in event_list])
 
     @abc.abstractmethod
     def write(self, events: list[Event]) -> None:
-        """Write, and flush to the operating system or the package."""
+        """Write events and flush to the operating system or the package."""
 
     def close(self) -> None:  # noqa: B027  # files that are flushed may stay open
-        """Nothing more will come."""
+        """Close the target; no further events follow."""
 
 
 def folder_of(config: Any) -> Path:
-    """The folder of a run: `output_path`/`job_name`, below the working directory where no path is given."""
+    """Return the folder of a run: `output_path`/`job_name`, in the working directory if no path is given."""
     return Path(config.output_path or ".").absolute() / config.job_name
 
 
 class JsonlMonitor(Monitor):
-    """Appends a line with name, value, step and time for each event; numbers that JSON has not are strings."""
+    """Appends a line with name, value, step and time per event; numbers without a JSON form become strings."""
 
     def __init__(self, jsonl_config: Any) -> None:
         super().__init__(jsonl_config)
@@ -95,7 +95,7 @@ class JsonlMonitor(Monitor):
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, events: list[Event]) -> None:
-        """One write for all of them, so that a reader never sees half a line."""
+        """Write all events with one call, so that a reader never sees half a line."""
         rows = (e._asdict() | {"value": e.value if math.isfinite(e.value) else str(e.value)} for e in events)
         self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
@@ -104,7 +104,7 @@ class JsonlMonitor(Monitor):
 
 
 class MLflowMonitor(Monitor):
-    """Logs to a run of its own, in one batch for all events that have come."""
+    """Logs to an MLflow run of its own, in one batch for all pending events."""
 
     module = extra = "mlflow"
 
@@ -129,7 +129,7 @@ class MLflowMonitor(Monitor):
 
 
 class PrometheusMonitor(Monitor):
-    """Serves gauges over HTTP: `Train/Samples/lr` is `deepspeed_train_samples_lr{job="…"}`, the step is a gauge too."""
+    """Serves gauges over HTTP: `Train/Samples/lr` is `deepspeed_train_samples_lr{job="…"}`; the step is a gauge too."""
 
     module, extra = "prometheus_client", "prometheus"
 

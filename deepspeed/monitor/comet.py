@@ -9,10 +9,10 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class CometMonitor(Monitor):
-    """Logs to a Comet experiment, an event of a name at most every `samples_log_interval` samples.
+    """Logs to a Comet experiment, with at most one event per name every `samples_log_interval` samples.
 
     Attributes:
-        experiment: Comet's own object.
+        experiment: Comet's experiment object.
     """
 
     module, extra = "comet_ml", "comet"
@@ -27,7 +27,7 @@ class CometMonitor(Monitor):
         self._logged: dict[str, int] = {}
 
     def write(self, events: list[Event]) -> None:
-        """Log those whose turn it is."""
+        """Log the events that are due."""
         for event in events:
             last = self._logged.get(event.name)
             if last is None or event.step - last >= self.samples_log_interval:

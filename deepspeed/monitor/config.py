@@ -1,4 +1,4 @@
-"""The blocks of the monitors."""
+"""Configuration blocks of the monitors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["DeepSpeedMonitorConfig", "get_monitor_config"]
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The monitors' blocks out of a whole configuration, checked.
+    """Return the checked monitor blocks of a whole configuration.
 
     Args:
-        param_dict: the configuration as a dict; other blocks are not looked at.
+        param_dict: the configuration as a dict; other blocks are not checked.
 
     Raises:
         pydantic.ValidationError: a name, type or value is wrong.

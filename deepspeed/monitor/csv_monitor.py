@@ -1,4 +1,4 @@
-"""Events as CSV: a file for each name."""
+"""Events as CSV, with one file per name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed.monitor.base import Event, Monitor, folder_of
 
 
 class csvMonitor(Monitor):
-    """Appends `step,value` rows to `<name with _ for / and spaces>.csv`; a restarted run goes on in the same files."""
+    """Appends `step,value` rows to `<name with _ for / and spaces>.csv`; a restarted run continues the files."""
 
     def __init__(self, csv_config: Any) -> None:
         super().__init__(csv_config)
@@ -27,7 +27,7 @@ class csvMonitor(Monitor):
         return self._files[name]
 
     def write(self, events: list[Event]) -> None:
-        """Append, and flush what was touched."""
+        """Append the events, and flush their files."""
         for event in events:
             csv.writer(self._file(event.name)).writerow([event.step, event.value])
         for name in {event.name for event in events}:

@@ -1,4 +1,4 @@
-"""All monitors of a run behind one `write_events`; which there are is in `registry.py`."""
+"""All monitors of a run behind one `write_events`; `registry.py` lists the monitors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_FOLDER = ("tensorboard", "csv_monitor")
 
 
 def missing_packages(monitor_config: DeepSpeedMonitorConfig) -> list[str]:
-    """A line for each enabled monitor whose package is not installed, with what to install."""
+    """Return a line for each enabled monitor whose package is not installed, with the package to install."""
     lines: list[str] = []
     for block in MONITORS:
         if getattr(monitor_config, block).enabled:
@@ -36,20 +36,20 @@ def missing_packages(monitor_config: DeepSpeedMonitorConfig) -> list[str]:
 
 
 class MonitorMaster:
-    """Hands the events of rank 0 to the writers of all monitors that the configuration enables.
+    """Sends the events of rank 0 to the writers of all enabled monitors.
 
-    Each writer is a process of its own (`monitor_process`), so `write_events` waits for nothing. They end with `close`,
-    when this object goes, and when the run ends or is killed.
+    Each writer is a separate process (`monitor_process`), so `write_events` does not wait. Writers end with `close`,
+    when this object is deleted, and when the run ends or is killed.
 
     Args:
-        monitor_config: `DeepSpeedConfig(…).monitor_config`, or what `get_monitor_config` gives.
-        rank: of this process; None: as its launcher named it.
+        monitor_config: `DeepSpeedConfig(…).monitor_config`, or the result of `get_monitor_config`.
+        rank: rank of this process; None: from the launcher's variables.
 
     Attributes:
-        enabled: whether any monitor is, on every rank alike.
-        writes: whether it is, on this rank.
+        enabled: whether any monitor is enabled; equal on all ranks.
+        writes: whether this rank writes events.
         tb_monitor, wandb_monitor, comet_monitor, csv_monitor, jsonl_monitor, mlflow_monitor, prometheus_monitor: the
-            feed of each; None where it is not enabled, and on all ranks but 0.
+            feed of each monitor; None if it is not enabled, and on all ranks but 0.
 
     Raises:
         NotAvailableError: a monitor's package is not installed; on every rank.
@@ -86,10 +86,10 @@ class MonitorMaster:
         self._closing = weakref.finalize(self, Feed.close_all, self._feeds)  # at exit too
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """Show `ds_top` this rank's last step, where a folder was named: a copy in memory.
+        """Publish this rank's last step for `ds_top`, if a folder is configured: one copy in memory.
 
         Args:
-            facts: values that JSON has.
+            facts: values that have a JSON form.
         """
         if self._page_settings is None:
             return
@@ -101,11 +101,11 @@ class MonitorMaster:
             log_rank0(f"ds_top will not see rank {self._rank}: {error}", logging.WARNING)
 
     def write_events(self, event_list: Iterable[tuple[Any, ...]], flush: bool = True) -> None:
-        """Queue events on rank 0; nothing happens elsewhere.
+        """Queue events on rank 0; other ranks do nothing.
 
         Args:
-            event_list: (name, value, step) each: text, a number or a tensor with one, a whole number.
-            flush: accepted for old scripts; writers flush by themselves.
+            event_list: (name, value, step) tuples: a string, a number or one-element tensor, an integer.
+            flush: accepted for old scripts without effect; writers always flush.
         """
         if self._feeds:
             now = time.time()
@@ -115,7 +115,7 @@ class MonitorMaster:
                 feed.send(line)
 
     def close(self) -> None:
-        """Let the writers finish, and end them."""
+        """Wait for the writers to finish, and end them."""
         self._closing()
         page, self._page, self._page_settings = self._page, None, None
         if page is not None:

@@ -1,8 +1,8 @@
-"""The process that writes a monitor's events, and the pipe to it.
+"""Process that writes a monitor's events, and the pipe to it.
 
-It reads lines of JSON on standard input: first the target, and the time limit at the end; then lists of events. An
-empty line, or the end of the input if the run was killed, ends it. A thread reads them, so the run never waits for a
-package that imports, blocks or contacts a server.
+The process reads lines of JSON from standard input: first the target and the time limit at the end; then lists of
+events. An empty line, or the end of the input if the run was killed, ends it. A thread reads the lines, so the run
+never waits for a package that imports, blocks or contacts a server.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TAIL, _SHOWN = 4096, 300  # of a writer's output: bytes that are read when it e
 
 
 class Feed:
-    """Hands events to the writer of one monitor.
+    """Sends events to the writer of one monitor.
 
-    One that fails costs a warning, and the run goes on without it. Standard output and error of the writer go into a
-    temporary file without a name.
+    If the writer fails, the run logs a warning and continues without it. The writer's standard output and error go to
+    an unnamed temporary file.
 
     Args:
-        block: name of the block of the configuration.
-        settings: its values.
+        block: name of the block in the configuration.
+        settings: values of the block.
     """
 
     def __init__(self, block: str, settings: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Feed:
         self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
-        """Hand a whole line over without waiting; what the pipe does not take goes with the next one."""
+        """Send a whole line without waiting; bytes that the pipe does not accept are sent with the next line."""
         if self._writer is None or os.getpid() != self._run:  # a forked loader has no monitor
             return
         if len(self._pending) + len(line) > _PENDING:
@@ -80,7 +80,7 @@ class Feed:
             self._end(1.0, "has closed its input")
 
     def close(self, limit: float | None = None) -> None:
-        """Let the writer write the rest, and end; one that takes longer than the limit (in seconds) is killed."""
+        """Let the writer finish and end; a writer that exceeds `limit` (in seconds) is killed."""
         limit = LIMIT if limit is None else limit
         if os.getpid() != self._run:
             return
@@ -110,7 +110,7 @@ class Feed:
 
     @staticmethod
     def close_all(feeds: list[Feed]) -> None:
-        """Close feeds; their writers finish side by side, within one limit."""
+        """Close feeds; their writers finish in parallel, within one limit."""
         deadline = time.monotonic() + LIMIT
         for feed in feeds:
             feed.send(b"\n")
@@ -120,7 +120,7 @@ class Feed:
 
     @staticmethod
     def _end_group(writer: subprocess.Popen[bytes]) -> None:
-        """End a writer that hangs, and the processes its package has started."""
+        """Kill a writer that hangs, with the processes that its package has started."""
         with suppress(OSError):  # they are gone
             os.killpg(writer.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # the kernel holds it, as a dead file server can

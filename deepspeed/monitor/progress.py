@@ -1,7 +1,7 @@
-"""A live line about a run: step, loss, samples per second, remaining time, memory.
+"""Live progress line of a run: step, loss, samples per second, remaining time, memory.
 
-A thread draws it from a few fields that the loop sets, so the loop waits neither for the terminal nor for the loss on
-its device. Without a terminal, a plain line is written every few seconds.
+A thread draws the line from a few fields that the loop sets, so the loop waits neither for the terminal nor for the
+loss on its device. Without a terminal, a plain line is written every few seconds.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 VARIABLE = "DEEPSPEED_PROGRESS"
-"""Set to 1, as `deepspeed --progress` does: every engine shows the line, inside and outside of `engine.loop`."""
+"""Variable for the progress line of every engine, also outside of `engine.loop`; `deepspeed --progress` sets 1."""
 
 _LIVE_S, _PLAIN_S = 0.25, 10.0  # between two lines, with a terminal and without
 _RATE_S = 15.0  # the rate is that of so many seconds
 
 
 def asked() -> bool:
-    """Whether the launcher was asked for the line."""
+    """Return whether the launcher has the option for the progress line."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 class Progress:
-    """The line of one rank, drawn until `close`.
+    """Progress line of one rank, drawn until `close`.
 
     Args:
-        memory: gives the bytes in use; called in the thread that draws.
-        total: batches that are to come; None where that is unknown.
-        stream: where it goes; None: standard error, wherever that points when a line is due.
-        every: seconds between two lines; None: 0.25 on a terminal, 10 elsewhere.
+        memory: function that returns the bytes in use; called in the drawing thread.
+        total: number of batches to come; None: unknown.
+        stream: target of the line; None: the current standard error.
+        every: seconds between two lines; None: 0.25 on a terminal, 10 otherwise.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Progress:
     # -- called by the loop; each is some assignments --------------------------------------------------------------
 
     def on_loss(self, loss: Any) -> None:
-        """Keep a loss that `float` can read; it is read when a line is due."""
+        """Store a loss that `float` can read; it is read when the next line is drawn."""
         self._loss = loss
 
     def on_batch(self) -> None:
-        """A batch begins."""
+        """Count a batch."""
         self._batches += 1
 
     def on_update(self, updates: int, samples: int) -> None:
-        """An update is over: how many so far, and the samples of this one, over all ranks."""
+        """Record an update: the number of updates so far, and the samples of this one over all ranks."""
         self._updates, self._samples = updates, self._samples + samples
         self._changed = True
         self._seen.append((time.monotonic(), self._batches, self._samples))
@@ -74,7 +74,7 @@ class Progress:
             self._seen.popleft()
 
     def close(self) -> None:
-        """Draw the last line and end it. A terminal that takes nothing is not waited for."""
+        """Draw the last line and stop. A blocked terminal is not waited for."""
         if not self._over.is_set():
             self._over.set()
             self._thread.join(timeout=2.0)
@@ -112,7 +112,7 @@ class Progress:
         self._drawn = live and not last
 
     def line(self) -> str:
-        """The text that is shown now."""
+        """Return the current text."""
         parts = [f"step {self._updates:,}"]
         if self._loss is not None:
             parts.append(f"loss {float(self._loss):.4g}")
@@ -127,7 +127,7 @@ class Progress:
         return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
 
     def _left(self) -> float | None:
-        """Seconds until the last batch, at the rate of late; None where the number of batches is unknown."""
+        """Return the seconds until the last batch at the recent rate; None if the number of batches is unknown."""
         (since, before, _), (until, done, _) = self._seen[0], self._seen[-1]
         if self._total is None or done <= before:
             return None

@@ -1,7 +1,7 @@
-"""The registry of monitoring back ends.
+"""Registry of monitoring back ends.
 
-A new one needs a subclass of `Monitor` (`base.py`), a block in `MonitorSections` (`config/sections/monitor.py`), a row
-here under the name of the block, and the attribute of its feed in `MonitorMaster` (`monitor.py`).
+A new back end needs a subclass of `Monitor` (`base.py`), a block in `MonitorSections` (`config/sections/monitor.py`), a
+row here under the name of the block, and the attribute of its feed in `MonitorMaster` (`monitor.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ MONITORS = {
 
 
 def monitor_class(block: str) -> type[Monitor]:
-    """The monitor that a block of the configuration is for; its package is not imported."""
+    """Return the monitor class of a configuration block, without importing the monitor's package."""
     module, name = MONITORS[block]
     return getattr(import_module(module), name)

@@ -10,7 +10,7 @@ from deepspeed.monitor.base import Event, Monitor, folder_of
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes event files by tensorboard's own writer, which needs no torch.
+    """Writes event files with tensorboard's writer, which does not need torch.
 
     Attributes:
         log_dir: folder of the event files.
@@ -27,7 +27,7 @@ class TensorBoardMonitor(Monitor):
 
     @cached_property
     def summary_writer(self) -> Any:
-        """torch's SummaryWriter over the same folder, for pictures and histograms."""
+        """Return torch's SummaryWriter for the same folder, for images and histograms."""
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(log_dir=self.log_dir)

@@ -1,5 +1,4 @@
-"""`ds_top RUN`: shows all ranks of a run, live, from another terminal; the memory-mapped page that each rank writes for
-it.
+"""`ds_top RUN`: shows all ranks of a run live, from another terminal. Each rank writes a memory-mapped status page.
 
 [Note: half a page] A reader may read in the middle of a write. The length is zero during a write, and a page that does
 not parse is read again.
@@ -28,14 +27,14 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 class LivePage:
-    """The status file of one rank, in the folder of a run.
+    """Status page of one rank, a file in the folder of a run.
 
     Args:
-        folder: of the run.
-        rank: of this process.
+        folder: folder of the run.
+        rank: rank of this process.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -47,7 +46,7 @@ class LivePage:
         self._process = os.getpid()
 
     def write(self, facts: dict[str, Any]) -> None:
-        """Replace what is there: values that JSON has, less than a page of them."""
+        """Replace the content of the page by values that have a JSON form and fit into the page."""
         if os.getpid() != self._process:  # a forked loader is no rank
             return
         data = json.dumps({"time": time.time(), "process": self._process, **facts}).encode()
@@ -61,7 +60,7 @@ class LivePage:
 
 
 def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
-    """The last page of each rank of a run, by rank; pages that never were whole are left out."""
+    """Return the last page of each rank of a run, by rank; pages that were never complete are omitted."""
     pages: dict[int, dict[str, Any]] = {}
     for path in (folder / FOLDER).glob("*.page"):
         with suppress(OSError, ValueError):
@@ -79,7 +78,7 @@ def read_pages(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _is_gone(page: dict[str, Any]) -> bool:
-    """Whether the process that wrote a page ran on this host and runs no more, killed or without `destroy`."""
+    """Return whether a page's process ran on this host and has ended without `destroy`."""
     if page.get("host") != socket.gethostname():
         return False
     try:
@@ -92,11 +91,12 @@ def _is_gone(page: dict[str, Any]) -> bool:
 
 
 def table(folder: Path, now: float | None = None) -> str:
-    """One line for each rank, and one for the run.
+    """Format one line for each rank, and one for the run.
 
     Args:
-        folder: of the run (`output_path`/`job_name` of a monitor).
-        now: seconds since 1970; None: now.
+        folder: folder of the run, which is `output_path`/`job_name` in the configuration of a monitor and contains one
+            page per rank.
+        now: seconds since 1970; None: the current time.
     """
     now = time.time() if now is None else now
     pages = read_pages(folder)
@@ -122,7 +122,7 @@ def table(folder: Path, now: float | None = None) -> str:
 
 
 def main() -> int:
-    """The command; 0, or 1 when there is no such run."""
+    """Run the command; returns 0, or 1 if there is no such run."""
     parser = argparse.ArgumentParser(prog="ds_top", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run: output_path/job_name of one of its monitors")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks")

@@ -10,7 +10,7 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class WandbMonitor(Monitor):
-    """Logs to a run of its own; WANDB_MODE, WANDB_DIR and WANDB_API_KEY work as always."""
+    """Logs to a W&B run of its own; WANDB_MODE, WANDB_DIR and WANDB_API_KEY have their usual effect."""
 
     module = extra = "wandb"
 
@@ -20,11 +20,11 @@ class WandbMonitor(Monitor):
         self._run = import_module("wandb").init(project=c.project, group=c.group, entity=c.team)
 
     def log(self, data: dict[str, float], step: int | None = None) -> None:
-        """Log values by name, as `wandb.log` does."""
+        """Log values by name, like `wandb.log`."""
         self._run.log(data, step=step)
 
     def write(self, events: list[Event]) -> None:
-        """One call for all events of a step."""
+        """Write all events of a step with one call."""
         for step, together in itertools.groupby(events, key=lambda event: event.step):
             self.log({event.name: event.value for event in together}, step)
 

@@ -1,1 +1,1 @@
-"""One step on plain tensors: schedules, loss scale, accumulation, clipping, the update."""
+"""Optimizer step on plain tensors: schedules, loss scale, accumulation, clipping, update."""

@@ -1,4 +1,4 @@
-"""Builds the optimizer that the JSON names, with checked parameters."""
+"""Construction of the JSON's optimizer, with checked parameters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from deepspeed.ops.muon import Muon
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint " (did you mean 'x'?)" when a known name resembles `name`, ignoring case, and "" otherwise."""
+    """Return a hint " (did you mean 'x'?)" if a known name resembles `name`, ignoring case, and "" otherwise."""
     by_lower = {other.lower(): other for other in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def construct(section: str, cls: type, first: Any, params: Mapping[str, Any], error: type[ArgumentError]) -> Any:
-    """`cls(first, **params)`; raises `error` for an unknown key, a missing one or a value the class refuses.
+    """Return `cls(first, **params)`; raises `error` for an unknown or missing key, or a value that the class rejects.
 
-    `first` are groups of parameters or the optimizer, `params` those of the JSON's `section`.
+    `first` are parameter groups or the optimizer, `params` are the values of the JSON's `section`.
     """
     accepted = list(inspect.signature(cls).parameters.values())[1:]
     names = [p.name for p in accepted]
@@ -87,7 +87,7 @@ FUSED_IN_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def _adam(params: Params, name: str) -> Recipe:
-    """The class and arguments of "adam" or "adamw"."""
+    """Return the class and arguments of "adam" or "adamw"."""
     decoupled = params.pop("adam_w_mode", True)
     if name == "adamw" and not decoupled:
         raise OptimizerError(
@@ -123,7 +123,7 @@ NAMED: dict[str, type[torch.optim.Optimizer]] = {
     "muon": Muon,
     "sgd": torch.optim.SGD,
 }
-"""Classes by the names of `optimizer.type`, in any case."""
+"""Classes by `optimizer.type`, in lower case."""
 
 
 def _recipe(type_name: str, params: Params) -> Recipe:
@@ -172,17 +172,17 @@ def build_optimizer(
     *,
     on_host: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.type` and `optimizer.params` name.
+    """Create the optimizer of `optimizer.type` and `optimizer.params`.
 
     Args:
         type_name: adam, adamw, adagrad, lamb, lion, muon or sgd in any case, or the exact name of a class of
             torch.optim (`optimizer.type`).
         params: arguments of the class, and `torch_adam`, `adam_w_mode` for Adam (`optimizer.params`).
-        groups: tensors, or group dicts whose own values win over `params`; the dicts are kept as objects.
-        on_host: its state will rest in host memory or on a disk, and the CPU updates it.
+        groups: tensors, or group dicts whose values override `params`; the dict objects are kept.
+        on_host: the state will be in host memory or on a disk, and the CPU updates it.
 
     Raises:
-        OptimizerError: an unknown type or parameter, or a value that the class refuses.
+        OptimizerError: an unknown type or parameter, or a value that the class rejects.
         NotAvailableError: a type that this version does not have.
     """
     tensors: list[Tensor] = []
@@ -215,7 +215,7 @@ def build_optimizer(
 def build_configured(
     config: DeepSpeedConfig, groups: Sequence[dict[str, Any]] | Sequence[Tensor]
 ) -> torch.optim.Optimizer:
-    """The optimizer that a configuration names, which has one; raises as `build_optimizer`."""
+    """Create the optimizer of a configuration that has one. Errors as in `build_optimizer`."""
     section = config.optimizer
     if section is None or not section.type:
         raise OptimizerError("the configuration names no optimizer")
@@ -227,9 +227,9 @@ def build_configured(
 
 
 def leave_embeddings_to_adam(model: nn.Module) -> None:
-    """Mark embeddings and output heads, which are tables of vectors rather than maps, for Muon's AdamW part.
+    """Mark embeddings and output heads for Muon's AdamW part, since they are lookup tables, not linear maps.
 
-    A mark that the user has put on a parameter (`param.use_muon`) stays.
+    A user's mark on a parameter (`param.use_muon`) is kept.
     """
     heads = {id(getattr(model, "get_output_embeddings", lambda: None)())}
     for name, module in model.named_modules():
@@ -241,15 +241,15 @@ def leave_embeddings_to_adam(model: nn.Module) -> None:
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer must see each parameter whole and in its true shape.
+    """Return whether the optimizer needs each parameter whole and in its original shape.
 
-    False only for the classes known to work element by element; a subclass may do anything, so it counts as whole.
+    False only for classes that are known to update element by element, but not for their subclasses.
     """
     return type(optimizer) not in ELEMENTWISE
 
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the classes that cannot step on reduced gradients.
+    """Raise for optimizer classes that cannot step on reduced gradients.
 
     Raises:
         OptimizerError: the optimizer is an LBFGS or a SparseAdam.

@@ -1,4 +1,4 @@
-"""Computes gradient norms, clips gradients by norm and checks gradients for overflow."""
+"""Gradient norms, clipping by norm, and overflow checks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CHUNK = 1 << 16
 
 
 def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The sum of squares as a 0-d float64 tensor; it is finite exactly when every element is.
+    """Return the sum of squares as a 0-d float64 tensor, which is finite exactly if every element is.
 
     Args:
-        flat: 1-D, any floating dtype.
-        exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
-            slices and buckets (needed when clipping feeds it back); else float32 will do, where it is faster.
+        flat: 1-D, any floating-point dtype.
+        exact: compute squares and sums in float64, so that the result does not depend on the division of parameters
+            into slices and buckets (required if clipping uses it); False: float32 where that is faster.
     """
     sums = native_sums_of_squares([flat])
     if sums is not None:
@@ -46,7 +46,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
 
 
 def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
-    """The exact sums as numbers, from one call of the native library; None where that cannot form them."""
+    """Return the exact sums as numbers, from one call of the native library; None if it cannot compute them."""
     native = library()
     if native is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
         return None
@@ -69,9 +69,9 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Factor for all gradients so that their norm is at most `limit` (Pascanu et al., 2013; as torch forms it).
+    """Return the factor that limits the gradient norm to `limit` (Pascanu et al., 2013; formula of torch).
 
-    A `limit` (`gradient_clipping`) of 0 turns clipping off.
+    A `limit` (`gradient_clipping`) of 0 disables clipping.
     """
     if limit <= 0.0 or not math.isfinite(norm):
         return 1.0
@@ -82,14 +82,14 @@ Params = Iterable[torch.Tensor]
 
 
 class CheckOverflow:
-    """Looks for infinities and NaN in gradients, on all ranks.
+    """Checks gradients for infinities and NaN, on all ranks.
 
     Args:
-        param_groups: groups to look at when `check` names none: of an optimizer, or lists of parameters.
+        param_groups: default groups for `check`: an optimizer's groups, or lists of parameters.
         mpu: the client's model-parallel unit, an object with `get_model_parallel_group`. If given, the result is
             reduced over that group only, since the data-parallel ranks have the same gradients.
         zero_reduce_scatter: gradients are sharded over all ranks, so the result is reduced over all (as without `mpu`).
-        deepspeed: accepted for old scripts; an engine checks by itself in `step`.
+        deepspeed: accepted for old scripts without effect; an engine does this check in `step`.
 
     Example:
         >>> if not CheckOverflow(optimizer.param_groups).check():
@@ -107,25 +107,25 @@ class CheckOverflow:
         self.mpu, self.zero_reduce_scatter = mpu, zero_reduce_scatter
 
     def check(self, param_groups: Iterable[Any] | None = None) -> bool:
-        """Whether any rank has such a gradient; all ranks call together."""
+        """Return whether any rank has a non-finite gradient. All ranks must call this."""
         return self.has_overflow(self.params if param_groups is None else self._flat(param_groups))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """The same of norms that were computed already: an overflow is a norm of -1, infinity or NaN.
+        """Return whether computed norms indicate an overflow: a norm of -1, infinity or NaN.
 
         Args:
-            norm_group: of this rank's gradients.
-            reduce_overflow: ask the other ranks too; then all call together.
+            norm_group: norms of this rank's gradients.
+            reduce_overflow: combine the result of all ranks; makes the call collective.
         """
         overflow = any(norm == -1 or not torch.isfinite(torch.as_tensor(float(norm))) for norm in norm_group)
         return self._anywhere(overflow) if reduce_overflow else overflow
 
     def has_overflow_serial(self, params: Params) -> bool:
-        """Whether a gradient on this rank is not finite."""
+        """Return whether a gradient on this rank is not finite."""
         return any(self._has_inf_or_nan(grad) for p in params if (grad := p.grad) is not None)
 
     def has_overflow(self, params: Params, has_moe_params: bool | None = None) -> bool:
-        """Whether a gradient on any rank is not finite; all ranks call together."""
+        """Return whether a gradient on any rank is not finite. All ranks must call this."""
         return self._anywhere(self.has_overflow_serial(params))
 
     def _anywhere(self, overflow: bool) -> bool:
@@ -152,13 +152,13 @@ class CheckOverflow:
 def get_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, mpu: Any = None
 ) -> torch.Tensor:
-    """The norm of all gradients as if they were one vector.
+    """Return the norm of all gradients as one vector.
 
     Args:
-        parameters: one or several; those without a gradient are left out.
-        norm_type: p of the p-norm; inf for the largest magnitude.
-        mpu: a client's unit with `get_model_parallel_group` and `get_model_parallel_rank`: the norm is over its
-            ranks, where only parameters marked `model_parallel` differ and the others count once.
+        parameters: one or several; parameters without a gradient are ignored.
+        norm_type: p of the p-norm; inf: the largest magnitude.
+        mpu: a client's unit with `get_model_parallel_group` and `get_model_parallel_rank`. The norm is then over its
+            ranks; parameters marked `model_parallel` differ between ranks, and the others count once.
 
     Returns:
         0-d tensor.
@@ -174,8 +174,8 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm is at most `max_norm` (Pascanu et al., 2013).
 
     Args:
-        parameters: one or several.
-        max_norm: the limit.
+        parameters: one or several parameters.
+        max_norm: maximum of the norm.
         norm_type: as in `get_grad_norm`.
         mpu: as in `get_grad_norm`.
 
@@ -193,7 +193,7 @@ def clip_grad_norm_(
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The 2-norm of vectors laid end to end, from their 2-norms: sqrt(sum of squares)."""
+    """Combine 2-norms of vectors to the 2-norm of their concatenation: sqrt(sum of squares)."""
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: fixed, or dynamic with overflows."""
+"""Loss scaling for fp16: static, or dynamic with overflows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScaler:
-    """A fixed loss scale; an overflow only skips the step."""
+    """A static loss scale; after an overflow, the step is skipped."""
 
     dynamic = False
 
@@ -31,19 +31,19 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale, under the name that clients read."""
+        """Return the scale; clients read this name."""
         return self.scale
 
     @property
     def cur_scale(self) -> float:
-        """The scale, under another name that clients read."""
+        """Return the scale; clients also read this name."""
         return self.scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step's outcome; `overflow`: its gradients were not finite and it was skipped."""
+        """Record the result of a step; `overflow`: gradients were not finite, and the step was skipped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what decides its next change."""
+        """Return the scale and the counters for its next change."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided after overflows and multiplied after a window of steps without overflow."""
+    """A loss scale that decreases after overflows and increases after a window of steps without overflow."""
 
     dynamic = True
 
@@ -70,13 +70,13 @@ class DynamicLossScaler(LossScaler):
 
         Args:
             init_scale: the first scale (2 ** `fp16.initial_scale_power`).
-            scale_factor: what the scale is divided or multiplied by.
-            scale_window: clean steps before it grows (`fp16.loss_scale_window`).
+            scale_factor: factor of each decrease or increase.
+            scale_window: steps without overflow before an increase (`fp16.loss_scale_window`).
             min_scale: the smallest scale (`fp16.min_loss_scale`).
-            delayed_shift: overflows before it shrinks, the hysteresis (`fp16.hysteresis`).
-            consecutive_hysteresis: a clean step forgives the overflows before it (`fp16.consecutive_hysteresis`).
-            raise_error_at_min_scale: an overflow at the smallest scale is an error.
-            dtype: compute dtype, for the error's text.
+            delayed_shift: overflows before a decrease, the hysteresis (`fp16.hysteresis`).
+            consecutive_hysteresis: reset the hysteresis after a step without overflow (`fp16.consecutive_hysteresis`).
+            raise_error_at_min_scale: raise an error on an overflow at the smallest scale.
+            dtype: compute dtype, for the error message.
         """
         super().__init__(init_scale)
         self.scale_factor = scale_factor
@@ -90,10 +90,10 @@ class DynamicLossScaler(LossScaler):
         self.clean_steps = 0
 
     def update(self, overflow: bool) -> None:
-        """Shrink or grow the scale after one step.
+        """Decrease or increase the scale after a step.
 
         Raises:
-            LossScaleError: it overflowed at the smallest scale.
+            LossScaleError: gradients overflowed at the smallest scale.
         """
         if overflow:
             self.clean_steps = 0
@@ -123,7 +123,7 @@ class DynamicLossScaler(LossScaler):
         return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "clean_steps": self.clean_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a `state_dict()`; one of a fixed scale starts the counts anew."""
+        """Restore a `state_dict()`; a state dict of a static scale resets the counters."""
         super().load_state_dict(state)
         self.hysteresis_left = state.get("hysteresis_left", self.delayed_shift)
         self.clean_steps = state.get("clean_steps", 0)
@@ -132,13 +132,13 @@ class DynamicLossScaler(LossScaler):
 def CreateLossScaler(  # noqa: N802 - the interface's name
     dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: dict[str, Any] | None
 ) -> LossScaler:
-    """A scaler for a compute dtype: dynamic or fixed for fp16, one for every other dtype.
+    """Create a loss scaler for a compute dtype: dynamic or static for fp16, a scale of 1 for other dtypes.
 
     Args:
         dtype: compute dtype.
-        static_loss_scale: the fixed scale.
-        dynamic_scaling: follow overflows instead.
-        dynamic_loss_args: arguments of `DynamicLossScaler` under the constants of this module.
+        static_loss_scale: the static scale.
+        dynamic_scaling: use a dynamic scale instead.
+        dynamic_loss_args: arguments of `DynamicLossScaler`, with this module's constants as keys.
 
     Returns:
         The scaler.
@@ -151,7 +151,7 @@ def CreateLossScaler(  # noqa: N802 - the interface's name
 
 
 def from_config(fp16: FP16) -> LossScaler:
-    """The scaler of the `fp16` section (`loss_scale` 0 is dynamic); a scale of one when it is off."""
+    """Create the scaler of the `fp16` section (`loss_scale` 0: dynamic); if the section is off, a scale of 1."""
     args = {
         INITIAL_LOSS_SCALE: 2.0**fp16.initial_scale_power,
         SCALE_WINDOW: fp16.loss_scale_window,

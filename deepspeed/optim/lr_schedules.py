@@ -1,4 +1,4 @@
-"""Learning-rate schedules of the JSON, every torch scheduler by name, and command-line options for tuning."""
+"""Learning-rate schedules of the JSON, torch's schedulers, and command-line options for tuning."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PerGroup = float | Sequence[float]
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside `optimizer`, which may be one or wrap one as `.optimizer`.
+    """Return the torch optimizer: `optimizer` itself or its attribute `.optimizer`.
 
     Raises:
-        SchedulerError: there is none.
+        SchedulerError: neither is a torch optimizer.
     """
     inner = optimizer
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
@@ -33,10 +33,10 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 class LRSchedule:
-    """What the five schedules share: a count of steps, and the rates it gives each group.
+    """Base class of the five schedules: a step counter, and the learning rates of each group.
 
-    A schedule counts from -1, so that the first `step()` asks for iteration 0. Before it the groups have the rates
-    of `get_lr()` at -1.
+    The counter starts at -1, so that the first `step()` sets iteration 0. Before that, the groups have the rates of
+    `get_lr()` at -1.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -48,17 +48,17 @@ class LRSchedule:
         raise NotImplementedError(f"{type(self).__name__} has no get_lr")
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the last `step()` set.
+        """Return the rates that the last `step()` set.
 
         Raises:
-            UsageError: no step was made yet.
+            UsageError: there was no step yet.
         """
         if self._last_lr is None:
             raise UsageError(f"{type(self).__name__}.get_last_lr(): need to call step() first")
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move to the next iteration, or to the given one, and set the groups' rates."""
+        """Advance to the next or the given iteration, and set the rates of the groups."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._last_lr = self._apply()
@@ -74,7 +74,7 @@ class LRSchedule:
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, from which everything else follows."""
+        """Return the counter, which determines all rates."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class LRSchedule:
 
 
 class _Warmup:
-    """The rise from 0 to 1 over the first iterations, logarithmic or linear."""
+    """Increase from 0 to 1 over the first iterations, logarithmic or linear."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
         if not isinstance(num_steps, int) or num_steps < 0:
@@ -130,7 +130,7 @@ class _Warmup:
 
 
 class WarmupLR(LRSchedule):
-    """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay."""
+    """Warmup from `warmup_min_lr` to `warmup_max_lr`, then constant."""
 
     def __init__(
         self,
@@ -141,15 +141,15 @@ class WarmupLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates.
+        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-            warmup_min_lr: first rate, one or one for each group (`scheduler.params.*` holds the arguments).
-            warmup_max_lr: last rate; None takes the optimizer's own.
-            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
+            warmup_min_lr: first rate: one number, or one per group.
+            warmup_max_lr: last rate; None: the optimizer's rate.
+            warmup_num_steps: length of the warmup in optimizer steps; 1 counts as 2, 0: no warmup.
             warmup_type: "log" or "linear".
-            last_batch_iteration: iteration to go on from.
+            last_batch_iteration: last finished iteration.
 
         Raises:
             SchedulerError: a value is out of range or a list has the wrong length.
@@ -162,7 +162,7 @@ class WarmupLR(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """min + (max - min) * g, g = ln(it + 1) / ln(W) or it / W, and what follows after W."""
+        """Return min + (max - min) * g: g = ln(it + 1) / ln(W) or it / W in warmup, then 1 or a decay."""
         factor = self._factor()
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -171,7 +171,7 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, then a straight line down to `warmup_min_lr` at `total_num_steps`."""
+    """`WarmupLR`, followed by a linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -183,11 +183,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates; other arguments and errors are those of `WarmupLR`.
+        """Set the first rates of the groups. Other arguments and errors as in `WarmupLR`.
 
         Args:
-            total_num_steps: optimizer steps in all, rise included.
-            warmup_min_lr: first and last rate, one or one for each group.
+            total_num_steps: total optimizer steps, including warmup.
+            warmup_min_lr: first and last rate: one number, or one per group.
         """
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
@@ -201,7 +201,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """The optimizer's rates times a ratio that rises to 1, then decays with a cosine to `cos_min_ratio`."""
+    """The optimizer's rates times a ratio that increases to 1, then decays with a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -213,12 +213,12 @@ class WarmupCosineLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates, which are 0; other arguments and errors are those of `WarmupLR`.
+        """Set the first rates of the groups to 0. Other arguments and errors as in `WarmupLR`.
 
         Args:
-            total_num_steps: optimizer steps in all, rise included.
-            warmup_min_ratio: ratio of the first step.
-            cos_min_ratio: ratio at the end.
+            total_num_steps: total optimizer steps, including warmup.
+            warmup_min_ratio: ratio in the first step.
+            cos_min_ratio: ratio in the last step.
         """
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps = total_num_steps
@@ -230,7 +230,7 @@ class WarmupCosineLR(LRSchedule):
         self._apply()
 
     def get_lr_ratio(self) -> float:
-        """Rise: m + (1 - m) g. After it: c + (1 - c) (1 + cos(pi p)) / 2, p = min(1, (it - W + 1) / max(1, T - W))."""
+        """Warmup: m + (1 - m) g. Then: c + (1 - c) (1 + cos(pi p)) / 2, p = min(1, (it - W + 1) / max(1, T - W))."""
         iteration, rise = self.last_batch_iteration, self.warmup.num_steps
         if iteration < 0 and rise:
             return 0.0
@@ -240,13 +240,13 @@ class WarmupCosineLR(LRSchedule):
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
     def get_lr(self) -> list[float]:
-        """The groups' own rates times `get_lr_ratio()`."""
+        """Return the groups' own rates times `get_lr_ratio()`."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
 
 
 class LRRangeTest(LRSchedule):
-    """A rate that grows until training diverges, to find the range of useful ones (Smith 2017, section 3.3)."""
+    """A rate that increases until training diverges, to find useful rates (Smith 2017, section 3.3)."""
 
     def __init__(
         self,
@@ -257,15 +257,15 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates.
+        """Set the first rates of the groups. All arguments are keys of `scheduler.params`.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-            lr_range_test_min_lr: first rate, one or one for each group (`scheduler.params.*` holds the arguments).
-            lr_range_test_step_size: optimizer steps in which the rate grows by `step_rate` times the first one.
-            lr_range_test_step_rate: that growth.
-            lr_range_test_staircase: grow at the end of each `step_size` only.
-            last_batch_iteration: iteration to go on from.
+            lr_range_test_min_lr: first rate: one number, or one per group.
+            lr_range_test_step_size: optimizer steps of one increase, which is `step_rate` times the first rate.
+            lr_range_test_step_rate: size of an increase, relative to the first rate.
+            lr_range_test_staircase: increase only at the end of each `step_size`.
+            last_batch_iteration: last finished iteration.
 
         Raises:
             SchedulerError: a value is out of range or a list has the wrong length.
@@ -278,14 +278,14 @@ class LRRangeTest(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """min * (1 + rate * interval), interval = (it + 1) / step_size, floored when staircase."""
+        """Return min * (1 + rate * interval), interval = (it + 1) / step_size, rounded down for a staircase."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * factor for lr in self.min_lr]
 
 
 class OneCycle(LRSchedule):
-    """One rise and fall of the rate, momentum falling and rising against it, then a decay (Smith 2018, 1cycle)."""
+    """One increase and decrease of the rate, with inverse momentum, followed by a decay (Smith 2018, 1cycle)."""
 
     def __init__(
         self,
@@ -304,23 +304,23 @@ class OneCycle(LRSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the groups' first rates and momenta.
+        """Set the first rates and momenta of the groups.
 
         Args:
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
-            cycle_min_lr: rate at both ends of the cycle (`scheduler.params.*` holds the arguments).
-            cycle_max_lr: rate at its top.
+            cycle_min_lr: rate at both ends of the cycle. All arguments are keys of `scheduler.params`.
+            cycle_max_lr: rate at the top of the cycle.
             decay_lr_rate: decay of the rate in each `decay_step_size` after the cycle.
-            cycle_first_step_size: optimizer steps of the rise.
-            cycle_second_step_size: optimizer steps of the fall; None: as many as the rise.
-            cycle_first_stair_count: stairs of the rise; 0: a straight line.
-            cycle_second_stair_count: stairs of the fall; None: as many as the rise.
-            decay_step_size: optimizer steps of one decay; 0: none.
-            cycle_momentum: move the momentum (first beta) too.
+            cycle_first_step_size: optimizer steps of the increase.
+            cycle_second_step_size: optimizer steps of the decrease; None: as many as of the increase.
+            cycle_first_stair_count: number of stairs of the increase; 0: linear.
+            cycle_second_stair_count: number of stairs of the decrease; None: as many as of the increase.
+            decay_step_size: optimizer steps of one decay; 0: no decay.
+            cycle_momentum: also change the momentum (first beta).
             cycle_min_mom: momentum at the top of the cycle.
-            cycle_max_mom: momentum at both its ends.
-            decay_mom_rate: growth of the momentum in each `decay_step_size` after the cycle.
-            last_batch_iteration: iteration to go on from.
+            cycle_max_mom: momentum at both ends of the cycle.
+            decay_mom_rate: increase of the momentum in each `decay_step_size` after the cycle.
+            last_batch_iteration: last finished iteration.
 
         Raises:
             SchedulerError: a value is out of range or a list has the wrong length.
@@ -342,13 +342,13 @@ class OneCycle(LRSchedule):
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """min + (max - min) * height in the cycle; min / (1 + decay_lr_rate * decays) after it."""
+        """Return min + (max - min) * height in the cycle, min / (1 + decay_lr_rate * decays) after it."""
         height, decays = self._position()
         shrink = 1 + self.decay_lr_rate * decays
         return [(low + (high - low) * height) / shrink for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[float] | None:
-        """max - (max - min) * height in the cycle; max * (1 + decay_mom_rate * decays) after it."""
+        """Return max - (max - min) * height in the cycle, max * (1 + decay_mom_rate * decays) after it."""
         if not self.cycle_momentum:
             return None
         height, decays = self._position()
@@ -356,7 +356,7 @@ class OneCycle(LRSchedule):
         return [momentum] * len(self.optimizer.param_groups)
 
     def _position(self) -> tuple[float, float]:
-        """The height in the cycle, from 0 over 1 to 0, and the number of decays since its end."""
+        """Return the height in the cycle (0 to 1 and back to 0), and the number of decays since its end."""
         done = self.last_batch_iteration + 1
         length = self.first_size + self.second_size
         if done >= length:
@@ -387,7 +387,7 @@ PARAMETERS = {name: list(inspect.signature(cls).parameters.values())[1:] for nam
 
 
 def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """The schedule that `scheduler.type` and `scheduler.params` name.
+    """Create the schedule of `scheduler.type` and `scheduler.params`.
 
     Args:
         name: one of `VALID_LR_SCHEDULES`, or the exact name of a class of torch.optim.lr_scheduler (`scheduler.type`).
@@ -395,7 +395,7 @@ def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any
         optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
 
     Raises:
-        SchedulerError: an unknown name or parameter, or a value that the class refuses.
+        SchedulerError: an unknown name or parameter, or a value that the class rejects.
     """
     module = torch.optim.lr_scheduler
     classes: dict[str, type] = {
@@ -426,7 +426,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add `--lr_schedule` and an option for each parameter of the schedules.
 
     Args:
-        parser: extended in place.
+        parser: parser that is extended in place.
 
     Returns:
         The parser.
@@ -443,24 +443,24 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The options of `add_tuning_arguments` on the command line, and the remaining arguments."""
+    """Parse the options of `add_tuning_arguments`; returns them and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put every option that was given into `params` (`scheduler.params`)."""
+    """Copy all given options into `params` (`scheduler.params`)."""
     names = {parameter.name for parameters in PARAMETERS.values() for parameter in parameters}
     params.update({name: value for name, value in vars(args).items() if name in names and value is not None})
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The `scheduler` section of the options.
+    """Return the `scheduler` section for the options.
 
     Args:
         args: parsed options.
 
     Returns:
-        The section and None, or None and the error.
+        The section and None, or None and an error text.
     """
     name = getattr(args, LR_SCHEDULE, None)
     if name not in SCHEDULES:
@@ -470,7 +470,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The initial or maximal rate of a `scheduler` section.
+    """Return the initial or maximum rate of a `scheduler` section.
 
     Args:
         config: the section.

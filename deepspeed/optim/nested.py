@@ -18,7 +18,7 @@ _OWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that an optimizer holds, in attributes or in lists and dicts there, by their path."""
+    """Return the optimizers in an optimizer's attributes, or in lists and dicts there, by path."""
     nested: dict[str, Optimizer] = {}
     waiting: list[tuple[str, Any, int]] = [("", optimizer, 1)]
     while waiting:
@@ -41,16 +41,16 @@ def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer and of those inside it, each dict once."""
+    """Return the parameter groups of an optimizer and of its nested optimizers, each dict once."""
     every = [optimizer, *nested_optimizers(optimizer).values()]
     return list({id(group): group for each in every for group in each.param_groups}.values())
 
 
 class NestedState(MutableMapping[Tensor, Any]):
-    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix, its path and a dot.
+    """State of a nested optimizer, stored in the outer optimizer's state under keys with the prefix "path.".
 
-    Whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's. The outer
-    one's `state` may become another object.
+    Code that moves, saves or reads the outer optimizer's state thus handles the nested state too. The outer optimizer's
+    `state` may be replaced by another object.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
@@ -58,7 +58,7 @@ class NestedState(MutableMapping[Tensor, Any]):
 
     @property
     def outer(self) -> MutableMapping[Tensor, Any]:
-        """Per-parameter state of the outer optimizer."""
+        """Return the per-parameter state of the outer optimizer."""
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
@@ -107,7 +107,7 @@ class _NestedEntry(MutableMapping[str, Any]):
 
 
 def join_states(optimizer: Optimizer) -> None:
-    """Keep the state of nested optimizers in that of the outer one; see `NestedState`."""
+    """Move the state of nested optimizers into the state of the outer one; see `NestedState`."""
     joined = {id(optimizer.state)}
     for path, nested in nested_optimizers(optimizer).items():
         if id(nested.state) in joined or isinstance(nested.state, NestedState):
@@ -120,12 +120,12 @@ def join_states(optimizer: Optimizer) -> None:
 
 @dataclass
 class Counters:
-    """Hyperparameters and counters of an optimizer and of those inside it, at one moment.
+    """Snapshot of the hyperparameters and counters of an optimizer and of its nested optimizers.
 
     Attributes:
         groups: values of each parameter group, without its parameters.
-        attributes: plain values that are attributes of each object.
-        named: what each keeps in its state under names of its own.
+        attributes: plain values in each object's attributes.
+        named: entries of each optimizer's state that belong to no parameter.
     """
 
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -150,7 +150,7 @@ class Counters:
         )
 
     def restore(self) -> None:
-        """Restore them: what comes next belongs to the same step."""
+        """Restore the snapshot, since the following call belongs to the same step."""
         for group, values in self.groups:
             for key in set(group) - set(values) - {"params"}:
                 del group[key]
@@ -171,7 +171,7 @@ class Counters:
 
     @staticmethod
     def _names_in(state: MutableMapping[Any, Any]) -> list[Any]:
-        """Keys of a state that are names instead of parameters."""
+        """Return the keys of a state that are names instead of parameters."""
         return [key for key in dict.keys(state) if isinstance(key, str)] if isinstance(state, dict) else []
 
     @classmethod
@@ -196,7 +196,7 @@ class Counters:
 
     @classmethod
     def _written(cls, place: Any, value: Any) -> Any:
-        """The value to put back: written into the tensor that is there, or a copy."""
+        """Return the value to restore: the existing tensor after a copy into it, or a copy of the value."""
         if isinstance(value, Tensor) and isinstance(place, Tensor):
             return place.copy_(value) if place is not value else place
         return cls._copied(value)

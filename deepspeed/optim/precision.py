@@ -1,4 +1,4 @@
-"""The compute dtype of each parameter, and the casting of inputs where they enter cast modules."""
+"""Compute dtype of each parameter, and casting of inputs at the boundary of cast modules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PAIRED_WITH_BUFFERS = (nn.modules.batchnorm._NormBase,)
 def compute_dtypes(
     module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()
 ) -> dict[Parameter, torch.dtype]:
-    """The compute dtype of every floating parameter that does not keep its own.
+    """Return the compute dtype of every floating-point parameter that is cast.
 
-    `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`); those
-    that the model itself lists (`_keep_in_fp32_modules`) stay too.
+    `keep_fp32` are names, suffixes or patterns of modules that stay float32 (`data_types.keep_in_fp32_modules`), in
+    addition to those that the model itself lists (`_keep_in_fp32_modules`).
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
@@ -44,12 +44,12 @@ def compute_dtypes(
 
 
 def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a Keras model none of whose layers computes in the dtype that its weights would get.
+    """Raise for a Keras model in which no layer computes in the dtype that its weights would get.
 
-    Layers with another policy are left to it (a last layer in float32, as Keras advises).
+    Layers with another policy keep it (such as a last layer in float32, as Keras recommends).
 
     Raises:
-        DeepSpeedConfigError: all layers keep another dtype; names the policy that goes with the block.
+        DeepSpeedConfigError: all layers have another dtype. The message names the policy for the JSON's block.
     """
     by_layer, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
     if by_layer and dtype != torch.float32 and wanted not in by_layer.values():
@@ -63,9 +63,9 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:
-    """Bring floating buffers to a dtype, in place (`data_types.buffer_dtype`).
+    """Cast floating-point buffers to a dtype, in place (`data_types.buffer_dtype`).
 
-    The buffers of modules that stay float32 (`keep_fp32`, as in `compute_dtypes`), and of those below them, are left.
+    Buffers of modules that stay float32 (`keep_fp32`, as in `compute_dtypes`), and of their descendants, are not cast.
     """
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     excluded: set[nn.Module] = set()
@@ -83,10 +83,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 class InputCaster:
-    """Forward pre-hooks that bring floating inputs to the dtype of the module they enter.
+    """Forward pre-hooks that cast floating-point inputs to the dtype of the module.
 
-    A module takes part when it owns parameters that were cast. Modules that stay float32 beside cast ones get their
-    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm). `dtypes` is of `compute_dtypes`.
+    Modules with cast parameters are hooked. Modules that stay float32 next to cast ones get float32 inputs, except
+    those whose kernels accept mixed dtypes (BatchNorm). `dtypes` is the result of `compute_dtypes`.
     """
 
     def __init__(self, module: nn.Module, dtypes: dict[Parameter, torch.dtype], low: torch.dtype, hook: Any) -> None:

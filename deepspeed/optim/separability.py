@@ -1,9 +1,9 @@
-"""Finds whether an optimizer updates each parameter independently, by running it on small copies of its groups.
+"""Test whether an optimizer updates each parameter independently, with runs on small copies of its groups.
 
-ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and under offload one step becomes several,
+ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and with offload one step becomes several,
 each with the gradients of some parameters. Both are exact only if the update of one parameter does not depend on the
 others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
-D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. No class declares it: running it shows it.
+D-Adaptation) or a perturbation scaled by all gradients (SAM) violate this. No class declares it, so a run must show it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _HOOKS = ("pre", "post")
 class MethodTraits:
     """Traits of a public method without arguments.
 
-    `reads_gradients`, as SAM's `first_step`; `by_parameter`: called on parts of the parameters, it does the same.
+    `reads_gradients`: as SAM's `first_step` does; `by_parameter`: separate calls on parts of the parameters are equal.
     """
 
     reads_gradients: bool
     by_parameter: bool
 
     def joined(self, other: MethodTraits) -> MethodTraits:
-        """The traits of a method that was tried twice."""
+        """Combine the traits of a method from two tests."""
         return MethodTraits(self.reads_gradients or other.reads_gradients, self.by_parameter and other.by_parameter)
 
 
 @dataclass(frozen=True)
 class HowToStep:
-    """What an optimizer needs for a step: a closure that computes gradients anew, or a method called once before."""
+    """Requirements of an optimizer's step: a closure that recomputes gradients, or a method called once before."""
 
     closure: bool = False
     first: str = ""
@@ -64,18 +64,18 @@ class HowToStep:
 
 @dataclass(frozen=True)
 class UpdateTraits:
-    """How an optimizer's update may be split.
+    """Ways in which an optimizer's update can be split.
 
     Attributes:
-        known: the class is one of torch's or of this package: nothing was run.
-        by_parameter: ranks that update some parameters each do what one process does.
-        in_parts: several steps with gradients of some parameters each do what one step does.
-        counts_alone: the values in a group change with each step although the group has no parameters.
-        how: what `step` asks for.
+        known: the class is from torch or this package, so nothing was run.
+        by_parameter: ranks that each update some parameters give the same result as one process.
+        in_parts: several steps, each with the gradients of some parameters, give the same result as one step.
+        counts_alone: a group's counters advance with each step even if the group has no parameters.
+        how: requirements of `step`.
         methods: public methods that write parameters or state outside of `step`, by name.
-        kept_in: the attribute with parameters that a step updates in place of those in the groups; mostly empty.
-        difference: largest difference that a split makes, of the distance moved.
-        unknown: why it could not be run; empty where it was.
+        kept_in: the attribute whose parameters a step updates instead of those in the groups; empty for most classes.
+        difference: largest difference caused by a split, relative to the distance moved.
+        unknown: reason why the test failed; empty if it succeeded.
     """
 
     known: bool = False
@@ -90,11 +90,11 @@ class UpdateTraits:
 
 
 def update_traits(optimizer: Optimizer) -> UpdateTraits:
-    """Find how the update of an optimizer may be split.
+    """Test how the update of an optimizer can be split.
 
-    It runs copies of it on parameters of a few dozen elements with made-up gradients: whole, shared out over two
-    objects, and in two steps of one object. The optimizer itself, its parameters and the random state stay as they are.
-    Call it before the parameters are replaced.
+    The test runs copies on parameters of a few dozen elements with artificial gradients: whole, divided between two
+    objects, and in two steps of one object. The optimizer itself, its parameters and the random state do not change.
+    Call this before the parameters are replaced.
     """
     if type(optimizer).__module__.startswith(_KNOWN) and not nested_optimizers(optimizer):
         return UpdateTraits(known=True)
@@ -140,7 +140,7 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
 
 
 def _attribute_with_parameters(optimizer: Optimizer) -> str:
-    """The first attribute, of an optimizer or of one inside it, that holds parameters of the groups; else empty."""
+    """Return the first attribute of an optimizer or a nested one that holds parameters of the groups; else ""."""
     ours = {id(param) for group in groups_of(optimizer) for param in group["params"]}
 
     def holds(value: Any, depth: int = 3) -> bool:
@@ -160,7 +160,7 @@ def _attribute_with_parameters(optimizer: Optimizer) -> str:
 
 
 def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: float) -> bool:
-    """Whether other tensors of equal values, put into the groups, are updated as the first ones are."""
+    """Return whether new tensors of equal values in the groups are updated like the original ones."""
     twin = _Copy(optimizer)
     twin.replace_parameters()
     try:
@@ -170,7 +170,7 @@ def _follows_groups(optimizer: Optimizer, how: HowToStep, whole: _Copy, moved: f
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
-    """The largest difference, of the distance that anything moved; inf where something is not finite on one side."""
+    """Return the largest difference relative to the distance moved; inf if only one side is not finite."""
     worst = 0.0
     for value_left, other in zip(left, right, strict=True):
         gap = torch.where(value_left == other, torch.zeros_like(value_left), (value_left - other).abs())
@@ -181,7 +181,7 @@ def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> 
 
 @contextlib.contextmanager
 def _quiet(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the random state is the copies' own, and no hook of a user runs."""
+    """Fork the random state and disable the user's hooks inside the context."""
     devices = {p.device for group in groups_of(optimizer) for p in group["params"] if p.device.type != "meta"}
     cards = [device for device in devices if device.type == "cuda"]
     threads = torch.get_num_threads()
@@ -198,7 +198,7 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Copy:
-    """A small copy of an optimizer and of those inside it; `keep` says which of the chosen parameters it gets."""
+    """A small copy of an optimizer and its nested optimizers; `keep` selects the parameters of the copy."""
 
     def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -266,7 +266,7 @@ class _Copy:
         return twin
 
     def replace_parameters(self) -> None:
-        """Put other parameters of equal values into the groups and the state, as ZeRO does."""
+        """Replace the parameters in groups and state by others of equal values, as ZeRO does."""
         fresh: dict[int, Tensor] = {}
         for place, tensor in self.tensors.items():
             twin = nn.Parameter(tensor.detach().clone(), requires_grad=True)
@@ -293,14 +293,14 @@ class _Copy:
         ]
 
     def numbers(self) -> list[Any]:
-        """Numbers in the groups, which ranks compare."""
+        """Return the numbers in the groups, for comparison between ranks."""
         return [
             [value for key, value in sorted(group.items()) if isinstance(value, (bool, int, float)) and key != "params"]
             for group in groups_of(self.optimizer)
         ]
 
     def set_gradients(self, step: int, seed: int = 0, parts: int = 1, part: int = 0) -> None:
-        """Give parameters, all or those of one part, their gradients of a step, which depend on their values."""
+        """Set the gradients of a step on all parameters or one part; they depend on the parameters' values."""
         for place, tensor in self.tensors.items():
             tensor.grad = None
             if place % parts == part:
@@ -322,7 +322,7 @@ class _Copy:
 
     @staticmethod
     def _chosen(params: Sequence[Tensor]) -> set[int]:
-        """A few parameters of a group, of each number of dimensions one at least."""
+        """Select a few parameters of a group, at least one for each number of dimensions."""
         first = {param.dim(): param for param in reversed(params)}
         rest = [param for param in params if all(param is not known for known in first.values())]
         return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
@@ -344,7 +344,7 @@ class _Copy:
 
     @staticmethod
     def _set_rate(group: dict[str, Any]) -> None:
-        """A schedule may begin at zero, where nothing would move."""
+        """Raise the learning rate above 0: a schedule may start at 0, where nothing would move."""
         rate = group.get("lr")
         if isinstance(rate, Tensor):
             group["lr"] = rate.clamp(min=1e-2)
@@ -366,7 +366,7 @@ def _run(twin: _Copy, how: HowToStep, parts: int = 1, steps: int = _STEPS, seed:
 
 
 def _how_to_step(optimizer: Optimizer) -> HowToStep:
-    """Find it by trying; the error of a plain step where no way succeeds."""
+    """Find the requirements of a step by trial; raises the error of a plain step if no way succeeds."""
     ways = [HowToStep(), HowToStep(closure=True), *(HowToStep(first=name) for name in _own_methods(type(optimizer)))]
     errors: list[Exception] = []
     for how in ways:
@@ -380,7 +380,7 @@ def _how_to_step(optimizer: Optimizer) -> HowToStep:
 
 
 def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
-    """The public methods that torch's Optimizer has not, and that write parameters or state without arguments."""
+    """Return the public methods beyond torch's Optimizer that write parameters or state and need no arguments."""
     names = _own_methods(type(optimizer))
     traits: dict[str, MethodTraits] = {}
 
@@ -399,7 +399,7 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
 
 
 def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTraits | None:
-    """Traits of the last of some calls; None where it changes nothing, or raises."""
+    """Return the traits of the last call; None if it changes nothing or raises."""
 
     def called(seed: int, keep: Callable[[int], bool] = lambda place: True) -> tuple[_Copy, tuple[Values, Values]]:
         twin = _run(_Copy(optimizer, keep), how)
@@ -425,7 +425,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 
 def _own_methods(cls: type) -> list[str]:
-    """Names of the public methods that torch's Optimizer has not and that can be called without arguments."""
+    """Return the names of public methods beyond torch's Optimizer that can be called without arguments."""
     names: list[str] = []
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)

@@ -1,4 +1,4 @@
-"""Predicts memory and time of a run before it starts, and searches for the best plan."""
+"""Prediction of a run's memory and time before it starts, and search for the best plan."""
 
 from deepspeed.planner.memory import MemoryCount, measure_memory, predict_memory
 

@@ -1,4 +1,4 @@
-"""`deepspeed --autotuning tune|run`: plans for a user's script, trials of the best, upstream's result files."""
+"""`deepspeed --autotuning tune|run`: plans for a user's script, trials of the best, and upstream's result files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Autotuner:
     """Finds the best plan for a script.
 
     Args:
-        args: of the launcher: `user_script`, `user_args`; `launcher_options`, a list, where more than the number of
-            ranks is to be handed on; `module` where the script is one.
+        args: the launcher's arguments: `user_script`, `user_args`; `launcher_options`, a list of options to forward
+            besides the number of ranks; `module` if the script is a module.
         active_resources: slots by host.
 
     Raises:
         ArgumentError: the arguments name no JSON, or its `autotuning` block is not enabled.
-        DeepSpeedConfigError: the JSON is wrong.
+        DeepSpeedConfigError: the JSON is invalid.
     """
 
     def __init__(self, args: argparse.Namespace, active_resources: dict[str, list[int]]) -> None:
@@ -62,10 +62,10 @@ class Autotuner:
     # -- searching ------------------------------------------------------------------------------------------------
 
     def tune(self) -> Answer:
-        """Predict, try, and write the result files.
+        """Predict plans, try the best, and write the result files.
 
         Raises:
-            ArgumentError: the global batch cannot be shared by the ranks.
+            ArgumentError: the ranks cannot divide the global batch.
         """
         self._results.mkdir(parents=True, exist_ok=True)
         self._experiments.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class Autotuner:
         return machine
 
     def _judged(self, machine: Machine) -> list[Judged]:
-        """The plans, predicted by a run of the script without values; where that fails, those of the user's size."""
+        """Predict plans from a simulated run of the script; after an error, return those of the user's micro-batch."""
         plans = [plan for plan in legal_plans(self._batch, machine) if self._wanted(plan)]
         if not plans:
             raise ArgumentError(
@@ -115,7 +115,7 @@ class Autotuner:
         return [Judged(plan, fits=True, reason="not predicted") for plan in likely]
 
     def _probe(self, folder: Path) -> str:
-        """Run the script to its first forward, in a process of its own; gives what went wrong."""
+        """Run the script up to its first forward, in a separate process; returns the error text."""
         share = self._batch // self._script.ranks
         micro = next(size for size in [*range(2, share + 1), 1] if share % size == 0)
         config = TrainingPlan(0, "none", micro, share // micro, False).config(self._inside, "")
@@ -199,7 +199,7 @@ class Autotuner:
         (self._results / "summary.txt").write_text("\n".join(lines) + "\n")
 
     def print_tuning_results(self) -> None:
-        """The tables, the best plan, and where the files are."""
+        """Print the tables, the best plan and the paths of the files."""
         if self.answer is None:
             return
         print(table(self.answer.judged, machine=self._machine))
@@ -211,7 +211,7 @@ class Autotuner:
             print(f"best: {best.plan.name}, {self.answer.best_time()} for an update; {self._results / OPTIMAL}")
 
     def write_optimal_config(self) -> None:
-        """The best plan's JSON, and the command that runs it."""
+        """Write the best plan's JSON and its command."""
         if self.answer is None or self.answer.best is None:
             return
         config = self.answer.best.plan.config(self._base, self._machine.folder) | {"train_batch_size": self._batch}
@@ -222,7 +222,7 @@ class Autotuner:
         (self._results / OPTIMAL_COMMAND).write_text(line + "\n")
 
     def run_after_tuning(self) -> int:
-        """Start the script with the best plan; gives its exit code."""
+        """Run the script with the best plan; returns its exit code."""
         if self.answer is None or self.answer.best is None:
             return 1
         path = self._results / OPTIMAL
@@ -231,14 +231,14 @@ class Autotuner:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The entry point of `deepspeed --autotuning`.
+    """Run the entry point of `deepspeed --autotuning`.
 
     Args:
         args: the mode, the hosts as JSON, the launcher's options as JSON, whether the script is a module (0, 1), the
             script and its arguments.
 
     Returns:
-        0, or with `run` the exit code of the script; 1 when no plan fits, 2 when there was nothing to plan.
+        0, or with `run` the exit code of the script; 1 if no plan fits, 2 if there was nothing to plan.
     """
     mode, hosts, options, module, script, *rest = list(sys.argv[1:] if args is None else args)
     launched = argparse.Namespace(

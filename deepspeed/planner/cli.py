@@ -1,4 +1,4 @@
-"""`ds_plan`: the best plan for a model, a machine and a global batch, with a table of all plans and reasons."""
+"""Find the best plan for a model, machine and global batch, with a table of all plans and reasons (`ds_plan`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Print the plans; returns 0, 1 when no plan fits, 2 when there was nothing to plan."""
+    """Print the plans; returns 0, 1 if no plan fits, 2 if there was nothing to plan."""
     options = parser().parse_args(args)
     try:
         config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}
@@ -74,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
-    """The best plans tried, where that was asked for."""
+    """Try the best plans if the options request it; returns the answer."""
     most = options.trials if options.trials >= 0 else MOST if options.machine == "here" else 0
     if not most or not (judged[0].fits or judged[0].perhaps):
         return confirm(judged, lambda _plan: TrialOutcome(None), 0)
@@ -91,7 +91,7 @@ def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[s
 
 
 def say_trial(tried: Judged) -> None:
-    """A line of a plan that was tried."""
+    """Print one line about a plan after its trial."""
     outcome = tried.trial
     if outcome is not None:
         measured = f"measured {(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason

@@ -1,4 +1,4 @@
-"""Benchmarks this machine: the rates of all ranks together, in less than a minute.
+"""Benchmark of this machine: rates of all ranks together, in less than a minute.
 
 Ranks synchronize before each measurement, so that all measure the same at the same time.
 """
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 def measured_together(ranks: int) -> Figures:
-    """The figures of the slowest of so many ranks, measured at once, each in a process; empty where that failed."""
+    """Measure with `ranks` processes at the same time; returns the slowest figures, or empty ones after an error."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         command = [sys.executable, "-m", "deepspeed.planner.machine_benchmark", folder]
         environment = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}
@@ -58,12 +58,12 @@ def measured_together(ranks: int) -> Figures:
 
 
 def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Figures:
-    """The figures of this process: `matrix DTYPE SIDE` in operations, `bandwidth` in bytes, `fresh SIZE` in bytes that
-    the first writing of a new block costs besides, `launches` and `random` in operators and elements, each per second.
+    """Measure this process, per second: `matrix DTYPE SIDE` in operations, `bandwidth` in bytes, `fresh SIZE` in bytes
+    (extra cost of the first write to a new block), `launches` in operators, `random` in elements.
 
     Args:
-        ranks: that share the machine.
-        meet: called before each, with its name.
+        ranks: number of ranks that share the machine.
+        meet: barrier, called before each measurement with its name.
     """
     figures: Figures = {}
     for kind, dtype in DTYPES.items():
@@ -99,7 +99,7 @@ def _threads(ranks: int) -> int:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """The median time of a call."""
+    """Return the median time of a call."""
     call()
     times, end = list[float](), time.perf_counter() + _BRIEF_S
     while len(times) < 3 or time.perf_counter() < end:
@@ -112,7 +112,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _launch_operators(y: torch.Tensor) -> None:
-    """60 operators of almost no work."""
+    """Run 60 operators with almost no work."""
     for _ in range(20):
         y = y * 2
     y.sum().backward()
@@ -136,7 +136,7 @@ def main() -> int:
 _ENDLESS = 1e18
 _SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
 INTERPRETER = 400 << 20
-"""Bytes of a rank besides tensors."""
+"""Bytes of a rank's process besides tensors."""
 _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
 
 
@@ -144,9 +144,9 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     """Measure this machine for ranks that will share it.
 
     Args:
-        ranks: how many.
-        folder: on a disk that may be used for offload; "": none.
-        memory: bytes of one rank's tensors; 0: its share of what is free.
+        ranks: number of ranks.
+        folder: folder on a disk for offload; "": no disk.
+        memory: bytes of one rank's tensors; 0: its share of the free memory.
     """
     notes = list[str]()
     rates = measured_together(ranks)
@@ -175,14 +175,14 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
 
 
 def _pairs(rates: Figures, kind: str) -> list[list[float]]:
-    """Those figures of a kind, by size; 0 where a rate is endless."""
+    """Return the figures of a kind, by size; 0 for an infinite rate."""
     pairs = [(float(name.removeprefix(kind)), rate) for name, rate in rates.items() if name.startswith(kind)]
     return [[size, rate if rate < _ENDLESS else 0.0] for size, rate in sorted(pairs)]
 
 
 def _collectives(ranks: int) -> tuple[float, float]:
-    """Bytes per second of gathers and reductions among ranks started for it, and seconds of one of a few bytes; zeros
-    where that failed."""
+    """Start ranks and measure collectives: bytes per second of gathers and reductions, and seconds for a few bytes;
+    zeros after an error."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         path = Path(folder, "curve.json")
         options = ["--all-reduce", "--all-gather", "--scan", "--maxsize", "24", "--trials", "10", "--no-plot"]

@@ -1,4 +1,4 @@
-"""Predicts the memory of each rank, by running the engine itself without values, in one process."""
+"""Prediction of each rank's memory, by a run of the engine without values in one process."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class MemoryCount:
     """Bytes of live tensors of one rank.
 
     Args:
-        peak: most that lived at once, in the updates; predicted for ranks that keep step.
-        at_peak: what that was, by category (see `engine.memory_by_category`).
-        at_rest: what lives between two updates.
-        birth: most that lived at once until the engine was made.
-        disk: what rests on disks.
-        parameters: of the model, over all ranks.
-        held: those of them that this rank's slice of the model has, before ZeRO splits them.
-        most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
-        host: of `at_peak`, what rests with the host where there is a device: state that is offloaded, and buffers.
-        measured: of a real run; else predicted.
+        peak: maximum during updates; in predictions, for ranks that run in step.
+        at_peak: bytes at the peak by category (see `engine.memory_by_category`).
+        at_rest: bytes between two updates.
+        birth: maximum until the engine was created.
+        disk: bytes on disks.
+        parameters: elements of the model, over all ranks.
+        held: elements of this rank's model slice, before ZeRO shards them.
+        most: peak if ranks run as far apart as the limits allow, with more gradients in transit.
+        host: part of `at_peak` in host memory if there is a device: offloaded state and buffers.
+        measured: whether the figures are measured; else predicted.
     """
 
     peak: int
@@ -60,11 +60,11 @@ class MemoryCount:
 
     @property
     def on_host(self) -> int:
-        """Bytes with the host, where there is a device."""
+        """Return the bytes in host memory, if there is a device."""
         return sum(self.host.values())
 
     def table(self) -> str:
-        """The categories as lines of text."""
+        """Format the categories as lines of text."""
         names = sorted({*self.at_peak, *self.at_rest}, key=lambda name: -self.at_peak.get(name, 0))
         rows = [("measured" if self.measured else "predicted", "at peak", "at rest")]
         rows += [(name, _mib(self.at_peak.get(name, 0)), _mib(self.at_rest.get(name, 0))) for name in names]
@@ -88,22 +88,22 @@ def predict_memory(
     optimizer: Any = None,
     updates: int = 3,
 ) -> MemoryCount:
-    """What one CPU rank of a run holds, by running the engine without values: in seconds, whatever the model's size.
+    """Predict the memory of a CPU rank by running the engine without values; takes seconds for any model size.
 
     Args:
-        model: a module, which is left alone, or a callable that makes one: then it never has memory.
+        model: a module, which does not change, or a callable that creates one, which then never has memory.
         config: dict, path or base64 of the JSON.
-        world_size: ranks of the run.
+        world_size: number of ranks of the run.
         batch: one micro-batch of a rank; see `Program`.
-        rank: which rank.
-        loss: makes the loss of (output, batch); None: the output's own, or the mean of its first tensor.
-        optimizer: a callable that makes one of parameters; None takes the JSON's.
-        updates: how many are run; the third is like all that follow.
+        rank: rank to simulate.
+        loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
+        optimizer: a callable that creates one from parameters; None: the JSON's optimizer.
+        updates: number of updates to run; the third is like all later ones.
 
     Raises:
-        ArgumentError: there is no such rank.
-        UsageError: this process is a rank of a run already.
-        DeepSpeedConfigError: the configuration is wrong.
+        ArgumentError: the rank does not exist.
+        UsageError: this process is already a rank of a run.
+        DeepSpeedConfigError: the configuration is invalid.
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
@@ -125,19 +125,19 @@ def simulate(
     per_host: int = 0,
     stage_outputs: dict[int, Any] | None = None,
 ) -> MemoryCount:
-    """A prediction. A stage of a pipeline is given what the stages before send: where that is not known, they are run
-    first, but for `beside`.
+    """Run a prediction. A pipeline stage needs the messages of earlier stages; if they are unknown, those stages run
+    first, without `beside`.
 
     Args:
-        program: what is run.
-        rank: as which rank.
-        size: of how many.
-        beside: makes a context that is inside the updates, as a clock is; what it gives, `Program.run` calls.
-        late: other ranks are as late as limits allow.
-        device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
-            buffers where a CPU's ranks read each other's memory.
-        per_host: ranks on each host, whose sums a device's ranks form first; 0: `LOCAL_WORLD_SIZE`, or all.
-        stage_outputs: what parts of a pipeline hand on, from runs of other stages of this program; is added to.
+        program: the program to run.
+        rank: rank to simulate.
+        size: number of ranks.
+        beside: creates a context around the updates, such as a clock; `Program.run` calls the context's value.
+        late: other ranks are as late as the limits allow.
+        device: the rank has a device with its own memory: device kernels and backend messages, which need buffers
+            where CPU ranks read each other's memory.
+        per_host: ranks per host, for reductions that start within hosts; 0: `LOCAL_WORLD_SIZE`, or all.
+        stage_outputs: outputs of pipeline parts from runs of other stages; the run adds its own.
     """
     stage_outputs = {} if stage_outputs is None else stage_outputs
 
@@ -174,7 +174,7 @@ def measure_memory(
     optimizer: Any = None,
     updates: int = 3,
 ) -> MemoryCount:
-    """The same of this rank of a real run. All ranks call together; arguments as those of `predict_memory`."""
+    """Measure this rank's memory in a real run. All ranks must call this. Arguments as in `predict_memory`."""
     return replace(_counted(Program(model, config, batch, loss, optimizer, updates)), measured=True)
 
 
@@ -209,7 +209,7 @@ def _is_foreign(storage: torch.UntypedStorage) -> bool:
 
 @contextlib.contextmanager
 def _young_objects() -> Iterator[None]:
-    """Inside, collections look at what is made inside alone: they are many, and imports leave a million objects."""
+    """Limit garbage collection inside the context to new objects, since imports leave a million others."""
     gc.freeze()
     try:
         yield
@@ -218,7 +218,7 @@ def _young_objects() -> Iterator[None]:
 
 
 def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
-    """What of each category does not rest on the device that computes."""
+    """Return the bytes of each category that are not on the device."""
     parts, totals = engine._components, Counter[str]()
     totals[POOLS] = at_peak.get(POOLS, 0)
     if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):
@@ -232,7 +232,7 @@ def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, the package says nothing but warnings."""
+    """Suppress log messages below warning level inside the context."""
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))
     try:

@@ -18,13 +18,13 @@ _MOST_STAGES = 8  # each is a run of its own
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How the ranks are laid out.
+    """Layout of the ranks.
 
     Args:
-        tensor: ranks that share matrices.
-        sequence: ranks that share sequences.
-        shard: ranks that share one copy of the state (hybrid sharding); 0: all that can.
-        stages: of a pipeline; the ranks of each are neighbours.
+        tensor: tensor-parallel ranks.
+        sequence: sequence-parallel ranks.
+        shard: ranks that share one copy of the state (hybrid sharding); 0: as many as possible.
+        stages: pipeline stages, each of consecutive ranks.
     """
 
     tensor: int = 1
@@ -34,7 +34,7 @@ class MeshShape:
 
     @property
     def name(self) -> str:
-        """As results name it; "" of a data-parallel world."""
+        """Return the name in results; "" for pure data parallelism."""
         tensor = f"_tp{self.tensor}" if self.tensor > 1 else ""
         sequence = f"_sp{self.sequence}" if self.sequence > 1 else ""
         stages = f"_pp{self.stages}" if self.stages > 1 else ""
@@ -42,19 +42,19 @@ class MeshShape:
 
     @property
     def width(self) -> int:
-        """Ranks that see the same samples."""
+        """Return the number of ranks that process the same samples."""
         return self.tensor * self.sequence * self.stages
 
     def shard_ranks(self, ranks: int) -> range:
-        """Rank 0 and those that hold the same slice of the model; ZeRO cuts over them, or over `shard` of them."""
+        """Return rank 0 and the ranks with the same model slice; ZeRO shards over them, or over `shard` of them."""
         return range(0, ranks // self.stages, self.tensor)
 
     def firsts(self, ranks: int) -> range:
-        """The first rank of each stage."""
+        """Return the first rank of each stage."""
         return range(0, ranks, ranks // self.stages)
 
     def ask(self, config: dict[str, Any]) -> None:
-        """Write the keys into a JSON."""
+        """Write the keys of this layout into a JSON."""
         if self.tensor > 1:
             config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": self.tensor}
         if self.sequence > 1:
@@ -65,8 +65,8 @@ class MeshShape:
             config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
 
     def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
-        """Bytes that a rank receives in an update of so many reduce-scatters and all-gathers of its slice of the model,
-        which has `whole` bytes as it is sent."""
+        """Return the bytes that a rank receives in an update with these numbers of reduce-scatters and all-gathers;
+        `whole` is the size of the whole model as communicated."""
         group = len(self.shard_ranks(ranks))
         shard = self.shard or group
         copies = group // shard
@@ -75,7 +75,7 @@ class MeshShape:
 
 
 def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
-    """Meshes with one axis besides data parallelism, each with the ZeRO stages to try it at."""
+    """Yield meshes with one axis besides data parallelism, each with the ZeRO stages to try."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0][:_SIZES]  # the smallest
     for size in sizes:
         shape = MeshShape(tensor=size)
@@ -91,7 +91,7 @@ def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
 
 
 def asks_for_axes(config: Any) -> bool:
-    """Whether a JSON lays the ranks out itself, or is wrong: then plans leave that to it."""
+    """Return whether a JSON sets the mesh itself, or is invalid; plans then add no axis."""
     try:
         return any(axis != "dp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
     except DeepSpeedConfigError:
@@ -99,7 +99,7 @@ def asks_for_axes(config: Any) -> bool:
 
 
 def unjudged(machine: Machine) -> list[str]:
-    """A line for each size of an axis that no plan has, with the reason."""
+    """Return a line for each size of an axis that no plan has, with the reason."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
     lines, left = list[str](), sizes[_SIZES:]
     long = [size for size in sizes if size > _MOST_STAGES or size in left]

@@ -1,7 +1,7 @@
-"""`python -m deepspeed.planner.script_probe FOLDER`: runs a script to its first forward and predicts its plans.
+"""Run a script up to its first forward and predict its plans (`python -m deepspeed.planner.script_probe FOLDER`).
 
-The script runs as rank 0 of a fake world, in a separate process. `deepspeed.initialize` is intercepted and gives the
-model, the optimizer and the configuration; the engine's first forward gives the micro-batch and ends the script.
+The script runs as rank 0 of a simulated world, in a separate process. `deepspeed.initialize` is intercepted to obtain
+the model, the optimizer and the configuration; the engine's first forward provides the micro-batch and ends the script.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ JOB, PLANS, INFO = "probe.json", "plans.pickle", "model_info.json"
 
 @dataclass
 class Heard:
-    """What a script gave to `deepspeed.initialize` and to its engine.
+    """Arguments of a script's call of `deepspeed.initialize` and of its first forward.
 
     Args:
-        model: as it was before.
+        model: copy of the model before the call.
         config: the JSON.
-        optimizer: a callable that makes one of parameters, or None.
-        args, kwargs: of the first forward.
+        optimizer: a callable that creates one from parameters, or None.
+        args, kwargs: arguments of the first forward.
     """
 
     model: nn.Module
@@ -52,14 +52,14 @@ class Heard:
 
 
 class _EndScript(BaseException):
-    """Ends the script; no `except Exception` of its own takes it."""
+    """Exception that ends the script; `except Exception` does not catch it."""
 
 
 def listen(run: Callable[[], object], ranks: int) -> Heard:
-    """Call `run`, which runs a script, up to the script's first forward in a fake world of so many ranks.
+    """Call `run`, which runs a script, up to the script's first forward in a simulated world of `ranks` ranks.
 
     Raises:
-        ArgumentError: it ends before.
+        ArgumentError: the script ends earlier.
     """
     heard: list[Heard] = []
     usual = room.initialize
@@ -98,10 +98,10 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
 
 
 def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
-    """Makes micro-batches of other sizes from the script's one of `rows` samples, which are repeated.
+    """Return a function that creates micro-batches of any size by repeating the script's `rows` samples.
 
     Raises:
-        ArgumentError: no tensor has so many.
+        ArgumentError: no tensor has that many rows.
     """
     whole: Any = list(heard.args) if heard.args else {**(heard.kwargs or {})}
     if not any(tensor.dim() and len(tensor) == rows for tensor in tensors_in(whole)):
@@ -122,7 +122,7 @@ def batches(heard: Heard, rows: int) -> Callable[[int], Any]:
 
 
 def main() -> int:
-    """Predict what the job in the folder asks for; its plans lie there afterwards."""
+    """Run the prediction job in the folder, and write its plans there."""
     folder = Path(sys.argv[1]).absolute()
     job: dict[str, Any] = json.loads((folder / JOB).read_text())
     machine = Machine.load(job["machine"])
@@ -148,9 +148,8 @@ def main() -> int:
 
 
 def is_allowed(plan: TrainingPlan, limits: dict[str, Any]) -> bool:
-    """Whether a plan is within the user's limits (`stages`, `least`, `most` of the micro-batch, `micros` or None), and
-    one that the script can run: it calls forward, backward and step itself, which stages of a pipeline do not have.
-    """
+    """Return whether a plan is within the user's limits (`stages`, `least` and `most` samples of a micro-batch,
+    `micros`) and the script can run it. A script that calls forward, backward and step cannot run pipelines."""
     micros = limits["micros"]
     sized = limits["least"] <= plan.micro <= limits["most"] and (micros is None or plan.micro in micros)
     return sized and plan.stage in limits["stages"] and plan.shape.stages == 1

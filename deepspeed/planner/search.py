@@ -1,4 +1,4 @@
-"""Searches the legal plans of a run for the best one, and confirms the best predicted ones by trials."""
+"""Search for the best legal plan of a run, and confirmation of the best predicted plans by trials."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NAMES = {
 _WITH_PARAMETERS = (ALL, HOST_ALL)
 DATA_PARALLEL = MeshShape()
 NARROW = 4_000_000
-"""Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
+"""Bucket elements of plans whose usual buckets do not fit: fewer gradients are in transit."""
 WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
 _UNCUT = (
     WHOLE,
@@ -60,16 +60,16 @@ _UPDATES = 2  # simulated; the second allocates as all that follow
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One way to run.
+    """One plan for a run.
 
     Args:
-        stage: of ZeRO.
-        tier: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all`: parameters too.
+        stage: ZeRO stage.
+        tier: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all` (also parameters).
         micro: samples of a micro-batch.
         steps: micro-batches of a window.
-        recompute: blocks are computed again in backward.
-        bucket: elements of `reduce_bucket_size`; 0: the JSON's own.
-        shape: of the mesh.
+        recompute: whether blocks are recomputed in backward.
+        bucket: elements of `reduce_bucket_size`; 0: the JSON's value.
+        shape: mesh sizes.
     """
 
     stage: int
@@ -82,26 +82,26 @@ class TrainingPlan:
 
     @property
     def name(self) -> str:
-        """As results name it."""
+        """Return the plan's name in results."""
         tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
 
     def holds_less_than(self, other: TrainingPlan) -> bool:
-        """Whether a plan differs from another by a smaller micro-batch alone."""
+        """Return whether the plan differs from another only by a smaller micro-batch."""
         return self.micro < other.micro and replace(self, micro=other.micro, steps=other.steps) == other
 
     @property
     def samples(self) -> float:
-        """Of an update, a rank's share: ranks may take the same ones together."""
+        """Return a rank's share of an update's samples; ranks may process the same samples together."""
         return self.micro * self.steps / self.shape.width
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
-        """The JSON of this plan.
+        """Return the JSON of this plan.
 
         Args:
-            base: the user's.
-            folder: on the disk.
+            base: the user's JSON.
+            folder: folder on the disk.
         """
         config = copy.deepcopy(load_raw(base))
         config.pop("train_batch_size", None)
@@ -128,18 +128,18 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan and what was found out of it.
+    """A plan with its predictions and trial results.
 
     Args:
         plan: the plan.
-        memory: of a rank; None where it could not be predicted.
-        time: of an update; None likewise.
-        fits: whether the memory is there, however far ranks are apart.
-        perhaps: where not: whether it is there as long as ranks keep step. A trial tells.
-        reason: why it was dropped, or why its trial failed; "" where it was not, and did not.
-        flops: of an update on one rank, recomputed ones too.
-        trial: how a short run of it ended; None where there was none.
-        least: bytes of the device that it takes while ranks keep step.
+        memory: memory of a rank; None: not predicted.
+        time: time of an update; None: not predicted.
+        fits: whether the memory suffices however far ranks run apart.
+        perhaps: if `fits` is False, whether the memory suffices for ranks that run in step; a trial decides.
+        reason: reason why the plan was dropped or its trial failed; "" otherwise.
+        flops: operations of an update on one rank, including recomputation.
+        trial: result of a short run; None if there was none.
+        least: bytes of device memory for ranks that run in step.
     """
 
     plan: TrainingPlan
@@ -154,16 +154,16 @@ class Judged:
 
     @property
     def seconds(self) -> float:
-        """Of an update; infinite where that is not known."""
+        """Return the seconds of an update; infinite if unknown."""
         return float("inf") if self.time is None else self.time.total
 
     @property
     def worth(self) -> tuple[bool, bool, float, int]:
-        """Its place among other plans before any trial."""
+        """Return the sort key among plans before any trial."""
         return not self.fits, not self.perhaps, self.seconds, self.plan.micro
 
     def after_trials(self, too_large: list[TrainingPlan]) -> Judged:
-        """The same with the memory that trials found; `too_large` are plans that ran out of it."""
+        """Return the plan with the memory that trials found; `too_large` are plans that ran out of memory."""
         if self.trial is not None:
             return replace(self, fits=not self.trial.out_of_memory and (self.fits or self.trial.seconds is not None))
         if self.fits and any(plan.holds_less_than(self.plan) for plan in too_large):
@@ -172,7 +172,7 @@ class Judged:
 
     @property
     def worth_after_trials(self) -> tuple[int, float]:
-        """Its place among other plans after trials; plans of one place stay as they were."""
+        """Return the sort key among plans after trials; the sort is stable."""
         if not self.fits:
             return 3, 0.0
         if self.trial is None:
@@ -182,12 +182,12 @@ class Judged:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be run.
+    """The run to plan.
 
     Args:
         model: see `Program`.
-        batch: makes one micro-batch of so many samples.
-        train_batch: samples of an update over all ranks; it stays.
+        batch: creates one micro-batch of a given number of samples.
+        train_batch: samples of an update over all ranks, equal in all plans.
         config: the user's JSON.
         loss: see `Program`.
         optimizer: see `Program`.
@@ -202,10 +202,10 @@ class Task:
 
 
 def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Every plan that keeps the global batch, those that hold least last.
+    """Return every plan that keeps the global batch, sorted by decreasing memory.
 
     Raises:
-        ArgumentError: the batch cannot be shared by the ranks.
+        ArgumentError: the ranks cannot divide the batch.
     """
     if train_batch < 1 or train_batch % machine.ranks:
         raise ArgumentError(
@@ -229,9 +229,9 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
 
 
 def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
-    """Plans with an axis beside data parallelism, which keep the global batch too: samples differ over fewer ranks.
+    """Return plans with another axis besides data parallelism that keep the global batch.
 
-    One axis at a time, of few sizes, with all state on the device: each plan is a run without values.
+    Each plan has one such axis, of a few sizes, with all state on the device, since each plan needs a simulated run.
     """
     plans = []
     for shape, stages in shapes(machine):
@@ -246,15 +246,15 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A run of a plan without values, from which its memory and its time are told.
+    """A simulated run of a plan, from which its memory and time are derived.
 
     Args:
-        memory: of ranks that are as far apart as limits allow.
-        least: of ranks that keep step; the same where the former fits.
-        recording: of its updates.
-        steps: micro-batches of each of those.
+        memory: memory if ranks run as far apart as the limits allow.
+        least: memory if ranks run in step; equal to `memory` if that fits.
+        recording: recording of the updates.
+        steps: micro-batches per update.
         config: the JSON.
-        others: those of the other stages of a pipeline.
+        others: runs of the other pipeline stages.
         crossing: bytes of the largest message between stages.
     """
 
@@ -268,12 +268,12 @@ class SimulatedRun:
 
     @property
     def stages(self) -> tuple[SimulatedRun, ...]:
-        """This, and the other stages."""
+        """Return this run and those of the other stages."""
         return (self, *self.others)
 
 
 def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
-    """Run a plan without values, each stage of a pipeline for itself; whatever goes wrong is raised."""
+    """Simulate a plan, each pipeline stage separately; errors are raised."""
     steps, on_device, stages = min(plan.steps, 2), bool(machine.link), plan.shape.stages
     if stages > 1:
         steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
@@ -294,7 +294,7 @@ def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
 
 
 def judge(task: Task, plan: TrainingPlan, machine: Machine) -> Judged:
-    """Predict one plan. What goes wrong becomes the reason to drop it."""
+    """Predict one plan; an error becomes the reason to drop the plan."""
     try:
         return verdict(plan, simulated(task, plan, machine), machine)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
@@ -303,7 +303,7 @@ def judge(task: Task, plan: TrainingPlan, machine: Machine) -> Judged:
 
 
 def verdict(plan: TrainingPlan, run: SimulatedRun, machine: Machine) -> Judged:
-    """What a run without values says of a plan on a machine."""
+    """Evaluate a simulated run of a plan on a machine."""
     worst = max(run.stages, key=lambda each: device_bytes(each.memory, machine))
     memory, entries = worst.memory, run.recording.entries
     if plan.shape.width > plan.shape.stages and not any(entry.kind == MESSAGE for entry in entries):
@@ -323,7 +323,7 @@ def verdict(plan: TrainingPlan, run: SimulatedRun, machine: Machine) -> Judged:
 
 
 def _of_stages(plan: TrainingPlan, run: SimulatedRun, machine: Machine, rests: list[StepTime]) -> StepTime:
-    """Time of an update of a pipeline, from that of each stage."""
+    """Return the time of a pipeline's update, from the time of each stage."""
     ranks = plan.shape.firsts(machine.ranks)
     schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
     phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
@@ -339,7 +339,7 @@ def _itemsize(config: dict[str, Any]) -> int:
 
 
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
-    """What a rank holds, at its fullest, of the memory that `machine.memory` limits."""
+    """Return a rank's peak bytes in the memory that `machine.memory` limits."""
     held = memory.on_host if machine.link else 0
     # The host's part is there from birth on, but for the states that the first update makes.
     early = held - memory.host.get("optimizer", 0) if machine.link else 0
@@ -347,7 +347,7 @@ def device_bytes(memory: MemoryCount, machine: Machine) -> int:
 
 
 def _too_large(memory: MemoryCount, machine: Machine) -> str:
-    """Which memory a plan has too little of, and what for; "" where it fits."""
+    """Describe the memory that is too small for a plan, and its largest category; "" if the plan fits."""
     near, far = device_bytes(memory, machine), memory.on_host if machine.link else 0
     parts = {name: count - memory.host.get(name, 0) * bool(machine.link) for name, count in memory.at_peak.items()}
     if near > machine.memory:
@@ -396,11 +396,11 @@ def search(
     allowed: Callable[[TrainingPlan], bool] = lambda _plan: True,
     axes: bool = False,
 ) -> list[Judged]:
-    """Judge the legal plans that are allowed, the likeliest first, until all are known or the time is over.
+    """Judge the allowed legal plans, the most promising first, until all are judged or the time is over.
 
-    At least one plan is judged; each is reported as soon as it is. With `axes` there are plans with an axis beside data
-    parallelism too, unless the JSON asks for one itself. The plans come back with the best first; behind those that fit
-    those that may, then those that do not, and those that were not looked at.
+    At least one plan is judged, and each is reported at once. With `axes`, plans can have another axis besides data
+    parallelism, unless the JSON sets one. Result order: plans that fit, best first; plans that may fit; plans that do
+    not fit; plans that were not judged.
     """
     end = time.monotonic() + seconds
     plans = legal_plans(task.train_batch, machine)
@@ -437,8 +437,8 @@ def search(
 
 
 def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
-    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits. In a
-    pipeline of several larger ones: more of smaller ones leave stages waiting for less."""
+    """Return the reason to skip a plan with an axis: a plan with a larger micro-batch or without recompute fits. For
+    pipelines, several such plans must fit, since smaller micro-batches reduce the waiting between stages."""
     if plan.shape == DATA_PARALLEL:
         return ""
     larger = []
@@ -453,7 +453,7 @@ def _is_slower(plan: TrainingPlan, known: dict[TrainingPlan, Judged]) -> str:
 
 
 def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
-    """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
+    """Return whether narrow buckets may make a plan fit: gradients are reduced as they arrive, and state fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
@@ -465,20 +465,20 @@ def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) 
 
 
 MOST = 5
-"""Trials at most."""
+"""Maximum number of trials."""
 DARING = 2
-"""How many of them may be of plans that fit only as long as ranks keep step."""
+"""Maximum number of trials for plans that fit only if ranks run in step."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found.
+    """Result of a search.
 
     Args:
-        best: the measured plan that is fastest. Where none was measured: the best predicted one that was not tried, or
-            else whose trial failed for another reason than memory; None where no plan fits.
-        judged: all plans: the measured ones by their time, then those that were not tried, those whose trial failed,
-            those that do not fit.
+        best: the fastest measured plan. Without measurements: the best predicted plan that was not tried, or whose
+            trial failed for another reason than memory; None if no plan fits.
+        judged: all plans: measured ones by time, then untried ones, those with failed trials, and those that do not
+            fit.
     """
 
     best: Judged | None
@@ -486,11 +486,11 @@ class Answer:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the best was measured."""
+        """Return whether the best plan was measured."""
         return self.best is not None and self.best.trial is not None and not self.best.trial.reason
 
     def best_time(self) -> str:
-        """The time of the best plan, and whether it was measured or predicted, in words."""
+        """Describe the time of the best plan, measured or predicted."""
         best = self.best
         if best is None:
             return "nothing"
@@ -506,7 +506,7 @@ def confirm(
     most: int = MOST,
     report: Callable[[Judged], None] = lambda _judged: None,
 ) -> Answer:
-    """Try the best plans of `search`: those that fit, and a few of those that may, where they are predicted as fast.
+    """Try the best plans of `search`: those that fit, and a few that may fit if they are predicted to be as fast.
 
     `run` tries a plan, at most `most` times and at most `MOST`; `report` gets each plan that was tried.
     """
@@ -530,13 +530,13 @@ def confirm(
 
 
 def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) -> str:
-    """The plans as text, the best first.
+    """Format the plans as text, the best first.
 
     Args:
-        judged: plans.
-        most: lines of them.
-        machine: theirs: samples per second are those of all its ranks; with a device, memory is that of the device +
-            that of its host. None: samples are a rank's.
+        judged: the plans.
+        most: maximum number of lines.
+        machine: the plans' machine: samples per second are those of all its ranks; with a device, memory is device +
+            host memory. None: samples per second of one rank.
     """
     ranks = 1 if machine is None else machine.ranks
     tried = any(each.trial is not None for each in judged)

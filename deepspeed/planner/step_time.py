@@ -1,7 +1,7 @@
-"""Predicts the time of a step, and of a pipeline's update: replays recorded traces on a machine.
+"""Prediction of the time of a step, and of a pipeline's update: replays recorded traces on a machine.
 
-CPU ranks share cores and memory, so messages overlap with nothing; the disk, and a device's link to its host, overlap
-with the update, and the longest of them counts.
+CPU ranks share cores and memory, so their messages overlap with nothing. The disk, and a device's link to its host,
+overlap with the update; only the longest of them counts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StepTime:
     Args:
         compute: forward and backward of the window.
         messages: gathers, reductions, publishes.
-        update: the optimizer's.
+        update: optimizer update.
         disk: reads and writes.
         link: copies between host and device.
-        waiting: for other stages of a pipeline, on the busiest one.
+        waiting: waiting for other pipeline stages, on the busiest stage.
     """
 
     compute: float
@@ -46,26 +46,26 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Return the total seconds."""
         return self.compute + self.waiting + self.messages + max(self.update, self.disk, self.link)
 
     @property
     def limit(self) -> str:
-        """What takes most."""
+        """Return the largest part."""
         parts = {name: getattr(self, name) for name in ("compute", "waiting", "messages", "update", "disk", "link")}
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True)
 class UpdateTraffic:
-    """What an update moves that is no operator of a recorded step.
+    """Traffic of an update outside of the recorded operators.
 
     Args:
         messages: bytes that a rank receives.
         update: bytes of host memory that the optimizer reads and writes.
-        disk: bytes that are read and written on it.
-        link: bytes that go from the device to its host, or back; the way with more of them counts.
-        group: ranks that those messages travel between; (): all of the machine.
+        disk: bytes that are read from and written to the disk.
+        link: bytes between device and host, in the direction with more bytes.
+        group: ranks that exchange the messages; (): all ranks of the machine.
     """
 
     messages: float
@@ -77,8 +77,7 @@ class UpdateTraffic:
 
 @contextmanager
 def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
-    """Inside a simulation, a step is written down: its operators, and the messages in the middle of them. What it gives
-    names what follows."""
+    """Record operators and messages of a step in a simulation; the yielded function names the following phase."""
     lanes: dict[tuple[int, ...], int] = {}
     recording.entries.clear()  # of a run that went no further for want of another stage's
     recording.blocks.clear()
@@ -103,11 +102,11 @@ def step_time(
     """Replay a step.
 
     Args:
-        recording: some updates of some micro-batches; what is marked `STEP` is an update's, and not a micro-batch's.
-        share: of the micro-batches in it that an update takes.
-        updates: that are recorded.
-        machine: where.
-        moved: in an update besides.
+        recording: recording of several updates; operations marked `STEP` belong to an update, not to a micro-batch.
+        share: fraction of the recorded micro-batches in one update.
+        updates: number of recorded updates.
+        machine: machine for the replay.
+        moved: further traffic of an update.
     """
     replayed = replay(recording, machine)
     own = sum(each.end - each.begin for each in replayed.pieces if each.where == STEP and each.kind == KERNEL)
@@ -133,9 +132,9 @@ def step_time(
 
 
 def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
-    """Seconds that blocks of memory cost because they are new, by the mark under which they came: the C library has the
-    system provide the larger ones each time, page by page. What was there before, and what stays (states that the first
-    update makes), costs nothing in the updates to come."""
+    """Return the seconds for first touches of new memory blocks, by phase: the C library maps large blocks anew each
+    time, page by page. Blocks from before the recording, and blocks that stay (state of the first update), cost
+    nothing in later updates."""
     entries, sizes = recording.entries, dict[int, tuple[int, str]]()
     seconds: dict[str, float] = defaultdict(float)
     for block in recording.blocks:
@@ -150,7 +149,7 @@ def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
-    """How often all parameters are reduced in an update, and how often gathered."""
+    """Return the numbers of reductions and gathers of all parameters in an update."""
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
     gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
     return reductions, gathers
@@ -163,10 +162,10 @@ _LONGEST = 2  # micro-batches for each stage: with more of them a stage holds no
 
 
 def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
-    """The schedule of a JSON, with so many stages and micro-batches.
+    """Return the JSON's schedule for these numbers of stages and micro-batches.
 
     Raises:
-        ArgumentError: the schedule cannot be had with so many.
+        ArgumentError: the schedule does not support these numbers.
     """
     block = DeepSpeedConfig.for_init(config).top.pipeline
     name = "interleaved" if block.chunks > 1 and block.schedule == "1f1b" else block.schedule
@@ -174,13 +173,15 @@ def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
 
 
 def enough(schedule: PipelineSchedule) -> int:
-    """Micro-batches in which a stage holds as much as in the whole window."""
+    """Return the number of micro-batches after which a stage holds as much as in the whole window."""
     return schedule.micros if schedule.name == "gpipe" else min(schedule.micros, _LONGEST * schedule.stages)
 
 
 def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float]:
-    """Seconds of one forward (`F0` of chunk 0), one backward (`B0`), … of a stage whose phases are marked in its
-    recording; messages do not count."""
+    """Return the seconds of each phase of a stage, such as one forward (`F0` of chunk 0) or one backward (`B0`).
+
+    The phases are marked in the recording; messages do not count.
+    """
     totals = first_touches(recording, machine)
     counts = Counter(entry.name for entry in recording.entries if entry.kind == MARK)
     clock = 0.0
@@ -194,14 +195,14 @@ def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float
 def window_time(
     schedule: PipelineSchedule, phases: Sequence[dict[str, float]], rests: Sequence[StepTime], way: float, shared: float
 ) -> StepTime:
-    """Time of an update over all stages.
+    """Return the time of an update over all stages.
 
     Args:
-        schedule: of the window.
-        phases: of each stage, as `seconds_of_phases` gives them.
-        rests: of each stage: what it does behind the window (its `compute` is not read).
-        way: seconds that a message between stages is under way.
-        shared: seconds in which stages sum gradients of what several of them hold.
+        schedule: schedule of the window.
+        phases: results of `seconds_of_phases` for each stage.
+        rests: each stage's time after the window (`compute` is ignored).
+        way: seconds of a message between stages.
+        shared: seconds to sum the gradients of parameters that several stages hold.
     """
     each = [[phases[part % schedule.stages].get(f"{op}{part // schedule.stages}", 0.0) for op in "FBW"]
             for part in range(schedule.parts)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The updates that both a prediction and a measurement run."""
+"""Updates that both a prediction and a measurement run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ OUTSIDE = {
 
 @dataclass(frozen=True)
 class Program:
-    """What is run: a model, its configuration, one micro-batch that is used again and again.
+    """A model, its configuration, and one micro-batch that is used repeatedly.
 
     Args:
-        model: a module, which is copied, or a callable that makes one.
+        model: a module, which is copied, or a callable that creates one.
         config: dict, path or base64 of the JSON.
-        batch: a mapping of keyword arguments, a sequence of arguments, or one argument of the model's forward: one
-            micro-batch of this rank.
-        loss: makes the loss of (output, batch); None: the output's own, or the mean of its first tensor.
-        optimizer: as for `deepspeed.initialize`; a callable that makes one of parameters, or None for the JSON's.
-        updates: how many; the third is like all that follow.
+        batch: one micro-batch of this rank: a mapping of keyword arguments, a sequence of arguments, or one argument of
+            the model's forward.
+        loss: computes the loss from (output, batch); None: the output's loss, or the mean of its first tensor.
+        optimizer: as in `deepspeed.initialize`: a callable that creates one from parameters, or None for the JSON's.
+        updates: number of updates; the third is like all later ones.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -49,10 +49,10 @@ class Program:
     updates: int = 3
 
     def made_model(self) -> nn.Module:
-        """A model of its own.
+        """Create a model for the run.
 
         Raises:
-            ArgumentError: the callable made none.
+            ArgumentError: the callable returned no module.
         """
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
         if not isinstance(model, nn.Module):
@@ -62,11 +62,11 @@ class Program:
         return model
 
     def settings(self) -> dict[str, Any]:
-        """The configuration, without what acts on the outside."""
+        """Return the configuration without keys that have effects outside of the process."""
         return {key: value for key, value in load_raw(self.config).items() if key not in OUTSIDE}
 
     def loss_of(self, engine: Any) -> torch.Tensor:
-        """Forward of the micro-batch, and its loss."""
+        """Run forward on the micro-batch and return the loss."""
         batch = self.batch
         if isinstance(batch, Mapping):
             outputs = engine(**batch)
@@ -87,11 +87,11 @@ class Program:
         return loss if loss.dim() == 0 else loss.float().mean()
 
     def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
-        """The updates.
+        """Run the updates.
 
         Args:
-            engine: of the model.
-            after: called after each call of the engine that may have made something.
+            engine: engine of the model.
+            after: called after each engine call that can allocate memory.
             mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
                 backward (`B0`), and each `STEP`.
         """
@@ -113,7 +113,7 @@ class Program:
     def _run_windows(
         self, engine: PipelineEngine, after: Callable[[], None], mark: Callable[[str], None] | None
     ) -> None:
-        """The updates of a pipeline, whose loss is the model's."""
+        """Run the updates of a pipeline, with the model's own loss."""
         if self.loss is not None:
             raise NotAvailableError("stages of a pipeline take the model's own loss: leave `loss` out")
 

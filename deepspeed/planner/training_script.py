@@ -34,13 +34,13 @@ _MAPPED = re.compile(r"-?\d+")
 
 @dataclass(frozen=True)
 class Script:
-    """What `deepspeed --autotuning` was given.
+    """Arguments of `deepspeed --autotuning`.
 
     Args:
-        options: of the launcher, without --autotuning.
-        name: of the script.
-        arguments: of the script.
-        ranks: that the options start.
+        options: the launcher's options, without --autotuning.
+        name: name of the script.
+        arguments: arguments of the script.
+        ranks: number of ranks that the options start.
     """
 
     options: Sequence[str]
@@ -50,7 +50,7 @@ class Script:
 
     @property
     def _place(self) -> int:
-        """Where in the arguments the JSON is."""
+        """Return the position of the JSON in the arguments."""
         for position, word in enumerate(self.arguments):
             flag, _, joined = word.partition("=")
             if flag in _FLAGS and joined.endswith(".json"):
@@ -63,19 +63,19 @@ class Script:
 
     @property
     def json(self) -> Path:
-        """The user's JSON.
+        """Return the path of the user's JSON.
 
         Raises:
-            ArgumentError: the arguments name none.
+            ArgumentError: the arguments name no JSON.
         """
         return Path(self.arguments[self._place].rpartition("=")[2])
 
     def base(self) -> tuple[dict[str, Any], Autotuning]:
-        """The JSON as it is written, and its `autotuning` block.
+        """Return the user's JSON and its `autotuning` block.
 
         Raises:
             ArgumentError: the block is not enabled.
-            DeepSpeedConfigError: there is no such file, or the block is wrong.
+            DeepSpeedConfigError: the file does not exist, or the block is invalid.
         """
         config = load_raw(str(self.json))
         block = DeepSpeedConfig.for_init({"autotuning": config.get("autotuning") or {}}).top.autotuning
@@ -84,7 +84,7 @@ class Script:
         return config, block
 
     def with_json(self, path: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
-        """The arguments with the path of another JSON; the script's own flags, by key, get the values of its config."""
+        """Return the arguments with the path of another JSON; `flags` (script flags by key) get values of `config`."""
         words, position = list(self.arguments), self._place
         before = words[position].rpartition("=")
         words[position] = f"{before[0]}{before[1]}{path}"
@@ -100,14 +100,14 @@ class Script:
         return words
 
     def command(self, config: Mapping[str, Any], flags: Mapping[str, str], path: str = "{config}") -> Command:
-        """Starts the script with a JSON; see `with_json`."""
+        """Return the command that starts the script with a JSON; see `with_json`."""
         return Command(self.options, [self.name, *self.with_json(path, config, flags)])
 
     def train_batch(self, base: Mapping[str, Any], flags: Mapping[str, str]) -> tuple[int, int]:
-        """The global batch, and the user's micro-batch (0 where nobody says), of the JSON or of the script's own flags.
+        """Return the global batch and the user's micro-batch (0 if unknown), from the JSON or the script's flags.
 
         Raises:
-            ArgumentError: neither says it.
+            ArgumentError: neither has the global batch.
         """
         train, micro, steps = (self._number(base, flags, key) for key in (_TRAIN, _MICRO, _STEPS))
         if not train and micro:
@@ -123,7 +123,7 @@ class Script:
 
     @staticmethod
     def _value(config: Mapping[str, Any], key: str) -> Any:
-        """The value of a key such as "zero_optimization.stage"; None where there is none."""
+        """Return the value of a key such as "zero_optimization.stage", or None."""
         value: Any = config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -148,17 +148,17 @@ Source = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 
 
 def model_named(name: str, length: int) -> Source:
-    """The model of a name.
+    """Load the model of a name.
 
     Args:
         name: `file.py:factory` or `package.module:factory`, a callable that returns a module, or (module, callable that
-            makes a micro-batch of so many samples); or a folder with Transformers' config.json, or the name of one of
-            its model classes, which is taken in its default size.
-        length: tokens of a sequence, for models of Transformers.
+            creates a micro-batch of a given size); or a folder with Transformers' config.json; or the name of one of
+            Transformers' model classes, which is created in its default size.
+        length: tokens of a sequence, for Transformers models.
 
     Raises:
-        ArgumentError: there is no such thing, or it makes no module.
-        NotAvailableError: Transformers is needed and not installed.
+        ArgumentError: the name does not exist, or returns no module.
+        NotAvailableError: Transformers is required and not installed.
     """
     return _from_script(name) if ":" in name else _from_transformers(name, length)
 

@@ -1,4 +1,4 @@
-"""A trial runs a plan for some updates, by the launcher, in separate processes, with limits of time and memory.
+"""A trial runs a plan for some updates with the launcher, in separate processes, with limits of time and memory.
 
 A trial always returns a result: its measurements, or the reason of its failure.
 """
@@ -28,13 +28,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class TrialLimits:
-    """What a trial may take.
+    """Limits of a trial.
 
     Args:
-        seconds: from its start to its figures.
-        memory: bytes that the processes of one rank may hold, interpreter included; pages that ranks share count by
-            share. 0: as much as there is.
-        exact: shared pages are counted by share at each look, not only near the limit; that takes time of the ranks.
+        seconds: time from start to results.
+        memory: maximum bytes of one rank's processes, including the interpreter; shared pages count proportionally.
+            0: no limit.
+        exact: count shared pages proportionally at every poll, not only near the limit; this slows the ranks.
     """
 
     seconds: float = 120.0
@@ -44,14 +44,14 @@ class TrialLimits:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended.
+    """Result of a trial.
 
     Args:
-        seconds: of an update; None where none was measured.
-        reason: why not; "" where it was.
+        seconds: seconds of an update; None: not measured.
+        reason: reason of a failure; "" otherwise.
         metrics: the figures, under the names of metrics.json.
         took: seconds of the trial.
-        held: most bytes that one rank was seen with.
+        held: peak bytes observed on one rank.
         out_of_memory: whether memory was the reason.
     """
 
@@ -64,13 +64,13 @@ class TrialOutcome:
 
 
 class TrialProcess(Protocol):
-    """A trial's first process, as `subprocess.Popen` has it; those of its ranks are below it."""
+    """A trial's first process, in the form of `subprocess.Popen`; the ranks are its descendants."""
 
     pid: int
 
     @property
     def returncode(self) -> Any:
-        """Of its end."""
+        """Return the exit code."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> Any: ...
@@ -79,10 +79,10 @@ class TrialProcess(Protocol):
 
 
 class TrialStarter(Protocol):
-    """Starts trials; `Command` is the package's own."""
+    """Starts trials; `Command` is the built-in implementation."""
 
     def line(self, config: str) -> list[str]:
-        """What is run, to be read."""
+        """Return the command line for display."""
         ...
 
     def start(self, config: str, out: Any, err: Any) -> TrialProcess: ...
@@ -90,29 +90,29 @@ class TrialStarter(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """What the launcher is given.
+    """Starts trials with the launcher.
 
     Args:
-        options: of the launcher, as `--num_gpus 2`.
-        program: the script and its arguments; `{config}` stands for the JSON of the trial.
+        options: the launcher's options, such as `--num_gpus 2`.
+        program: the script and its arguments; `{config}` is replaced by the trial's JSON.
     """
 
     options: Sequence[str]
     program: Sequence[str]
 
     def line(self, config: str) -> list[str]:
-        """The command line with the path of a JSON."""
+        """Return the command line for a JSON path."""
         script = [word.replace("{config}", config) for word in self.program]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
 
     def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
-        """Start the launcher with files for its output, in a session of its own: Ctrl-C reaches it through us, once."""
+        """Start the launcher in its own session, with files for its output; Ctrl-C reaches it through this process."""
         line = self.line(config)
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
 
 
 def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
-    """The JSON of a plan with the block of a trial in a folder, which measures the updates from `first` to `last`."""
+    """Return the JSON of a plan with a block for a trial that measures the updates from `first` to `last`."""
     block = {"enabled": True, "metric_path": str(folder / METRICS)}
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 
@@ -120,7 +120,7 @@ def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int
 def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limits: TrialLimits) -> TrialOutcome:
     """Run a trial with a JSON of `trial_config`, and wait for its end.
 
-    The folder takes ds_config.json, cmd.txt, stdout.log, stderr.log and metrics.json.
+    The folder gets ds_config.json, cmd.txt, stdout.log, stderr.log and metrics.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
@@ -154,11 +154,11 @@ _OF_MEMORY = ("MemoryExhaustedError", "MemoryError", "out of memory", "can't all
 
 
 class _Watched:
-    """The processes of a trial, from its first one down; they are ended when the context is.
+    """Processes of a trial: the first one and its descendants. They are killed when the context ends.
 
     Attributes:
-        held: most bytes that each rank was seen with.
-        over_memory, timed_out: which limit ended it.
+        held: peak bytes observed on each rank.
+        over_memory, timed_out: the limit that ended the trial.
     """
 
     def __init__(self, process: TrialProcess) -> None:
@@ -175,9 +175,9 @@ class _Watched:
         self.end()
 
     def until(self, end: float, limits: TrialLimits, metrics: Path) -> str:
-        """Wait until the trial is over, or a limit is reached; gives which. `end` is on the monotonic clock.
+        """Wait until the trial ends or reaches a limit; returns the limit. `end` is on the monotonic clock.
 
-        Once the file `metrics` is there, the ranks have a moment to end by themselves.
+        After the file `metrics` exists, the ranks have a short time to end by themselves.
         """
         measured = False
         while self.process.poll() is None:
@@ -223,7 +223,7 @@ class _Watched:
 
     @staticmethod
     def _bytes_held(pids: list[int], enough: int) -> int:
-        """Bytes that processes hold. What they share is told apart only where the simple count is above `enough`."""
+        """Return the bytes of processes. Shared pages are divided only if the simple sum is above `enough`."""
         total = 0
         for pid in pids:
             with suppress(OSError):
@@ -237,7 +237,7 @@ class _Watched:
         return total
 
     def _rank(self, session: int) -> int | None:
-        """The rank whose session that is: each has one of its own, and a variable, or a name, that says which."""
+        """Return the rank of a session: each rank has its own session, and a variable or name with its number."""
         if session not in self._ranks:
             rank = None
             with suppress(OSError, ValueError):
@@ -250,7 +250,7 @@ class _Watched:
         return self._ranks[session]
 
     def end(self) -> None:
-        """End what is left of the trial."""
+        """Kill the remaining processes of the trial."""
         self._look()
         if self.process.poll() is None:
             self.process.terminate()

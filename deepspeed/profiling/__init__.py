@@ -1,1 +1,1 @@
-"""Profiles a model: operation counts, and time by module."""
+"""Profiling of a model: operation counts, and time by module."""

@@ -1,4 +1,4 @@
-"""The block `flops_profiler`."""
+"""Configuration block `flops_profiler`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of modules and parameters for debugging, and prints that do not mix."""
+"""Names of modules and parameters for debugging, and prints whose lines do not mix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _params: MutableMapping[Any, str] = WeakTensorKeyDictionary()
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Store the names of a model's modules and parameters; shared ones get the first name.
+    """Store the names of a model's modules and parameters; shared ones get their first name.
 
-    It keeps no object alive. A second model adds its names to those of the first.
+    No object is kept alive. A second model adds its names to those of the first.
     """
     for names, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
         for name, part in named:
@@ -37,63 +37,63 @@ def debug_clear_module_and_param_names() -> None:
 
 
 def debug_module2name(module: nn.Module) -> str:
-    """A module's name, "" for the model itself, or "unknown"."""
+    """Return a module's name, "" for the model itself, or "unknown"."""
     return _modules.get(module, UNKNOWN)
 
 
 def debug_module2name_id(module: nn.Module) -> str:
-    """A module's name, and the number of its object."""
+    """Return a module's name and the id of its object."""
     return f"name={debug_module2name(module)} id={id(module)}"
 
 
 def debug_module2name_class(module: nn.Module) -> str:
-    """A module's name, and its class."""
+    """Return a module's name and class."""
     return f"name={debug_module2name(module)} {type(module).__name__}"
 
 
 def ds_id(param: torch.Tensor) -> int | str:
-    """The number of a managed parameter, or "none"."""
+    """Return the id of a managed parameter, or "none"."""
     return getattr(param, "ds_id", "none")
 
 
 def ds_shape(param: torch.Tensor) -> torch.Size:
-    """The true shape, of a sharded parameter too."""
+    """Return the original shape of a parameter, sharded or not."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def debug_param2name(param: torch.Tensor) -> str:
-    """A parameter's name, or "unknown"."""
+    """Return a parameter's name, or "unknown"."""
     return _params.get(param, UNKNOWN)
 
 
 def debug_param2name_id(param: torch.Tensor) -> str:
-    """A parameter's name and number."""
+    """Return a parameter's name and id."""
     return f"name={debug_param2name(param)} id={ds_id(param)}"
 
 
 def debug_param2name_id_shape(param: torch.Tensor) -> str:
-    """A parameter's name, number and true shape."""
+    """Return a parameter's name, id and original shape."""
     return f"{debug_param2name_id(param)} shape={ds_shape(param)}"
 
 
 def debug_param2name_id_shape_device(param: torch.Tensor) -> str:
-    """A parameter's name, number, true shape and device."""
+    """Return a parameter's name, id, original shape and device."""
     return f"{debug_param2name_id_shape(param)} device={param.device}"
 
 
 def debug_param2name_id_numel(param: torch.Tensor) -> str:
-    """A parameter's name, number and true count of elements."""
+    """Return a parameter's name, id and original number of elements."""
     return f"{debug_param2name_id(param)} numel={ds_shape(param).numel()}"
 
 
 def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
-    """A parameter's name, number, full shape, and whether its values are gathered here (always so if not sharded)."""
+    """Return a parameter's name, id, original shape, and whether its values are gathered (always if not sharded)."""
     status = getattr(param, "ds_status", ZeroParamStatus.AVAILABLE)
     return f"{debug_param2name_id_shape(param)} status={status}"
 
 
 def printflock(*msgs: object) -> None:
-    """`print` and flush under a lock between the processes of this user, so that lines do not mix."""
+    """Print and flush under a lock between this user's processes, so that lines do not mix."""
     import fcntl  # not on Windows, where the rest of the module is of use
 
     path = Path(tempfile.gettempdir(), f"deepspeed-print-{os.getuid()}.lock")
@@ -112,19 +112,19 @@ def log_rank_file(rank: int, *msgs: object) -> None:
 
 
 def print_rank(*msg: object, force: bool = False) -> None:
-    """Print on every rank, with its number in front; without `force` nothing, so that calls may stay in a script."""
+    """Print on every rank, with the rank's number first; without `force`, do nothing."""
     if force:
         printflock(f"[rank {get_rank() if is_initialized() else 0}]", *msg)
 
 
 def print_rank0(*msg: object, force: bool = False) -> None:
-    """Print on rank 0 alone; without `force` nothing."""
+    """Print on rank 0; without `force`, do nothing."""
     if force and (not is_initialized() or get_rank() == 0):
         printflock(*msg)
 
 
 def print_backward_tensors(tensor: torch.Tensor) -> None:
-    """Print the graph that the backward of `tensor` runs through, each node once, with the parameters at its ends."""
+    """Print the backward graph of `tensor`, each node once, with the parameters at its leaves."""
     seen: set[Any] = set()
     ahead = [tensor.grad_fn]
     while ahead:

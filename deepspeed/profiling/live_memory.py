@@ -1,6 +1,6 @@
 """Bytes of live tensors over time: every storage once, from its first use by an operator until its last view is freed.
 
-[Note: live bytes] The resident memory of a process is larger: freed blocks that the C library keeps made it 1.2 to 1.9
+[Note: live bytes] The resident memory of a process is larger: freed blocks that the C library caches made it 1.2 to 1.9
 times as much. Storages are recorded when operators read or return tensors over them; buffers that an operator allocates
 and frees internally are not seen.
 """
@@ -21,15 +21,15 @@ from deepspeed.ops.dispatch import DispatchMode
 
 
 class LiveMemory(DispatchMode):
-    """Inside, live bytes are counted.
+    """Context that counts live bytes.
 
     Args:
-        category: of a storage, by the frame of the code that made it; called once for each.
-        foreign: whether a storage is another process's memory, which counts there.
+        category: returns the category of a storage from the allocating frame; called once per storage.
+        foreign: returns whether a storage is another process's memory, which is not counted here.
 
     Attributes:
-        total: bytes that live now.
-        peak: most that ever lived.
+        total: live bytes now.
+        peak: maximum of live bytes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LiveMemory(DispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> int:
-        """Count a tensor's memory from now on; gives the number of its storage, -1 of foreign memory."""
+        """Count a tensor's memory from now on; returns the id of its storage, -1 for foreign memory."""
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
@@ -104,10 +104,10 @@ class LiveMemory(DispatchMode):
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
 
     def mark(self, kinds: Iterable[tuple[str, Iterable[torch.Tensor | None]]]) -> None:
-        """Say what some tensors are, whoever made them; it holds for their whole lives, the latest word counts.
+        """Set the category of tensors for their whole lifetime, whatever code allocated them; the latest call counts.
 
         Args:
-            kinds: (category, tensors), the first that names a storage counts.
+            kinds: (category, tensors); the first entry with a storage counts.
         """
         categories: dict[int, str] = {}
         for category, tensors in kinds:
@@ -118,11 +118,11 @@ class LiveMemory(DispatchMode):
         self._made_as.update(categories)
 
     def restart_peak(self) -> None:
-        """Look for the peak from here on."""
+        """Reset the peak."""
         self._first, self.peak = len(self._events), self.total
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category when most lived (since `restart_peak`)."""
+        """Return the bytes by category at the peak (since `restart_peak`)."""
         most, when, total = -1, 0, 0
         for index, (_, grown) in enumerate(self._events):
             total += grown

@@ -1,9 +1,9 @@
-"""Attributes operations to modules, forward and backward.
+"""Attribution of operations to modules, forward and backward.
 
-In forward, to the running module. In backward, to the module whose forward created the running node of the graph: nodes
-are numbered in the order of their creation, and hooks record the number where a module begins and ends. So a module
-whose inputs need no gradient keeps its backward, which hooks on tensors would attribute to another module. [Note:
-again] Operations in backward with gradients enabled are a recomputed forward of a checkpoint.
+Forward operations belong to the running module. Backward operations belong to the module whose forward created the
+graph node: nodes are numbered in creation order, and hooks record the number where a module begins and ends. So a
+module whose inputs need no gradient keeps its backward, which hooks on tensors would attribute to another module.
+[Note: again] Operations in backward with gradients enabled are a recomputed forward of a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OUTSIDE = "(outside)"  # what no module of the model did
 
 
 class Attribution:
-    """Knows whose operation runs, between `hook` and `unhook`.
+    """Tracks the module of the current operation, between `hook` and `unhook`.
 
     Attributes:
-        seconds: forward time of a module with all below it, by name; the host's clock.
+        seconds: forward time of a module including its descendants, by name, on the host's clock.
     """
 
     def __init__(self, model: nn.Module, ignore: Iterable[type[nn.Module]] = ()) -> None:
@@ -41,7 +41,7 @@ class Attribution:
         self._hooks: list[Any] = []
 
     def hook(self) -> None:
-        """Begin to listen to the modules."""
+        """Add hooks to the modules."""
         for module in self._names:
             self._hooks.append(module.register_forward_pre_hook(self._enter))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -53,7 +53,7 @@ class Attribution:
         self._running.clear()
 
     def where(self) -> tuple[str | None, int]:
-        """(name of the module whose operation runs, the phase): FORWARD, BACKWARD or AGAIN; None is nobody's."""
+        """Return (name of the current operation's module or None, phase), with phase FORWARD, BACKWARD or AGAIN."""
         backward = self._in_backward()
         if self._running:
             whose = None if self._ignored else self._running[-1][0]
@@ -87,7 +87,7 @@ class Attribution:
         self._marks.append((torch.autograd._get_sequence_nr(), None if self._ignored else whose))
 
     def _name(self, module: nn.Module, above: str | None) -> str:
-        """Its name; of several (it is shared) the one on the way from, or to, the module that runs above it."""
+        """Return the module's name; for a shared module, the name nearest to the module that runs above it."""
         names = self._names[module]
         if above is None or above == OUTSIDE:
             return names[0]
@@ -97,7 +97,7 @@ class Attribution:
         return f"{above}.<{names[0].replace('.', '/')}>"  # it lies elsewhere, and is called here
 
     def _of_node(self) -> str | None:
-        """Whose forward made the node of the graph that runs; None is nobody's who counts."""
+        """Return the module whose forward created the current graph node; None if it is not counted."""
         node = _core._current_autograd_node()
         if node is None:
             return OUTSIDE

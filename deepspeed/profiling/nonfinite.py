@@ -1,4 +1,4 @@
-"""Finds the operation that produced the first non-finite value, while forward and backward are run again.
+"""Search for the operation that produced the first non-finite value, while forward and backward are run again.
 
 An operation produced it if it returns NaN for inputs without NaN, or infinity for inputs without infinity. Minus
 infinity in a mask is not an error. Uninitialized memory is not checked.
@@ -26,14 +26,14 @@ _OF_MASKS = {
 
 
 class Finding(NamedTuple):
-    """Where the first value came from.
+    """Origin of the first non-finite value.
 
     Attributes:
         direction: input, forward, backward, or update.
-        module: name and class; of an input its place, of an update the parameter.
-        operation: what made it; empty for inputs and updates.
-        statistics: of the tensor.
-        inputs: of the operation: what can be dumped.
+        module: name and class; for an input its position, for an update the parameter.
+        operation: the operation; empty for inputs and updates.
+        statistics: statistics of the tensor.
+        inputs: inputs of the operation, for a dump.
     """
 
     direction: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def kinds_in(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
-    """Whether there is (NaN, infinity, minus infinity) in a tensor."""
+    """Return whether a tensor has (NaN, infinity, minus infinity)."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.device.type == "meta":
         return False, False, False
     if bool(torch.isfinite(tensor).all()):
@@ -55,7 +55,7 @@ def kinds_in(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Shape, dtype, what is not finite, and the range of the rest."""
+    """Describe a tensor: shape, dtype, non-finite values, and the range of the finite ones."""
     values = tensor.detach()
     others = values[torch.isfinite(values)].float()
     rest = f"{float(others.min()):.4g} to {float(others.max()):.4g}" if others.numel() else "nothing else"
@@ -65,10 +65,10 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 class Checker(DispatchMode):
-    """Looks at what every operation gives, inside of its context; the first that makes such a value is `found`.
+    """Context that checks the output of every operation; `found` is the first that produces a non-finite value.
 
     Args:
-        model: whose modules are named.
+        model: model whose module names appear in the finding.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -114,7 +114,7 @@ class Checker(DispatchMode):
 
 
 def first_input(inputs: Any) -> Finding | None:
-    """The first input of the model with such a value, minus infinity apart."""
+    """Return the first input with a NaN or plus infinity, as a finding."""
     for index, tensor in enumerate(tensors_in(inputs)):
         nan, inf, _ = kinds_in(tensor)
         if nan or inf:

@@ -1,4 +1,4 @@
-"""Replaces an out-of-memory error by one that names keys that would help."""
+"""Out-of-memory errors that name helpful keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = (
 
 
 def is_exhaustion(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out: of the device, of the host, or of a limit on the process."""
+    """Return whether an error means that memory ran out: of the device, of the host, or of a process limit."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -29,14 +29,14 @@ def is_exhaustion(error: BaseException | None) -> bool:
 
 
 def raise_if_exhausted(doing: str, error: BaseException) -> None:
-    """Raise an error that suggests offload where memory ran out; do nothing for any other error."""
+    """Raise an error that suggests offload if memory ran out; do nothing for any other error."""
     if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
 
 
 @contextlib.contextmanager
 def behind(error: BaseException | None) -> Iterator[None]:
-    """Ignore that memory runs out in a clean-up after `error`, where that says the same."""
+    """Ignore further out-of-memory errors during clean-up after such an `error`."""
     try:
         yield
     except RuntimeError as trouble:
@@ -54,7 +54,7 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
 
 
 def _advice_on_pieces() -> str:
-    """Advice where much of torch's reserved memory is in pieces too small to be used."""
+    """Return advice if much of torch's reserved memory is too fragmented to be used."""
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

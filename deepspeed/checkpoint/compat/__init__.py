@@ -1,1 +1,1 @@
-"""Reads and writes formats of other libraries."""
+"""Readers and writers for checkpoint formats of other libraries."""

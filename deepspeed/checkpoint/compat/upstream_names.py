@@ -1,6 +1,6 @@
-"""Keys and file names of upstream's checkpoints, and the reader and writer of one file, under upstream's names.
+"""Keys and file names of upstream's checkpoints, and upstream's class for reading and writing one file.
 
-The keys are in files that other programs write; their values must not change.
+Files of other programs contain these keys, so their values must not change.
 """
 
 from __future__ import annotations
@@ -41,50 +41,50 @@ VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Path of the model states of a rank of slices, such as "00"."""
+    """Return the path of the model states of one model-parallel rank, such as "00"."""
     return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Path of the optimizer states of a data-parallel rank within a rank of slices."""
+    """Return the path of the optimizer states of one data-parallel rank within a model-parallel rank."""
     return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int, tp_rank: int) -> str:
-    """Path of the states of a layer's slice."""
+    """Return the path of one tensor-parallel rank's states of a layer."""
     return str(Path(base_folder, f"layer_{layer_id:02d}-model_{tp_rank:02d}-model_states.pt"))
 
 
 class TorchCheckpointEngine:
-    """Writes and reads single files with `torch.save` and `torch.load`. Engines here do not use it."""
+    """Writes and reads single files with `torch.save` and `torch.load`. The engine of this package does not use it."""
 
     def __init__(self, config_params: Any = None) -> None:
-        """Nothing is kept.
+        """Accept a configuration without storing it.
 
         Args:
             config_params: accepted, without effect.
         """
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder and those above it."""
+        """Create a folder and its parents."""
         Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
     def create(self, info: Any) -> None:
-        """Start a checkpoint; nothing is to be done."""
+        """Start a checkpoint; has no effect."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a nest of tensors and plain values."""
+        """Write nested containers of tensors and plain values."""
         torch.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read what `save` wrote: tensors and plain values only, no code runs.
+        """Read a file of tensors and plain values; code in the file is not executed.
 
         Args:
-            path: of the file.
-            map_location: the device that tensors come to, as for `torch.load`.
+            path: path of the file.
+            map_location: device for the tensors, as in `torch.load`.
 
         Raises:
-            CheckpointError: the file has other objects in it, or is none.
+            CheckpointError: the file contains other objects, or is no file of `torch.save`.
         """
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
@@ -99,5 +99,5 @@ class TorchCheckpointEngine:
             ) from error
 
     def commit(self, info: Any) -> bool:
-        """End a checkpoint: every file is there once `save` has returned."""
+        """Finish a checkpoint; has no effect, since `save` has already written each file."""
         return True

@@ -1,4 +1,4 @@
-"""Reads checkpoints in upstream's layout, through a restricted unpickler."""
+"""Reader of checkpoints in upstream's layout, with a restricted unpickler."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from deepspeed.foundation.log import warn_once
 
 
 class Inert:
-    """Holds the attributes of an object of upstream's; has no behaviour."""
+    """Replacement for a pickled upstream object: stores the object's attributes and has no methods."""
 
 
 class InertNumber(int):
-    """Holds the value of an enumeration of upstream's."""
+    """Replacement for a pickled upstream enumeration: stores the value."""
 
 
 # Classes that upstream's checkpoints are known to hold, by where their pickles say they are.
@@ -46,11 +46,11 @@ _KNOWN: dict[str, type] = {
 
 
 def load_pt(path: Path) -> Any:
-    """The contents of a file that `torch.save` wrote; tensors stay in the file until they are read.
+    """Load a file that `torch.save` wrote. Tensors are memory-mapped until they are read.
 
     Raises:
-        CheckpointError: it names a class that is not admitted; nothing of the file has run.
-        CheckpointCorruptError: it cannot be read.
+        CheckpointError: the file names a class that is not allowed; no code of the file was executed.
+        CheckpointCorruptError: the file cannot be read.
     """
     admitted: list[Any] = [(constructor, name) for name, constructor in _KNOWN.items()]
     try:
@@ -79,16 +79,16 @@ _EXPERTS = ".deepspeed_experts."  # in the names of their parameters
 
 
 def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
-    """A source over a folder in upstream's layout; tensors stay in its files until they are read.
+    """Open a folder in upstream's layout as a source of tensors. Tensors are memory-mapped until they are read.
 
     Args:
-        trained: names of the parameters in the order of the engine's optimizer; stage 0 files have numbers only.
+        trained: parameter names in the order of the engine's optimizer; stage-0 files have only numbers.
     """
     return _Reading(path, list(trained)).source()
 
 
 class _Reading:
-    """Rows and chunks as they are found."""
+    """Parser state: the rows and chunks that were read so far."""
 
     def __init__(self, path: Path, trained: list[str]) -> None:
         self.path, self.trained = path, trained
@@ -99,7 +99,7 @@ class _Reading:
         self.experts: dict[str, torch.Tensor] = {}  # of files of their own, by name
 
     def source(self) -> TensorSource:
-        """Read the small parts of all files."""
+        """Read the metadata of all files and return the source."""
         if list(self.path.glob("*mp_rank_01*")):
             raise CheckpointError(f"{self.path} is of several model-parallel ranks; convert it to the universal form")
         models = [load_pt(file) for file in self._model_files()]
@@ -152,7 +152,7 @@ class _Reading:
         self._take_groups(groups, scaler)
 
     def _masters(self, saved: dict[str, Any], shapes: list[torch.Size], groups: list[Any]) -> list[torch.Tensor]:
-        """Masters in the order of the optimizer; none for fp32 training."""
+        """Return the master weights in the order of the optimizer; empty for fp32 training."""
         if "fp32_groups" in saved:
             return [tensor for group in saved["fp32_groups"] for tensor in group]
         masters, shape_index = [], 0
@@ -201,7 +201,7 @@ class _Reading:
     def _by_group(
         self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
-        """Stages 1 and 2: the concatenation of a group's parameters is cut into equal parts."""
+        """Stages 1 and 2: split a group, whose concatenated parameters are cut into equal parts."""
         parts = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
         states = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in ranks]
         offset = 0
@@ -222,7 +222,7 @@ class _Reading:
     def _by_parameter(
         self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
-        """Stage 3: every parameter is cut into equal parts, the last one padded."""
+        """Stage 3: split each parameter into equal parts, of which the last is padded."""
         parts = [self._joined(rank, group) for rank in ranks]
         offset = 0
         for name, shape in shapes.items():
@@ -268,7 +268,7 @@ class _Reading:
         self.chunks[entry_name(VALUE, name)] = chunks
 
     def _add_state(self, name: str, chunks: list[tuple[int, int, dict[str, Any]]]) -> None:
-        """Optimizer state of a parameter: tensors as long as their chunk are cut with it, others are values."""
+        """Add a parameter's optimizer state. Tensors as long as their chunk are cut like it, others stay whole."""
         rule = StateRule({}, {}, {})
         for start, numel, state in chunks:
             for key, value in state.items():
@@ -292,7 +292,7 @@ class _Reading:
         self.optimizer = {"groups": settings, "scaler": scaler}
 
     def _rest(self, models: list[dict[str, Any]]) -> None:
-        """Frozen parameters, whole or in chunks, and buffers."""
+        """Add buffers, and frozen parameters that are whole or in chunks."""
         model = models[0]
         frozen = model.get("frozen_param_shapes") or {}
         for name, shape in frozen.items():
@@ -315,9 +315,9 @@ class _Reading:
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 
     def _experts(self, counts: int | list[int] | None) -> None:
-        """Read the files of experts, which have one each, of a layer or in the old form of all layers.
+        """Read the files of experts: one per expert, of a single layer or in the old form of all layers.
 
-        `counts`: experts of each layer, as the model file says.
+        `counts`: experts of each layer, from the model file.
         """
         files = {
             (int(match.group(1) or 0), int(match.group(2))): file
@@ -346,7 +346,7 @@ class _Reading:
 
     @staticmethod
     def _numbered(path: Path, pattern: str) -> list[Path]:
-        """Files in the order of their data-parallel rank."""
+        """Return the files in the order of their data-parallel rank."""
         files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
         if sorted(files) != list(range(len(files))):
             raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")
@@ -354,7 +354,7 @@ class _Reading:
 
     @staticmethod
     def _cut(value: Any, part: torch.Tensor) -> bool:
-        """Whether a state tensor is cut as the values are; some are saved with their padding, the values without."""
+        """Return whether a state tensor is cut like the values. Some are saved with padding, unlike the values."""
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
 
     @staticmethod
@@ -362,7 +362,7 @@ class _Reading:
         return loaded["param"] if isinstance(loaded, dict) else loaded
 
     def _joined(self, rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The flat values and state of one optimizer group at stage 3, whose sub-groups follow each other."""
+        """Return the flat values and state of an optimizer group at stage 3, with its sub-groups concatenated."""
         flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
         groups = len(rank["optimizer_state_dict"]["param_groups"])
         if len(flat) == groups:
@@ -379,7 +379,7 @@ class _Reading:
 
     @staticmethod
     def _scaler(saved: Any) -> dict[str, Any] | None:
-        """The state of our loss scaler from the attributes of upstream's."""
+        """Convert the attributes of upstream's loss scaler to the state of this package's loss scaler."""
         values = vars(saved) if hasattr(saved, "__dict__") else {}
         if "cur_scale" not in values:
             return None

@@ -1,7 +1,7 @@
-"""Writes upstream's files in addition to the native ones, and the small files that upstream's tools need.
+"""Writer of upstream's files next to the native ones, including the small files that upstream's tools need.
 
-Each rank reads its part of upstream's layout from the native files that have just been written: the two layouts are
-sharded differently, and the native one can be read in any range.
+Each rank reads its part of upstream's layout from the native files that were just written: the two layouts are sharded
+differently, and any range of a native file can be read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SCRIPTS = {"zero_to_fp32.py": _SCRIPT.encode()}
 
 
 def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters: dict[str, int]) -> dict[str, bytes]:
-    """Files under upstream's names: the client's state and the counters, without weights.
+    """Create files under upstream's names with the client's state and the counters, without weights.
 
-    `torch.load(weights_only=True)` opens them. A client's converter takes the weights through `zero_to_fp32` and the
-    rest from here.
+    `torch.load(weights_only=True)` opens them. A client's converter reads the weights with `zero_to_fp32` and the other
+    values from these files.
     """
     stage = about["stage"]
     shared = {
@@ -71,7 +71,7 @@ def _saved(value: Any) -> bytes:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The entries that `torch.load(weights_only=True)` accepts."""
+    """Return the entries that `torch.load(weights_only=True)` accepts."""
     plain_values = {}
     for key, value in state.items():
         try:
@@ -87,7 +87,7 @@ _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": 
 
 
 class _Sink:
-    """A file object for `torch.save` that goes through the checkpoint's file operations."""
+    """A file object for `torch.save` that writes through the checkpoint's file operations."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self.nbytes, self.crc32 = fd, 0, 0
@@ -99,11 +99,11 @@ class _Sink:
         return len(view)
 
     def flush(self) -> None:
-        """Everything has been written."""
+        """Do nothing; `write` has already written the data."""
 
 
 class _LossScaler:
-    """Stands for upstream's object of a loss scale that is not dynamic; its engine takes it out of the file."""
+    """Placeholder for upstream's static loss scaler, which upstream's engine reads from the file."""
 
     def __init__(self, scale: float) -> None:
         self.cur_scale, self.dynamic = scale, False
@@ -113,7 +113,7 @@ _InPython: Any = pickle._Pickler  # the one in C writes names as it finds them
 
 
 class _Pickler(_InPython):
-    """Writes `_LossScaler` under upstream's name, which is another class in this process."""
+    """Pickler that writes `_LossScaler` under the name of upstream's class."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is not _LossScaler:
@@ -127,12 +127,12 @@ _PICKLE = SimpleNamespace(__name__=__name__, Pickler=_Pickler)  # what `torch.sa
 
 
 class UpstreamWriter:
-    """Writes the files of one checkpoint.
+    """Writes upstream's files of one checkpoint.
 
     Args:
-        source: the native files, complete but for the manifest.
-        scale: of the loss; what is dynamic here goes on as a fixed one there.
-        shared: what goes into every model file: counters, schedule, configuration, client state.
+        source: the native files, complete except for the manifest.
+        scale: the loss scale; a dynamic scale is written as a static one.
+        shared: entries of every model file: counters, schedule, configuration, client state.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class UpstreamWriter:
         self.buffers = [row for row in rows if row.kind == BUFFER]
 
     def write(self) -> dict[str, Seal]:
-        """Write this rank's files; gives the seals of all ranks' files."""
+        """Write this rank's files; returns the seals of all ranks' files."""
         rank = self.ranks.rank
         seals: dict[str, Seal] = {}
         model, optimizer = self._model(), self._optimizer() if self.stage else None
@@ -171,7 +171,7 @@ class UpstreamWriter:
         )
 
     def _whole(self, rows: list[ManifestEntry], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole values, on the ranks that write a model file; masters in the compute dtype."""
+        """Return whole values on the ranks that write a model file; master weights in the compute dtype."""
         if self.ranks.rank and self.stage < 3:
             rows = []
         tensors = {row.name: torch.empty(row.shape, dtype=dtype or row.dtype) for row in rows}
@@ -205,7 +205,7 @@ class UpstreamWriter:
         }
 
     def _fragments(self) -> dict[str, torch.Tensor]:
-        """This rank's equal part of every frozen parameter, the last one padded."""
+        """Return this rank's equal part of every frozen parameter; the last part is padded."""
         fragments, wanted = {}, []
         for row in self.frozen:
             step = -(-row.numel // self.ranks.size)
@@ -217,7 +217,7 @@ class UpstreamWriter:
     # -- optimizer ------------------------------------------------------------------------------------------------
 
     def _keys(self, group: list[ManifestEntry]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Tensors and values of the optimizer state of a group."""
+        """Return the tensors and values of the optimizer state of a group."""
         decoder = Decoder(lambda _: torch.empty(0))
         for row in group:
             rule = self.source.manifest.state_of(row)
@@ -230,7 +230,7 @@ class UpstreamWriter:
         return {}, {}
 
     def _plain_optimizer(self) -> dict[str, Any] | None:
-        """Stage 0: the state dict of the optimizer, and masters when the model computes in low precision."""
+        """Stage 0: return the optimizer's state dict, with master weights if the model computes in low precision."""
         state: dict[int, dict[str, Any]] = {}
         masters, numbers, number = [], [], 0
         for group in self.groups:
@@ -279,7 +279,7 @@ class UpstreamWriter:
         return {"optimizer_state_dict": state, "ds_version": __version__}
 
     def _step(self, group: list[ManifestEntry]) -> int:
-        """Elements of a group on a rank at stages 1 and 2: the total is aligned to twice the ranks."""
+        """Return a rank's elements of a group at stages 1 and 2; the total is aligned to twice the number of ranks."""
         unit = 2 * self.ranks.size
         return -(-sum(row.numel for row in group) // unit) * unit // self.ranks.size
 
@@ -288,7 +288,7 @@ class UpstreamWriter:
         return self._step(group) * self.ranks.size - sum(row.numel for row in group) if last else 0
 
     def _by_group(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Stages 1 and 2: an equal part of the concatenation; masters without the padding at its end."""
+        """Stages 1 and 2: return an equal part of the concatenated parameters; master weights without final padding."""
         step, total = self._step(group), sum(row.numel for row in group)
         low, high = min(self.ranks.rank * step, total), min((self.ranks.rank + 1) * step, total)
         flat, wanted, offset = torch.zeros(high - low if field == VALUE else step, dtype=dtype), [], 0
@@ -301,7 +301,7 @@ class UpstreamWriter:
         return flat
 
     def _by_parameter(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Stage 3: an equal part of each parameter, the last one padded."""
+        """Stage 3: return an equal part of each parameter; the last part is padded."""
         steps = [-(-row.numel // self.ranks.size) for row in group]
         flat, wanted, offset = torch.zeros(sum(steps), dtype=dtype), [], 0
         for row, step in zip(group, steps, strict=True):
@@ -321,7 +321,7 @@ class UpstreamWriter:
     def _run(
         field: str, row: ManifestEntry, start: int, numel: int, into: torch.Tensor
     ) -> list[tuple[str, ManifestEntry, int, int, torch.Tensor]]:
-        """Elements [start, start + numel) of a parameter as far as it has them."""
+        """Return the reads for elements [start, start + numel) of a parameter, limited to the elements it has."""
         stop = min(start + numel, row.numel)
         return [(field, row, start, stop, into[: stop - start])] if start < stop else []
 

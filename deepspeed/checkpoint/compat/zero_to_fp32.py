@@ -1,4 +1,4 @@
-"""Consolidates a checkpoint of any kind into whole fp32 weights, without an engine."""
+"""Consolidation of any checkpoint into whole fp32 weights, without an engine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from deepspeed.foundation.log import log_rank0
 
 
 def open_source(folder: str | Path, tag: str | None = None) -> Source:
-    """A checkpoint for reading by this process alone.
+    """Open a checkpoint for reading in this process only.
 
     Args:
-        folder: holds the tags, or is the folder of a tag itself.
-        tag: which; None: what `latest` names, or the newest that is complete.
+        folder: folder that contains the tags, or the folder of one tag.
+        tag: name of the tag; None: the tag in `latest`, else the newest complete one.
     """
     path = Path(folder)
     if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_model_states.pt"))):
@@ -47,24 +47,24 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
 
 
 def rows_of(source: Source, exclude_frozen: bool) -> Iterator[ManifestEntry]:
-    """The rows whose values are stored."""
+    """Yield the rows whose values are stored."""
     for row in source.manifest.rows:
         if row.kind != LEFT_OUT and not (exclude_frozen and row.kind == FROZEN):
             yield row
 
 
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A floating tensor in a dtype (None: its own); others as they are."""
+    """Convert a floating-point tensor to a dtype (None: no conversion); other tensors are returned unchanged."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 class GatheredTensor:
-    """A tensor of a checkpoint that is read when `contiguous()` is called.
+    """A tensor of a checkpoint that is read at the call of `contiguous()`.
 
     Args:
         source: the checkpoint.
-        row: what of it.
-        dtype: what it becomes.
+        row: the manifest row of the tensor.
+        dtype: dtype of the result.
     """
 
     def __init__(self, source: Source, row: ManifestEntry, dtype: torch.dtype) -> None:
@@ -82,13 +82,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> OrderedDict[str, Any]:
-    """The weights of a checkpoint in fp32, on the CPU.
+    """Return the weights of a checkpoint in fp32, on the CPU.
 
     Args:
-        checkpoint_dir: holds the tags.
-        tag: which; None: what `latest` names.
-        exclude_frozen_parameters: leave parameters out that did not require a gradient.
-        lazy_mode: give objects that read their tensor when `contiguous()` is called.
+        checkpoint_dir: folder that contains the tags.
+        tag: name of the tag; None: the tag in `latest`.
+        exclude_frozen_parameters: leave out parameters that did not require a gradient.
+        lazy_mode: return objects that read their tensor at the call of `contiguous()`.
 
     Returns:
         Tensors by name; tied parameters under each of their names.
@@ -116,16 +116,16 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights of a checkpoint into files that torch or Hugging Face libraries open.
+    """Write the weights of a checkpoint to files for torch or Hugging Face libraries.
 
     Args:
-        checkpoint_dir: holds the tags.
-        output_dir: created if missing.
-        max_shard_size: largest file, as "5GB"; None for one file.
-        safe_serialization: safetensors instead of `torch.save`.
-        tag: which; None: what `latest` names.
-        exclude_frozen_parameters: leave parameters out that did not require a gradient.
-        dtype: of the weights.
+        checkpoint_dir: folder that contains the tags.
+        output_dir: folder for the files; created if missing.
+        max_shard_size: maximum size of a file, such as "5GB"; None: one file.
+        safe_serialization: write safetensors instead of `torch.save` files.
+        tag: name of the tag; None: the tag in `latest`.
+        exclude_frozen_parameters: leave out parameters that did not require a gradient.
+        dtype: dtype of the written weights.
     """
     state = _state_dict(open_source(checkpoint_dir, tag), dtype, exclude_frozen_parameters, lazy=True)
     write_sharded(state, Path(output_dir), max_shard_size, safe_serialization)
@@ -139,7 +139,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Call `convert_zero_checkpoint_to_state_dict` with dtype fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -151,9 +151,9 @@ def load_state_dict_from_zero_checkpoint(
     """Load the fp32 weights of a checkpoint into a plain model on the CPU.
 
     Args:
-        model: moved to the CPU.
-        checkpoint_dir: holds the tags.
-        tag: which; None: what `latest` names.
+        model: the model; the call moves it to the CPU.
+        checkpoint_dir: folder that contains the tags.
+        tag: name of the tag; None: the tag in `latest`.
 
     Returns:
         The model.
@@ -164,10 +164,10 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The file with rank 0's model states in a tag's folder.
+    """Return the path of rank 0's model states in a tag's folder.
 
     Raises:
-        CheckpointMissingError: it is not there.
+        CheckpointMissingError: the file does not exist.
     """
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if int(zero_stage) == 3 else "mp_rank_00_model_states.pt"
     path = Path(checkpoint_dir) / name
@@ -177,10 +177,10 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """Files of a tag's folder in natural order.
+    """Return the files in a tag's folder that match the pattern, in natural order.
 
     Raises:
-        CheckpointMissingError: there is none.
+        CheckpointMissingError: no file matches.
     """
     paths = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
     if not paths:
@@ -189,17 +189,17 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """The files with optimizer states in a tag's folder."""
+    """Return the files with optimizer states in a tag's folder."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
-    """The files with model states in a tag's folder."""
+    """Return the files with model states in a tag's folder."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`."""
+    """Run `python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`."""
     parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint into plain files.")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, or of one tag")
     parser.add_argument("output_dir", help="folder for the weights")

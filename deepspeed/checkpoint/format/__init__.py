@@ -1,1 +1,1 @@
-"""Bytes and names of the native format, which stay readable. Independent of the engine."""
+"""File format and file names of native checkpoints; future versions can read them. Independent of the engine."""

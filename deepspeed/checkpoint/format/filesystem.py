@@ -1,4 +1,4 @@
-"""Every change that a checkpoint makes on disk is a function here, so that tests can make each of them fail."""
+"""File operations of checkpoints. Each change on disk is one function here, so that tests can make it fail."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class FileSystem:
-    """The file operations of a save."""
+    """File operations of a save."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and the ones above it."""
+        """Create a folder and its parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """Open a new, empty file for writing; gives its descriptor."""
+        """Create an empty file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """Write all of `data` at `offset`; the disk begins with it at once, so that little is left to `sync`."""
+        """Write all of `data` at `offset`. The kernel starts writing to disk at once, so that `sync` is short."""
         first = offset
         while len(data):
             done = os.pwrite(fd, data, offset)
@@ -59,18 +59,18 @@ class FileSystem:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename in one step; a file in the way is replaced."""
+        """Rename a file atomically, replacing an existing one."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a folder with all that is in it."""
+        """Remove a file or a folder with its contents."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that may still be written below `path`."""
+        """Return the free bytes of the file system that contains `path`."""
         return shutil.disk_usage(path).free
 
 
@@ -80,7 +80,7 @@ current = FileSystem()
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """A new file; on leaving it is on the disk, in full."""
+    """Create a file and yield its descriptor; syncs the file to disk on exit."""
     fd = current.create(path)
     try:
         yield fd
@@ -90,7 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files in full, then sync them together: one commit of the file system's journal serves all."""
+    """Write small files and then sync them together, so that one journal commit of the file system covers all."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))
@@ -99,7 +99,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def checked_tag(tag: object) -> str:
-    """A tag as text, which is one plain, visible name."""
+    """Return the tag as text; raises if it is not a plain, visible file name."""
     text = str(tag)
     if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
         raise CheckpointError(
@@ -110,17 +110,17 @@ def checked_tag(tag: object) -> str:
 
 
 def staging_of(folder: Path, tag: str) -> Path:
-    """Where a save is written before it gets its name."""
+    """Return the staging folder that a save writes before the final rename."""
     return folder / f".{tag}{_STAGING}"
 
 
 def replaced_of(folder: Path, tag: str) -> Path:
-    """Where the checkpoint that had the name goes in the instant before."""
+    """Return the folder that an existing checkpoint of the same tag is renamed to for a moment."""
     return folder / f".{tag}{_REPLACED}"
 
 
 def tag_under_way(name: str) -> str | None:
-    """The tag of a staging folder's name, or None."""
+    """Return the tag of a staging folder's name; None for other names."""
     for suffix in (_STAGING, _REPLACED):
         if name.startswith(".") and name.endswith(suffix):
             return name[1 : -len(suffix)]
@@ -128,10 +128,10 @@ def tag_under_way(name: str) -> str | None:
 
 
 def publish(folder: Path, tag: str, small_files: Mapping[str, bytes]) -> None:
-    """Give a complete staging folder its name; what had it before stays whole until then.
+    """Rename a complete staging folder to its tag. An existing checkpoint of that tag stays complete until then.
 
     Args:
-        small_files: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
+        small_files: small files of `folder`, such as `latest`; each is replaced atomically after the rename.
     """
     final, old = folder / tag, replaced_of(folder, tag)
     hidden = {name: folder / f".{name}{_STAGING}" for name in small_files}

@@ -1,4 +1,4 @@
-"""Typed JSON: plain values, containers, numpy, dates, paths, enums and dataclasses, which decode to equal values.
+"""Typed JSON for plain values, containers, numpy, dates, paths, enums and dataclasses; decoding returns equal values.
 
 A value that JSON cannot express is an object with the key "!" that names its type. Tensors and arrays are stored
 separately and referred to by number. Decoding runs no code from the file: enums and dataclasses are looked up among the
@@ -30,11 +30,11 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 class Encoder:
-    """Turns objects into JSON values.
+    """Converts objects to JSON values.
 
     Args:
-        tensors: gets the tensors and arrays that are found, in order.
-        pickled: gets objects that have no place in JSON; None refuses them.
+        tensors: list that receives the tensors and arrays, in order.
+        pickled: list that receives objects without a JSON form; None: such objects raise an error.
     """
 
     def __init__(self, tensors: list[torch.Tensor], pickled: list[Any] | None = None) -> None:
@@ -42,7 +42,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON value of `value`. `path` names it in errors, as in `client_state['loops']`."""
+        """Return the JSON form of `value`. `path` names the value in errors, as in `client_state['loops']`."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -117,7 +117,7 @@ class Encoder:
 
     @staticmethod
     def _is_found(kind: type) -> bool:
-        """Whether a class can be found again under its own name."""
+        """Return whether a class can be imported under its own name."""
         return "<locals>" not in kind.__qualname__ and _look_up(kind.__module__, kind.__qualname__) is kind
 
     def _aside(self, tensor: torch.Tensor) -> int:
@@ -126,7 +126,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns JSON values back into objects."""
+    """Converts JSON values back to objects."""
 
     def __init__(self, tensors: Callable[[int], torch.Tensor], pickled: list[Any] | None = None) -> None:
         self._tensors, self._pickled = tensors, pickled or []

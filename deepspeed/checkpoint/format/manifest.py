@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint contains and how it is sharded.
+"""The manifest of a checkpoint: contents and sharding.
 
 [Note: formats] In format 2 a group names its rows, the box of each in the global tensor, and the file of each slice.
 Format 1 had whole tensors only, with slice r in the file of rank r; it stays readable but is no longer written.
@@ -41,12 +41,12 @@ def rank_file(rank: int) -> str:
 
 
 def entry_name(field_: str, name: str) -> str:
-    """What a piece of a parameter is called in a rank's file."""
+    """Return the name of a part of a parameter in a rank's file."""
     return f"{field_}/{name}"
 
 
 def state_field(key: str) -> str:
-    """The field of a tensor of the optimizer state."""
+    """Return the field name for a tensor of the optimizer state."""
     return f"state/{key}"
 
 
@@ -55,12 +55,12 @@ class ManifestEntry:
     """One parameter or buffer.
 
     Args:
-        dtype: of the stored value: that of the master where there is one.
+        dtype: dtype of the stored value (of the master weight if there is one).
         kind: `trained`, `frozen`, `left out` (frozen, and its values were not stored) or `buffer`.
-        state: which of the optimizer states; None: it has none (yet).
-        order: position in the optimizer, counted over all its groups; -1 outside.
-        group: group of the optimizer; -1 outside.
-        place: in the module of the rank that describes it, which orders the rows; not stored.
+        state: index of the optimizer state in `Manifest.states`; None: no optimizer state (yet).
+        order: position in the optimizer, counted over all groups; -1: not in the optimizer.
+        group: optimizer group; -1: not in the optimizer.
+        place: position in the module of the rank that reports the row; sorts the rows; not stored.
     """
 
     name: str
@@ -83,12 +83,12 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class StateRule:
-    """The optimizer state of parameters that have equal ones.
+    """Layout of the optimizer state that several parameters share.
 
     Args:
-        sliced: tensors of the parameter's shape, cut as it is: dtype by key.
-        whole: tensors of another shape, in the file of the parameter's first element: (dtype, shape) by key.
-        values: numbers and the like, in typed JSON.
+        sliced: dtype by key, for tensors of the parameter's shape, which are sharded like the parameter.
+        whole: (dtype, shape) by key, for other tensors, which are in the file of the parameter's first element.
+        values: numbers and other small values, in typed JSON.
     """
 
     sliced: dict[str, torch.dtype]
@@ -107,15 +107,15 @@ class StateRule:
 
 @dataclass(frozen=True)
 class CutGroup:
-    """Tensors that are cut together: slices of the concatenation of one rank's boxes.
+    """Tensors that are sharded together: slices of the concatenation of one rank's boxes.
 
     Args:
-        rows: which, as positions in the manifest.
-        boxes: what the flattened tensors are of the global ones.
-        rule: `equal` slices of their concatenation, or cuts `between` them.
-        files: slice r is in the r-th.
-        stored: False for a tensor whose equal copy another group stores; empty: all are stored.
-        states: optimizer states as in `ManifestEntry`, where they are not those of the rows; empty otherwise.
+        rows: positions of the tensors in the manifest.
+        boxes: regions of the global tensors that the flattened tensors hold.
+        rule: `equal` slices of the concatenation, or cuts `between` tensors.
+        files: file r has slice r.
+        stored: False for a tensor that another group stores; empty: all are stored.
+        states: optimizer states as in `ManifestEntry` if they differ from those of the rows; else empty.
     """
 
     rows: tuple[int, ...]
@@ -127,11 +127,11 @@ class CutGroup:
 
     @cached_property
     def layout(self) -> ShardLayout:
-        """Where the concatenation is cut, padding included."""
+        """Return the slice boundaries of the concatenation, padding included."""
         return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
 
     def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, RegionRange]]:
-        """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
+        """Yield the stored pieces with elements [low, high) of a tensor, as (file, range of the packed box).
 
         Args:
             low: first element of the flattened packed box.
@@ -148,7 +148,7 @@ class CutGroup:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements of one stored piece, and where they go."""
+    """Elements of one stored piece, and their destination."""
 
     file: str
     copy: Copy
@@ -156,12 +156,12 @@ class Read:
 
 @dataclass
 class Manifest:
-    """The contents of `manifest.json`.
+    """Contents of `manifest.json`.
 
     Args:
-        groups: how they are cut and where they lie; none where the values are elsewhere.
-        states: the different optimizer states; rows refer to them by number.
-        about: everything else: counters, who saved, typed JSON of small state.
+        groups: sharding and files of the rows; empty if the values are stored elsewhere.
+        states: the distinct optimizer states; rows refer to them by index.
+        about: all other data: counters, saving host and version, small state in typed JSON.
     """
 
     rows: list[ManifestEntry]
@@ -187,18 +187,18 @@ class Manifest:
         return self.about.get("aliases", {})
 
     def row(self, name: str) -> ManifestEntry | None:
-        """The row of a parameter or buffer, by any of its names."""
+        """Return the row of a parameter or buffer, looked up by any of its names."""
         number = self._numbers.get(self.aliases.get(name, name))
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """The optimizer state of a parameter; of one box, where boxes have different ones."""
+        """Return the optimizer state of a parameter, or of one box if the boxes have different states."""
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
 
     def is_whole(self, field_: str, row: ManifestEntry) -> bool:
-        """Whether a field of a parameter has a shape of its own and is not cut."""
+        """Return whether a field of a parameter has its own shape and is stored unsharded."""
         rule = self.state_of(row)
         return rule is not None and any(field_ == state_field(key) for key in rule.whole)
 
@@ -207,11 +207,11 @@ class Manifest:
         return next(((group, index) for group, index in stored if group.boxes[index] == box), None)
 
     def has_box(self, row: ManifestEntry, box: Region) -> bool:
-        """Whether a box is stored as it is, so that state that cannot be cut fits it."""
+        """Return whether exactly this box is stored, so that unsharded state fits it."""
         return self._find(row, box) is not None if self.groups else box.whole
 
     def reads(self, row: ManifestEntry, wanted: RegionRange) -> Iterator[Read]:
-        """All that a range of a parameter takes; the same for every field that is cut as it is."""
+        """Yield the reads for a range of a parameter; they are the same for every field that is sharded like it."""
         for group, index in self._stored.get(row.name, ()):
             low, high = extent(group.boxes[index].packed, wanted)
             for file, piece in group.pieces(index, low, high):
@@ -219,7 +219,7 @@ class Manifest:
                     yield Read(file, copy)
 
     def home(self, row: ManifestEntry, box: Region) -> str:
-        """The file that holds the first element of a box, and its state that is not cut."""
+        """Return the file with the first element of a box; it also has the box's unsharded state."""
         group = self._find(row, box)
         if group is None:
             raise CheckpointError(f"the checkpoint does not contain '{row.name}' split as it is here")
@@ -321,7 +321,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """See that every file is there in its full length."""
+    """Check that every file exists in full length."""
     for name, seal in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

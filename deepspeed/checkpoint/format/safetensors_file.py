@@ -1,4 +1,4 @@
-"""A safetensors file with a checksum per block: written as a stream, read in any range.
+"""Safetensors files with a checksum per block. Files are written as a stream; any range can be read.
 
 [Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of the data after it. The manifest
 has a CRC-32 over the header and this table, so a reader of a few bytes verifies only a few blocks, and every byte of
@@ -31,7 +31,7 @@ from deepspeed.native import library
 
 
 def crc32(data: torch.Tensor) -> int:
-    """The CRC-32 of a tensor of bytes: 1-D, uint8, contiguous, on the CPU."""
+    """Return the CRC-32 of a tensor of bytes (1-D, uint8, contiguous, on the CPU)."""
     native = _native()
     return zlib.crc32(data.numpy().data) if native is None else native(data.data_ptr(), data.numel())
 
@@ -64,7 +64,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name of a dtype in a safetensors file."""
+    """Return the name of a dtype in safetensors files."""
     if dtype not in NAMES:
         raise CheckpointError(f"{what} is of {dtype}, which safetensors files cannot hold; convert it before saving")
     return NAMES[dtype]
@@ -72,11 +72,11 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor that is to be written.
+    """A tensor to write.
 
     Args:
-        values: gives the values: contiguous, of that many elements.
-        hold: must be entered around `values` and its use; None: they stay where they are until the file is written.
+        values: function that returns the values: contiguous, with the declared number of elements.
+        hold: context to enter while `values` and its result are in use; None: the values stay in memory until then.
     """
 
     name: str
@@ -92,11 +92,11 @@ class TensorToWrite:
 
 @dataclass(frozen=True)
 class Seal:
-    """What the manifest keeps of a file.
+    """Length and checksum of a file, as stored in the manifest.
 
     Args:
-        nbytes: its length.
-        crc32: over header and checksums of a tensor file; over everything of any other.
+        nbytes: length of the file.
+        crc32: over header and checksum table for tensor files, over the whole content for other files.
     """
 
     nbytes: int
@@ -104,7 +104,7 @@ class Seal:
 
 
 def file_bytes(entries: Iterable[TensorToWrite]) -> int:
-    """About how long the file of these entries becomes: tensors, checksums and a generous header."""
+    """Estimate the size of a file with these entries: tensors, checksums and a generous header."""
     listed = list(entries)
     body = sum(entry.nbytes for entry in listed)
     return body + 4 * (body // BLOCK + 2) + sum(200 + len(entry.name) for entry in listed) + 4096
@@ -114,7 +114,7 @@ def file_bytes(entries: Iterable[TensorToWrite]) -> int:
 
 
 def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
-    """Write a new file; it is on the disk when this returns. Large tensors are written without a copy."""
+    """Write a new file and sync it to disk. Large tensors are written without a copy."""
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     body = sum(entry.nbytes for entry in ordered)
     blocks = -(-body // BLOCK)
@@ -139,12 +139,12 @@ def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[s
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, in place."""
+    """Return a view of the bytes of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class _BodyWriter:
-    """The body of a file on its way: chunks go to a few threads that checksum and write them."""
+    """Writer of a file's body: a few threads compute checksums of chunks and write them."""
 
     def __init__(self, fd: int, base: int, blocks: int) -> None:
         self._fd, self._base = fd, base
@@ -158,7 +158,7 @@ class _BodyWriter:
         self._filled = 0
 
     def write(self, entries: list[TensorToWrite]) -> bytes:
-        """Write all entries; gives the table of checksums."""
+        """Write all entries; returns the checksum table."""
         try:
             for hold, together in itertools.groupby(entries, lambda entry: entry.hold):
                 with hold() if hold is not None else nullcontext():
@@ -206,7 +206,7 @@ class _BodyWriter:
         self._at += chunk.numel()
 
     def _settle(self, most: int) -> None:
-        """Wait until at most so many chunks are on their way; raise what went wrong."""
+        """Wait until at most `most` chunks are pending; raises the errors of the writer threads."""
         while len(self._pending) > most:
             self._pending.pop(0).result()
 
@@ -225,7 +225,7 @@ class _BodyWriter:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies in a file: dtype, shape, and first and last byte counted in the file."""
+    """Location of a tensor in a file: dtype, shape, first byte and one past the last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -234,10 +234,10 @@ class TensorLocation:
 
 
 class TensorFile:
-    """A safetensors file, ours or anyone's, open for reading.
+    """A safetensors file of any origin, open for reading.
 
     Args:
-        seal: what the manifest says of it; None for files without checksums.
+        seal: length and checksum from the manifest; None for files without checksums.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None) -> None:
@@ -288,20 +288,20 @@ class TensorFile:
         return self.entries[name]
 
     def load(self, name: str) -> torch.Tensor:
-        """A tensor, whole."""
+        """Return a whole tensor."""
         stored = self.find(name)
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         read_all({self: [Range(stored.begin, stored.end, stored.dtype, tensor.reshape(-1))]})
         return tensor
 
     def verify(self) -> None:
-        """Read every byte and compare; the error names the tensors in a block that differs."""
+        """Read every byte and check the checksums. The error names the tensors in a corrupt block."""
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
             self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
 
     def _fill(self, fd: int, block: torch.Tensor, begin: int) -> None:
-        """Read one block and compare its checksum."""
+        """Read one block and check its checksum."""
         buffer, done = block.numpy().data, 0
         while done < len(buffer):
             got = os.preadv(fd, [buffer[done:]], begin + done)
@@ -319,13 +319,13 @@ class TensorFile:
                 )
 
     def blocks(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
-        """The blocks that cover some bytes, as (first byte, last byte); files without checksums need not be aligned."""
+        """Yield the blocks that cover a byte range, as (begin, end) in the file; unaligned without checksums."""
         first = self._base + (begin - self._base) // BLOCK * BLOCK if self._table else begin
         for start in range(first, end, BLOCK):
             yield start, min(start + BLOCK, self._end if self._table else end)
 
     def read_blocks(self, blocks: list[Block]) -> None:
-        """Read ascending blocks, through a descriptor of their own: the kernel reads ahead for each of them."""
+        """Read blocks in ascending order through a separate descriptor, so that the kernel reads ahead."""
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -354,14 +354,14 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of a file and where they go: one run of elements, or rows of them at equal distances.
+    """A byte range of a file and its destination: one run of elements, or rows at equal distances.
 
     Args:
         begin: first byte in the file.
-        end: one past the last, of the last row.
-        dtype: of the elements there.
-        into: tensor of any dtype and device: 1-D of as many elements, or (rows, elements of a row).
-        stride: bytes from the beginning of a row to that of the next; 0 for one run.
+        end: one past the last byte of the last row.
+        dtype: dtype of the stored elements.
+        into: destination of any dtype and device: 1-D with the same number of elements, or (rows, elements per row).
+        stride: bytes from the start of a row to the start of the next; 0 for one run.
     """
 
     begin: int
@@ -375,18 +375,18 @@ class Range:
         return self.into.shape[-1] * self.dtype.itemsize
 
     def rows_in(self, begin: int, end: int) -> tuple[int, int]:
-        """The rows with bytes in [begin, end) of the file, as (first, one past the last)."""
+        """Return the rows with bytes in [begin, end) of the file, as (first, one past the last)."""
         if not self.stride:
             return 0, int(self.begin < end and begin < self.end)
         first = max(-(-(begin - self.begin - self.row + 1) // self.stride), 0)
         return first, min((end - 1 - self.begin) // self.stride + 1, self.into.shape[0])
 
     def row_at(self, number: int) -> tuple[int, torch.Tensor]:
-        """The first byte of a row, and where it goes."""
+        """Return the first byte of a row and the row's destination."""
         return self.begin + number * self.stride, self.into[number] if self.stride else self.into
 
     def in_place(self, begin: int, end: int) -> torch.Tensor | None:
-        """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
+        """Return the destination bytes if a block can be read directly into them; None if it needs a copy."""
         first, last = self.rows_in(begin, end)
         column, into = self.row_at(first)
         if last - first != 1 or column > begin or column + self.row < end:
@@ -396,7 +396,7 @@ class Range:
         return _bytes_of(into)[begin - column : end - column]
 
     def take(self, block: torch.Tensor, begin: int, end: int) -> None:
-        """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
+        """Copy this range's bytes out of a block: complete rows in one copy, rows that cross its edges one by one."""
         first, last = self.rows_in(begin, end)
         whole_first = first + (self.row_at(first)[0] < begin)
         whole_last = last - (self.row_at(last - 1)[0] + self.row > end)
@@ -423,7 +423,7 @@ Block = tuple[int, int, list[Range]]  # first byte in the file, one past the las
 
 
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
-    """Read ranges of files into tensors; every block that is touched is verified."""
+    """Read ranges of files into tensors; the checksums of all affected blocks are checked."""
     runs: list[tuple[TensorFile, list[Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}

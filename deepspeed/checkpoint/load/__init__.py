@@ -1,1 +1,1 @@
-"""Finds and loads checkpoints of the native format."""
+"""Lookup and loading of native checkpoints."""

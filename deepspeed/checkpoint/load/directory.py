@@ -1,4 +1,4 @@
-"""Finds the checkpoint to load, and removes old ones by the retention rule."""
+"""Lookup of the checkpoint to load, and removal of old checkpoints by the retention rule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deepspeed.foundation.log import log_rank0, logger
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """What one rank sees of a tag.
+    """A tag's checkpoint as one rank sees it.
 
     Args:
-        kind: `native`, `foreign`, or empty: nothing that can be loaded.
-        saved_at: when it was saved, in ns.
-        absent: files it names that are not there in full length.
+        kind: `native` or `foreign`; empty: nothing that can be loaded.
+        saved_at: time of the save, in ns.
+        absent: files of the manifest that are missing or too short.
     """
 
     kind: str = ""
@@ -32,7 +32,7 @@ class CheckpointStatus:
 
 
 def place_of(folder: Path, tag: str) -> Path:
-    """The folder of a tag; when a crash came between the two renames of a save, the hidden one that is whole."""
+    """Return the folder of a tag; after a crash between the two renames of a save, the complete hidden folder."""
     final = folder / tag
     if not final.exists():
         for other in (filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)):
@@ -42,7 +42,7 @@ def place_of(folder: Path, tag: str) -> Path:
 
 
 def look(folder: Path, tag: str) -> CheckpointStatus:
-    """What this rank sees of a tag."""
+    """Return the status of a tag as this rank sees it."""
     path = place_of(folder, tag)
     if not path.is_dir():
         return CheckpointStatus(problem=f"there is no folder {path}")
@@ -64,14 +64,14 @@ def look(folder: Path, tag: str) -> CheckpointStatus:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a folder holds a checkpoint in upstream's layout, or its universal form."""
+    """Return whether a folder has a checkpoint in upstream's layout or in upstream's universal format."""
     if any(path.glob("rank-*.safetensors")):
         return False  # a native one that has lost its manifest; the small files beside it hold no weights
     return any(path.glob("*_model_states.pt")) or (path / "zero").is_dir()
 
 
 def tags_of(folder: Path) -> list[str]:
-    """The tags in a folder, those of an interrupted save included."""
+    """Return the tags in a folder, including those of an interrupted save."""
     if not folder.is_dir():
         return []
     tags = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
@@ -80,7 +80,7 @@ def tags_of(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path, name: str) -> str | None:
-    """The tag that `latest` names, or None."""
+    """Return the tag that `latest` contains, or None."""
     try:
         return filesystem.checked_tag((folder / name).read_text().strip())
     except (OSError, UnicodeDecodeError, CheckpointError):
@@ -88,22 +88,22 @@ def read_latest(folder: Path, name: str) -> str | None:
 
 
 class Finder:
-    """Finds a checkpoint for all ranks; they call together and get the same one."""
+    """Finds a checkpoint for all ranks. All methods are collective and return the same checkpoint on every rank."""
 
     def __init__(self, folder: Path, ranks: Ranks, allow_pickle: bool = False) -> None:
         self.folder, self.ranks, self._allow_pickle = folder, ranks, allow_pickle
         self.skipped: dict[str, str] = {}
 
     def named(self, tag: str) -> Source | Path:
-        """The checkpoint of a tag; a path when it is not in the native format."""
+        """Return the checkpoint of a tag; a path if it is not in the native format."""
         return self._open(tag, self.ranks.gather(look(self.folder, tag)))
 
     def latest(self, name: str = filesystem.LATEST) -> str | None:
-        """The tag that `latest` names, on the first rank that has one."""
+        """Return the tag in the `latest` file of the first rank that has one."""
         return next((tag for tag in self.ranks.gather(read_latest(self.folder, name)) if tag), None)
 
     def newest(self, without: set[str]) -> Source | None:
-        """The newest complete native checkpoint, and a line for each that was skipped; None when there is none."""
+        """Return the newest complete native checkpoint, or None; logs each checkpoint that is skipped."""
         local_statuses = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
         statuses_by_rank = self.ranks.gather(local_statuses)
         tags = {
@@ -127,7 +127,7 @@ class Finder:
         return None
 
     def skip(self, tag: str, why: str) -> None:
-        """Note that a checkpoint is passed over."""
+        """Record that a checkpoint is skipped."""
         self.skipped[tag] = why
         if self.ranks.rank == 0:
             logger.warning("checkpoint '%s' is skipped: %s", tag, why)
@@ -156,11 +156,11 @@ class Finder:
 
 
 def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> None:
-    """Remove complete native checkpoints beyond the newest ones; nothing else in the folder is touched.
+    """Remove complete native checkpoints beyond the newest ones; other files in the folder are not touched.
 
     Args:
-        keep_last: how many are kept (`checkpoint.keep_last`).
-        keep_every: those whose step is a multiple stay too (`checkpoint.keep_every`).
+        keep_last: number of checkpoints to keep (`checkpoint.keep_last`).
+        keep_every: also keep checkpoints whose step is a multiple of this number (`checkpoint.keep_every`).
     """
     checkpoints = []
     for entry in folder.iterdir():

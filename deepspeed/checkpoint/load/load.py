@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine's tensors: each rank reads only its part, in place."""
+"""Loading of a checkpoint into an engine's tensors, in place. Each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass
 class Loaded:
-    """What a load found."""
+    """Result of a load."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, where it is stored
 
 
 def _read(source: Source, slots: Slots) -> None:
-    """Read into slots that have values now. All ranks call together."""
+    """Read into slots that are in memory. All ranks must call this."""
     with torch.no_grad():
         wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
         source.read([ReadRequest(*arguments) for arguments in wanted])
@@ -53,10 +53,10 @@ def _read(source: Source, slots: Slots) -> None:
 def _read_all(
     view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
 ) -> None:
-    """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
+    """Read the slots of all groups: slots in memory at once, the others group by group. All ranks must call this.
 
     Args:
-        slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
+        slots_of: returns the slots of a group; it is called, and the slots are read, while the group is held.
     """
 
     def read(groups: Iterable[ShardGroup], others: Slots) -> None:
@@ -81,7 +81,7 @@ def compare(
     """Match names and shapes of the model and the checkpoint.
 
     Args:
-        elsewhere: names of the model that other ranks hold.
+        elsewhere: parameter names that other ranks hold.
     """
     shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
     rows, loaded = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
@@ -117,11 +117,11 @@ def load_values(
     settings: list[dict[str, Any]] | None = None,
     rounded: bool = False,
 ) -> None:
-    """Read parameters and buffers, and make them those of every rank. All ranks call together.
+    """Read parameters and buffers, and update all replicas. All ranks must call this.
 
     Args:
-        settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
-        rounded: masters become what the parameters are, which are rounded to 16 bits.
+        settings: saved settings of each optimizer group; with them, the optimizer state is read in the same pass.
+        rounded: set the masters to the values of the parameters, which are rounded to 16 bits.
     """
 
     def slots_of(group: ShardGroup) -> Slots:
@@ -146,14 +146,14 @@ def load_values(
 def load_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together."""
+    """Read only the optimizer state, and restore the settings of the optimizer groups. All ranks must call this."""
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
     view.share_counters()
 
 
 def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
-    """Set the settings of the optimizer's groups; a tensor keeps its identity (a learning rate that others hold)."""
+    """Restore the settings of the optimizer groups. Tensors (such as a learning rate) are updated in place."""
     groups = [] if view.optimizer is None else view.optimizer.param_groups
     for group, saved in zip(groups, settings, strict=True):
         for key, value in saved.items():
@@ -167,7 +167,7 @@ def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
 def check_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """See that an optimizer's state can be loaded; nothing is changed."""
+    """Check that an optimizer state can be loaded, without changes."""
     have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
     advice = "build the optimizer as it was, or pass load_optimizer_states=False"
     if have != len(settings):
@@ -193,7 +193,7 @@ def check_optimizer(
 
 
 def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
-    """Give a group's parameters optimizer states of the saved form; their tensors, still to be read."""
+    """Create a group's optimizer states in the saved form; returns their tensors, which are not read yet."""
     slots, decoder = [], Decoder(lambda _: torch.empty(0))
     for member in (member for member in group.members if member.name in rows):
         row = rows[member.name]
@@ -224,15 +224,15 @@ def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEn
 def load_window(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], ranks: Ranks, private: dict[str, Any]
 ) -> tuple[bool, list[str]]:
-    """Put the gradients of an open window back. All ranks call together.
+    """Restore the gradients of an unfinished accumulation window. All ranks must call this.
 
-    On the topology of the save every buffer becomes what it was; on another one the gradients so far are added up.
+    On the topology of the save, every buffer gets its saved content; on another one, gradients are added up.
 
     Args:
-        private: this rank's own state of the save; empty on another mesh.
+        private: this rank's own saved state; empty on another mesh.
 
     Returns:
-        Whether it is the topology of the save, and the parameters that had a gradient.
+        Whether the topology is that of the save, and the names of the parameters that had a gradient.
     """
     about = source.manifest.about
     if "groups" in private:
@@ -264,7 +264,7 @@ def load_window(
 
 
 def _add_rounds(view: StateView, source: Source) -> list[str]:
-    """Add what every rank of the save had not sent yet to the reduced part of this rank; the names with a gradient."""
+    """Add gradients that the saving ranks had not sent yet to this rank's reduced part; returns the parameter names."""
     touched: set[str] = set()
     for rank in range(source.manifest.about["ranks"]):
         own = source.private(rank)

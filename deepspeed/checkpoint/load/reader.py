@@ -1,4 +1,4 @@
-"""Reads checkpoints: native ones from disk or through other ranks, and state dicts in memory."""
+"""Sources of checkpoint data: native files on disk or read by other ranks, and state dicts in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of a field of a parameter, and where they go."""
+    """Elements of a field of a parameter, and their destination."""
 
     field: str  # `value`, `gradient`, `state/<key>`
     row: ManifestEntry
@@ -44,14 +44,14 @@ class ReadRequest:
     into: torch.Tensor  # 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero
 
     def clear_padding(self) -> None:
-        """Make the elements zero that no checkpoint holds."""
+        """Set the padding elements, which no checkpoint has, to zero."""
         if self.range.box.packed is not self.range.box:
             self.into.zero_()
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements of one entry of one file: a run, or rows at a distance."""
+    """Elements of one entry of one file: a run, or rows at equal distances."""
 
     file: str
     entry: str
@@ -65,7 +65,7 @@ class Fetch:
 
 
 def byte_range(stored: TensorLocation, start: int, distance: int, into: torch.Tensor) -> Range:
-    """Elements of a stored tensor as bytes of its file; rows of `into` as in `Fetch`."""
+    """Convert elements of a stored tensor to a byte range of its file; rows of `into` as in `Fetch`."""
     size, rows = stored.dtype.itemsize, into.shape[0] if distance else 1
     begin = stored.begin + start * size
     end = begin + ((rows - 1) * distance + into.shape[-1]) * size
@@ -73,38 +73,38 @@ def byte_range(stored: TensorLocation, start: int, distance: int, into: torch.Te
 
 
 def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """A copy as what `Fetch` takes: (start, distance, place), of one run or of rows."""
+    """Split a copy into runs or rows for `Fetch`, as (start, distance, destination)."""
     for start, distance, place in copy.rows(into):
         yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
 
 
 class Source:
-    """What every kind of checkpoint offers a reader."""
+    """Interface of all checkpoint sources."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors. All ranks that share the source call together."""
+        """Read elements into tensors. Collective over the ranks that share the source."""
         raise NotImplementedError
 
     def most(self, count: int) -> int:
-        """The largest count of any rank that reads; all ranks that share the source call together."""
+        """Return the maximum of `count` over all reading ranks. Collective over the ranks that share the source."""
         return count
 
     def state(self) -> dict[str, Any]:
-        """The small state of the run: `engine`, `client` and so on."""
+        """Return the small state of the run by section: `engine`, `client` and so on."""
         raise NotImplementedError
 
     def private(self, rank: int) -> dict[str, Any]:
-        """The own state of a rank of the run that saved; empty when there is none."""
+        """Return the private state of one rank of the saving run; empty if it has none."""
         return {}
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read a saved rank's own tensors into the ones given, by entry name."""
+        """Read the private tensors of a saved rank into the given ones, by entry name."""
 
     def whole(self, name: str, field_: str = "value") -> torch.Tensor:
-        """One tensor in its true shape and stored dtype."""
+        """Return one tensor in its original shape and stored dtype."""
         row = self.manifest.row(name)
         if row is None:
             raise CheckpointError(f"{self.path} holds no {name!r}")
@@ -117,11 +117,11 @@ class Source:
 
 
 class NativeSource(Source):
-    """A checkpoint in this package's format.
+    """A checkpoint in the native format.
 
     Args:
-        seen: by rank, the files that it can read; one rank reads for another what that one cannot.
-        allow_pickle: the pickle of a client's objects may be opened (`checkpoint.client_state_pickle`).
+        seen: readable files by rank; a rank reads files for other ranks that cannot see them.
+        allow_pickle: allow unpickling of a client's objects (`checkpoint.client_state_pickle`).
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class NativeSource(Source):
         self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors; blocks are verified on the way. All ranks call together."""
+        """Read elements into tensors and check the checksums of the blocks. All ranks must call this."""
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for request in wanted:
@@ -174,7 +174,7 @@ class NativeSource(Source):
             read_all(wanted)
 
     def _read_through_peers(self, far: list[Fetch]) -> None:
-        """Everybody's wishes are known to all, and served in one order by the first rank that sees the file."""
+        """Exchange the requests of all ranks; the first rank that sees a file serves its requests, in a fixed order."""
         requests = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
         wishes = self.ranks.gather(requests)
         for rank, listed in enumerate(wishes):
@@ -193,7 +193,7 @@ class NativeSource(Source):
         return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
-        """The rank that reads a file for those that do not see it."""
+        """Return the rank that reads a file for ranks that do not see the file."""
         for rank, seen in enumerate(self._seen):
             if file in seen:
                 return rank
@@ -231,7 +231,7 @@ class NativeSource(Source):
         return pickle.loads(data)
 
     def private(self, rank: int) -> dict[str, Any]:
-        """The own state of a rank of the run that saved. All ranks call together, each with a rank of its choice."""
+        """Return the private state of one rank of the saving run. All ranks must call this, each for any rank."""
         name = rank_file(rank)
         text, tensors = "{}", {}
         with self.ranks.together("reading the ranks' own state"):
@@ -253,12 +253,12 @@ class NativeSource(Source):
             return file.metadata.get("rank", "{}"), own
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read a saved rank's own tensors, by entry name, whole. All ranks call together."""
+        """Read the private tensors of a saved rank whole, by entry name. All ranks must call this."""
         self._fetch([Fetch(rank_file(rank), entry, 0, into) for entry, into in wanted.items()])
 
 
 def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:
-    """The error for files that no rank can see: each with the host that wrote it."""
+    """Create the error for files that no rank can see; it names the host that wrote each file."""
     hosts = manifest.about.get("hosts", [])
     homes = {rank_file(rank): host for rank, host in enumerate(hosts)}
     listed = ", ".join(f"{name} (written by host {homes.get(name, hosts[0] if hosts else '?')})" for name in names[:8])
@@ -272,10 +272,10 @@ Chunk = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-
 
 
 class TensorSource(Source):
-    """Values in memory, or mapped from files.
+    """Source for values in memory or memory-mapped from files.
 
     Args:
-        chunks: by `entry_name`, in any order.
+        chunks: chunks by `entry_name`, in any order.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class TensorSource(Source):
 
 
 def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
-    """A source over the tensors of a state dict."""
+    """Create a source from the tensors of a state dict."""
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
         ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)

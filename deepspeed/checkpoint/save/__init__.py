@@ -1,1 +1,1 @@
-"""Saves checkpoints, in the native format."""
+"""Saving of checkpoints in the native format."""

@@ -1,4 +1,4 @@
-"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; or the same in a thread."""
+"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; optionally in a thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SMALL_FILES = 1 << 20  # bytes kept free for the small files
 
 @dataclass
 class Contents:
-    """What a checkpoint is to hold."""
+    """Contents of a checkpoint to save."""
 
     captured: Snapshot
     # small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts
@@ -57,7 +57,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes."""
+    """Destination of a checkpoint."""
 
     folder: Path
     tag: str
@@ -72,7 +72,7 @@ class Target:
 
 
 class Saving:
-    """One save, in the order `begin`, `write`, `commit`; all ranks call each of them together."""
+    """One save, in the order `begin`, `write`, `commit`. Each call is collective."""
 
     def __init__(self, target: Target, contents: Contents, ranks: Ranks) -> None:
         self.target, self.contents, self.ranks = target, contents, ranks
@@ -85,7 +85,7 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Find what cannot be stored. All ranks call together."""
+        """Encode the small state and decide which rank stores which shard. All ranks must call this."""
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
@@ -96,7 +96,7 @@ class Saving:
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
-        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails."""
+        """Agree on the tag, check the free space and create the staging folder. A failure loses no data."""
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
         report = (self.target.tag, self.target.leads, host, need, reports)
@@ -111,7 +111,7 @@ class Saving:
                 self._make_staging(room)
 
     def _encode(self) -> list[TensorToWrite]:
-        """Encode what is no part of the training state; gives this rank's own tensors."""
+        """Encode the client's and other small state; returns the tensors of this rank's private state."""
         captured, contents = self.contents.captured, self.contents
         tensors: list[torch.Tensor] = []
         private = Encoder(tensors).encode(captured.private_state, "this rank's state")
@@ -124,7 +124,7 @@ class Saving:
         return [entry_of(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
-        """Copy the tensors of the client's state, which may change while a thread writes."""
+        """Copy the tensors of the client's state, which can change while a thread writes."""
         self._small["tensors"] = [tensor.detach().clone() for tensor in self._small["tensors"]]
 
     def _check_tags(self, tags: tuple[str, ...]) -> None:
@@ -147,13 +147,13 @@ class Saving:
         filesystem.current.make_folder(self.target.staging)
 
     def write(self) -> None:
-        """Write this rank's tensors; they are on the disk when this returns."""
+        """Write this rank's tensors and sync them to disk."""
         with self.ranks.together(f"writing checkpoint '{self.target.tag}'"):
             name = rank_file(self.ranks.rank)
             self._seal = write_tensors(self.target.staging / name, self.entries, self._metadata)
 
     def commit(self, more: Callable[[Path, Manifest], dict[str, Seal]] | None = None) -> None:
-        """Seal the checkpoint and give it its name. `more` writes further files from those that are there."""
+        """Write the manifest and rename the checkpoint to its tag. `more` writes further files from the stored ones."""
         seals, hosts, times = zip(*self.ranks.gather((self._seal, platform.node(), time.time_ns())), strict=True)
         about = {
             **self.contents.about,
@@ -192,7 +192,7 @@ class Saving:
 
     @staticmethod
     def _recover(folder: Path, tag: str) -> None:
-        """Finish or undo what an interrupted save of `tag` left behind."""
+        """Finish or undo an interrupted save of `tag`."""
         final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
         if not final.exists() and staging.exists():
             with suppress(CheckpointCorruptError):  # else it is not complete
@@ -206,7 +206,7 @@ class Saving:
 
 
 class Background:
-    """Asynchronous save, one at a time: copies the state into one host buffer, which a thread writes."""
+    """Asynchronous save, one at a time: copies the state to a host buffer and writes it in a thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -216,13 +216,13 @@ class Background:
         self._left = False
 
     def ranks(self, axis: Axis) -> Ranks:
-        """The ranks of `axis`, over a process group of their own: training uses the other one meanwhile."""
+        """Return the ranks of `axis` with a process group of their own, since training uses the axis's group."""
         if self._group is None and axis.size > 1:
             self._group = comm.new_group(list(axis.ranks), backend="gloo")
         return Ranks(axis, self._group)
 
     def start(self, saving: Saving, ranks: Ranks, finish: Callable[[], None]) -> None:
-        """Copy what is to be written and return; a thread writes it and calls `finish`."""
+        """Copy the state and return; a thread writes the copy and calls `finish`."""
         saving.entries = self._copied(saving.entries)
         saving.copy_small()
         saving.ranks = ranks
@@ -261,10 +261,10 @@ class Background:
             self._failure = error
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the pending save.
 
         Raises:
-            CheckpointError: it failed; the checkpoints before it are as they were.
+            CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What each rank has (`Snapshot`), and which rank stores which shard (`SavePlan`).
+"""Contents of each rank (`Snapshot`), and the rank that stores each shard (`SavePlan`).
 
 Where several ranks hold the same shard, only the lowest rank's copy is stored; two shards are copies if name and box
 are equal. So replicas of hybrid sharding, tied weights of two pipeline stages and copied key-value heads need no
@@ -41,13 +41,13 @@ from deepspeed.zero.parameters.record import ParamRecord
 def join_slices(
     view: StateView, held: dict[str, torch.Tensor], ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Send every slice to the first rank, one tensor at a time. All ranks call together.
+    """Send every slice to the first rank, one tensor at a time. All ranks must call this.
 
     Args:
-        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank has too.
+        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank also has.
 
     Returns:
-        On the first rank all tensors, whole, and the names of tied ones by alias; on the others nothing of use.
+        On the first rank, all whole tensors and the names of tied tensors by alias. Other ranks ignore the result.
     """
     local_slices = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
     slices_by_rank = ranks.gather((local_slices, view.aliases))
@@ -79,7 +79,7 @@ def join_slices(
 
 
 def check_covered(boxes_of: Mapping[str, Sequence[Region]]) -> None:
-    """Raise unless the regions of every tensor (by name) have all of its elements."""
+    """Raise unless the regions of each tensor (by name) cover all of its elements."""
     gaps: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
     for name, regions in boxes_of.items():
         boxes = tuple(regions)
@@ -97,12 +97,12 @@ def check_covered(boxes_of: Mapping[str, Sequence[Region]]) -> None:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """Tensors that some ranks hold together, each rank a slice: what these ranks offer to store.
+    """Tensors that several ranks hold together, one slice each, and that these ranks offer to store.
 
     Args:
         rows: the parameters or buffers, without their optimizer state.
-        boxes: for each row, which part of the global tensor these ranks hold together.
-        rule: name of the layout rule by which they are sliced.
+        boxes: for each row, the region of the global tensor that these ranks hold together.
+        rule: name of the layout rule that slices them.
         ranks: global ranks, in the order of the slices.
         filled: whether the open accumulation window has a reduced part of their gradients.
         coordinates: the mesh coordinates of the first rank.
@@ -119,11 +119,11 @@ class LocalShards:
 
     @property
     def leader(self) -> int:
-        """The first of the ranks, which sends this offer to all others."""
+        """Return the first of the ranks, which sends this offer to all others."""
         return self.ranks[0]
 
     def check_same(self, row: ManifestEntry, other: LocalShards, first: ManifestEntry) -> None:
-        """Raise unless `row` of this offer and `first`, the row of that name in `other`, are of one global tensor."""
+        """Raise unless `row` and `first`, the row of the same name in `other`, describe the same global tensor."""
         ranks = f"rank {other.leader} and rank {self.leader}"
         if (row.shape, row.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
@@ -147,11 +147,11 @@ Reports = Mapping[tuple[str, int], tuple[str | None, int]]
 
 @dataclass
 class SavePlan:
-    """What is stored of all offers.
+    """The offers that are stored.
 
     Args:
-        rows: every parameter and buffer once, by rank, and for each rank in the order of its module.
-        groups: how the rows are cut, and in which files they are.
+        rows: every parameter and buffer once, sorted by rank and then by position in the rank's module.
+        groups: sharding and files of the rows.
         leaders: by name, the leaders of the offers whose boxes are stored.
         filled: names of the parameters whose open window has a reduced part.
     """
@@ -163,10 +163,10 @@ class SavePlan:
     _by_group: list[LocalShards] = field(default_factory=list)
 
     def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
-        """Rows and groups with the optimizer states that `reports` of all ranks name, and the list of these states.
+        """Return rows and groups with the optimizer states from all ranks' `reports`, and the list of these states.
 
-        A row has the state that was reported for the shard that is stored. A group has a list of its own where the
-        states of its shards differ from those of its rows.
+        A row has the state that was reported for its stored shard. A group has its own list if the states of its shards
+        differ from those of its rows.
         """
         report_of = {key: report for rank_reports in reports for key, report in rank_reports.items()}
         state_ids: dict[str, int] = {}  # by JSON: the index in the list of states
@@ -192,11 +192,11 @@ class SavePlan:
         return rows, groups, [StateRule.from_json(json.loads(text)) for text in state_ids]
 
     def check_covered(self, offer_of: Mapping[str, Mapping[Region, LocalShards]]) -> None:
-        """Raise unless every element of every row is in a stored box (`offer_of`: by name and box)."""
+        """Raise unless stored boxes cover every element of every row (`offer_of`: by name and box)."""
         check_covered({row.name: tuple(offer_of[row.name]) for row in self.rows if row.kind != LEFT_OUT})
 
     def put_in_order(self, rank_of: Mapping[str, int]) -> None:
-        """Sort the rows by rank (`rank_of`: by name), and for each rank by place in its module."""
+        """Sort the rows by rank (`rank_of`: by name), and within a rank by position in its module."""
         order = sorted(range(len(self.rows)), key=lambda old: (rank_of[self.rows[old].name], self.rows[old].place))
         new_index = {old: new for new, old in enumerate(order)}
         self.rows = [self.rows[old] for old in order]
@@ -204,11 +204,11 @@ class SavePlan:
 
 
 def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan:
-    """Decide which offers are stored; every rank computes the same plan.
+    """Decide which offers are stored. Every rank computes the same plan.
 
     Args:
-        offers: of all ranks, in rank order.
-        saving_ranks: the global ranks that save together; rank files are numbered by their position here.
+        offers: offers of all ranks, in rank order.
+        saving_ranks: global ranks that save together; rank files are numbered by position in this list.
     """
     position = {rank: index for index, rank in enumerate(saving_ranks)}
     plan = SavePlan()
@@ -242,7 +242,7 @@ def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
-    """The entry of a tensor that is in memory and stays there until it is written."""
+    """Return the entry of a tensor that stays in memory until it is written."""
     values = tensor.detach().contiguous()
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
@@ -250,26 +250,26 @@ def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
 def _offer(
     view: StateView, rows: list[ManifestEntry], rule: str, ranks: tuple[int, ...], filled: bool = False
 ) -> LocalShards:
-    """The offer of these rows, with boxes and placement as the view has them."""
+    """Return the offer of these rows, with boxes and placement from the view."""
     boxes = [view.box(row.name) for row in rows]
     alone = {row.name: axes for row in rows if (axes := view.alone_along(row.name))}
     return LocalShards(rows, boxes, rule, ranks, filled, view.coordinates, alone)
 
 
 def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
-    """The kind of a parameter's row."""
+    """Return the manifest kind of a parameter."""
     return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
 @dataclass
 class Snapshot:
-    """What one rank contributes to a checkpoint.
+    """One rank's contribution to a checkpoint.
 
     Args:
-        offers: the shards that it holds, alone or together with other ranks.
-        entries: its slices of them, as (name of the parameter or buffer, entry); written where the offer is stored.
-        reports: optimizer states and groups of the parameters whose first element it holds.
-        always_written: entries that it writes in any case.
+        offers: the shards that the rank holds, alone or together with other ranks.
+        entries: the rank's slices as (name of the parameter or buffer, entry); written if the offer is stored.
+        reports: optimizer states and groups of the parameters whose first element the rank holds.
+        always_written: entries that the rank always writes.
         private_state: state that only this rank has, in plain values and tensors.
     """
 
@@ -280,13 +280,13 @@ class Snapshot:
     private_state: dict[str, Any] = field(default_factory=dict)
 
     def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
-        """What this rank writes, given `SavePlan.leaders`."""
+        """Return the entries that this rank writes, for the leaders in `SavePlan.leaders`."""
         leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
         stored = [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())]
         return stored + self.always_written
 
     def add(self, field_: str, slot: StateRange) -> None:
-        """Add the entry of a range, without its padding; `field_` is the field of the checkpoint that it belongs to."""
+        """Add the entry of a range without padding; `field_` is the range's field in the checkpoint."""
         name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
         box = slot.box.packed
         if box is not slot.box:
@@ -298,7 +298,7 @@ class Snapshot:
 
     @staticmethod
     def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
-        """A copy of `values` without the padding."""
+        """Return a copy of `values` without padding."""
         buffer = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
         for copy in copies(padded, packed):
             copy(values.detach(), buffer)
@@ -307,11 +307,11 @@ class Snapshot:
     def add_state(
         self, view: StateView, member: ParamRecord, range_: tuple[int, int], optimizer_group_of: dict[int, int]
     ) -> None:
-        """Add the optimizer state of a range of a parameter; with its first element, tensors of other shapes too.
+        """Add the optimizer state of a range of a parameter; the first element's range includes unsharded tensors.
 
         Args:
-            range_: first element and the one behind the last.
-            optimizer_group_of: by the identity of the optimizer's tensors.
+            range_: first element and one past the last.
+            optimizer_group_of: optimizer groups by the identity of the optimizer's tensors.
         """
         start, stop = range_
         for fragment in view.fragments_of(member):
@@ -334,7 +334,7 @@ class Snapshot:
 
     @staticmethod
     def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
-        """How the optimizer state of a fragment is stored; None: it has none."""
+        """Return the state layout of a fragment; None: no optimizer state."""
         state = view.state_of(fragment)
         if not state:
             return None
@@ -361,10 +361,10 @@ class Snapshot:
         return rule
 
     def add_rest(self, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
-        """Add parameters that are in no group, divided among the ranks, and the buffers of the first rank.
+        """Add parameters without a group, divided among the ranks, and on the first rank the buffers.
 
         Args:
-            places: of names in the module.
+            places: positions of the names in the module.
         """
         rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
 
@@ -384,11 +384,11 @@ class Snapshot:
                     self.add(VALUE, view.plain_value(row.name))
 
     def add_rounds(self, view: StateView) -> None:
-        """Add the gradients of this rank that no collective has reduced yet, as its private state.
+        """Add this rank's gradients that no collective has reduced yet as private state.
 
         A round is one collective of a group's bucket, from the first gradient in the bucket until its launch.
-        `held` are the gradients in the bucket, by name. `fresh` are the indexes of those that came with the micro-batch
-        whose gradients complete the round.
+        `held` are the gradients in the bucket, by name. `fresh` are the indexes of the gradients that came with the
+        micro-batch that completes the round.
         """
         self.private_state["groups"] = view.topology()
         if not view.has_gradients:
@@ -406,7 +406,7 @@ class Snapshot:
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
-    """Describe an engine's state, and what this rank may have to write of it, without a copy."""
+    """Describe an engine's state and this rank's share of the files, without copying tensors."""
     snapshot = Snapshot()
     order, optimizer_group_of = view.optimizer_order(), view.group_numbers()
     # Names of parameters and buffers in the order of the module's `state_dict()`.

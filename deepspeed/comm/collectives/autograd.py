@@ -2,15 +2,15 @@
 
 | function         | forward        | backward       | where                                                   |
 |------------------|----------------|----------------|---------------------------------------------------------|
-| `copy_to`        | –              | sum            | equal values go into computations of each rank's own    |
-| `reduce_from`    | sum            | –              | parts of a sum come out of them                         |
-| `gather_from`    | all-gather     | own slice      | slices become whole, and ranks go on alike              |
-| `scatter_to`     | own slice      | all-gather     | the other way                                           |
-| `gather_to`      | all-gather     | reduce-scatter | slices become whole for computations of each rank's own |
-| `reduce_scatter` | reduce-scatter | all-gather     | parts of a sum come out of them as slices               |
-| `all_to_all`     | all-to-all     | all-to-all     | one dim becomes whole while another one is cut          |
+| `copy_to`        | –              | sum            | equal inputs of rank-specific computations              |
+| `reduce_from`    | sum            | –              | partial sums as outputs                                 |
+| `gather_from`    | all-gather     | own slice      | slices to a whole tensor, for equal computations        |
+| `scatter_to`     | own slice      | all-gather     | a whole tensor to slices                                |
+| `gather_to`      | all-gather     | reduce-scatter | slices to a whole tensor, rank-specific computations    |
+| `reduce_scatter` | reduce-scatter | all-gather     | partial sums to slices of the sum                       |
+| `all_to_all`     | all-to-all     | all-to-all     | sharded along one dim to sharded along another          |
 
-All ranks of the axis call in one order, forward and backward. A second derivative is refused by torch.
+All ranks of the axis must call in the same order, forward and backward. torch raises on second derivatives.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Collective(torch.autograd.Function):
 
 
 def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """A new tensor: the sum over the axis; autograd does not see it."""
+    """Return the sum over the axis as a new tensor, without autograd."""
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and out.numel():
         label = label or f"sum over {axis.name}"
@@ -66,7 +66,7 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
 def gathered(
     tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """A new tensor: the ranks' slices one after the other, of `sizes` along `dim` (None: all alike); no autograd."""
+    """Return the concatenated slices of all ranks along `dim`, without autograd. sizes None: equal slices."""
     if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
@@ -88,7 +88,7 @@ def gathered(
 
 
 def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
-    """A new tensor: this rank's slice along `cut`, the ranks' slices along `join` put together; no autograd."""
+    """Cut a tensor along `cut`, exchange the slices and concatenate them along `join`, without autograd."""
     if axis.size == 1:
         return tensor.detach().clone()
     cut, join = cut % tensor.dim(), join % tensor.dim()
@@ -106,7 +106,7 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
 
 @dataclass
 class _Slices:
-    """How the ranks of an axis share a dim, as the directions of a collective."""
+    """Sharding of a dim over the ranks of an axis; joins and cuts tensors accordingly."""
 
     axis: Axis
     dim: int
@@ -125,19 +125,19 @@ class _Slices:
 
 
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """The tensor; its gradient is the sum of the ranks' gradients."""
+    """Return the tensor unchanged; its gradient is summed over the ranks."""
     return _Collective.over(axis, tensor, _Collective.same, lambda gradient: summed(gradient, axis, label))
 
 
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """The sum over the ranks; each rank's part has the sum's gradient."""
+    """Return the sum over the ranks; the gradient of each rank's part is the gradient of the sum."""
     return _Collective.over(axis, tensor, lambda part: summed(part, axis, label), _Collective.same)
 
 
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """The ranks' slices joined along `dim`, for computations that are equal on all of them."""
+    """Concatenate the ranks' slices along `dim`, for computations that are equal on all ranks."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.join, slices.own)
 
@@ -145,7 +145,7 @@ def gather_from(
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """This rank's slice of a tensor that is equal on all ranks."""
+    """Return this rank's slice of a tensor that is equal on all ranks."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.own, slices.join)
 
@@ -153,7 +153,7 @@ def scatter_to(
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """The ranks' slices joined along `dim`, for computations of each rank's own: their gradients are summed."""
+    """Concatenate the ranks' slices along `dim`, for rank-specific computations: backward sums the gradients."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.join, slices.own_of_sum)
 
@@ -161,27 +161,27 @@ def gather_to(
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
-    """This rank's slice of the sum over the ranks."""
+    """Return this rank's slice of the sum over the ranks."""
     slices = _Slices(axis, dim, sizes, label)
     return _Collective.over(axis, tensor, slices.own_of_sum, slices.join)
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
-    """This rank's slice along `cut` of what the ranks' slices along `join` are together; see `exchanged`."""
+    """Exchange slices with an all-to-all: cut along `cut`, concatenate along `join`; see `exchanged`."""
     there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
     back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
     return _Collective.over(axis, tensor, there, back)
 
 
 _entered: list[torch.Tensor] = []
-"""The copy that was made last: layers whose weights are frozen do not hold what they read."""
+"""The last copy: layers with frozen weights keep no reference to their input."""
 
 
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
-    """`copy_to`, once for all layers that read one tensor: their gradients are added here and travel as one sum.
+    """Apply `copy_to` once for all layers that read one tensor: gradients are added locally and reduced once.
 
-    A second layer that gets the same tensor object, unchanged, gets the same copy of it, while a graph needs it or
-    nothing else was entered since.
+    Further layers that read the same unmodified tensor object get the same copy, as long as a graph needs the copy or
+    no other tensor was entered since.
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor

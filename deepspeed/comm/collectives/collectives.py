@@ -1,6 +1,6 @@
-"""Collectives built from point-to-point messages, with fp32 sums in rank order.
+"""Collectives from point-to-point messages, with fp32 sums in rank order.
 
-[Note: fixed table] What moves which way is fixed here and never timed at run time:
+[Note: fixed table] The algorithm for each operation is fixed and never chosen by timing:
 
 | operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
 |--------------------|---------------------------|-------------------------------|----------------------------------|
@@ -15,8 +15,8 @@
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 | rows to all ranks  | post, each reads its rows | a message each way            | all-to-all of uneven splits      |
 
-The left column is `comm/shared_memory/transport`, taken where ranks share memory. All but the backend's own
-reduce-scatter, and sums that are formed within hosts first, give the same bits: the fp32 sum in rank order.
+The left column is `comm/shared_memory/transport`, used where ranks share memory. All but the backend's own
+reduce-scatter, and sums that start within hosts, give the same bits: the fp32 sum in rank order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _BLOCK = 1 << 16
 def sum_in_rank_order(
     parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
 ) -> None:
-    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32; any floating dtypes.
+    """Compute out (+)= scale * (parts[0] + parts[1] + …) with terms and sum in fp32; any floating-point dtypes.
 
     Args:
-        any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
-            same in every run; a kernel per part reads and writes several times as much.
+        any_order: on a device, let one kernel add adjacent parts in its own, reproducible order. Otherwise each part
+            needs a kernel, and memory traffic is several times higher.
     """
     if out.device.type != "cpu":
         _sum_on_device(parts, out, scale, add, any_order)
@@ -84,7 +84,7 @@ def sum_in_rank_order(
 
 
 def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
-    """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
+    """Compute the same bits with one kernel per term: a kernel launch costs more than the memory traffic it saves."""
     table, first, count = None, parts[0], parts[0].numel()
     if any_order and len(parts) > 1 and count and all(part.is_contiguous() and part.numel() == count for part in parts):
         places = [(part.untyped_storage()._cdata, part.storage_offset()) for part in parts]
@@ -125,12 +125,12 @@ def delay(label: str) -> None:
 
 
 class Handle:
-    """Messages in flight, and what is to be done once they are there.
+    """Pending messages, and a function to call after their arrival.
 
     Args:
-        then: called once, when all messages have arrived; may return the handle of a next phase.
+        then: called once after all messages have arrived; may return the handle of a next phase.
         received: bytes that come from other ranks.
-        began: when it did, on the recorder's clock; now, unless it is over already.
+        began: start time on the recorder's clock; 0: now.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Handle:
         self._failure: RuntimeError | None = None
 
     def ready(self, patience: float) -> bool:
-        """Whether `advance` would return at once, after waiting for it up to `patience` seconds.
+        """Wait up to `patience` seconds; returns whether `advance` would return at once.
 
-        gloo's messages say that they are complete only when waited for, and cannot be waited for twice or in part: so
-        a thread waits, and `advance` joins it.
+        gloo reports completion only to a blocking wait that cannot be repeated, so a thread waits and `advance` joins
+        the thread.
         """
         if self.done or not self.works or not self.axis.tagged:
             return True  # NCCL: `advance` orders the current stream and does not block; it must not be another thread's
@@ -179,10 +179,10 @@ class Handle:
             self._failure = error
 
     def advance(self) -> Handle | None:
-        """Wait for the messages of this phase, do what follows, and return the next phase if there is one.
+        """Wait for the messages of this phase, call `then`, and return the next phase if there is one.
 
         Raises:
-            CommError: when a message failed or did not arrive in time; it names every rank's last label.
+            CommError: a message failed or timed out. The error has the last label of every rank.
         """
         if self.done:
             return None
@@ -210,12 +210,12 @@ class Handle:
         return following
 
     def unrecorded(self) -> Handle:
-        """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""
+        """Return this handle without a record in the comms logger, as a phase of a call that is recorded as a whole."""
         self._event.unrecorded()
         return self
 
     def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
-        """This handle, with `then` called when all its phases are over."""
+        """Return this handle, and call `then` after all its phases."""
         inner = self.then
 
         def next_phase() -> Handle | None:
@@ -232,7 +232,7 @@ class Handle:
 
 
 def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
-    """Wait for backend handles; a failure becomes the labelled report."""
+    """Wait for backend handles; on failure, raises the error with the last label of every rank."""
     delay(label)
     if works:
         with CollectiveEvent(label, axis.ranks, WAIT):
@@ -241,7 +241,7 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
-    """Start messages under a label; a failure to start becomes the labelled report."""
+    """Start messages under a label; on failure, raises the error with the last label of every rank."""
     delay(label)
     with CollectiveEvent(label, axis.ranks):
         return start()
@@ -250,7 +250,7 @@ def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
 def exchange(
     axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
 ) -> tuple[list, list]:
-    """Send each peer r its slice flat[cuts[r] : cuts[r + 1]]: backend handles, and the contributions to the own one."""
+    """Send each peer r the slice flat[cuts[r] : cuts[r + 1]]; returns handles, and buffers for what peers send."""
     own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
     if group is not None and not axis.tagged and own.numel() and axis.is_even(cuts):
         parts = list(scratch(flat[: cuts[-1]]).split(own.numel()))  # one buffer, which one kernel can sum
@@ -282,13 +282,13 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """Bring every rank's contribution to each slice to its owner.
+    """Send every rank's contribution to each slice to the owner of the slice.
 
     Args:
-        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        flat: 1-D contribution of this rank; must not change until the handle is done.
         cuts: slice boundaries.
-        finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
-        in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
+        finish: called with the contributions in rank order, to sum them (`sum_in_rank_order`).
+        in_rank_order: also sum in rank order where the backend has its own reduction, whose order is undefined.
     """
     if axis.shared is not None:
         return _reduce_in_place(axis, axis.shared, flat, cuts, tag, label, finish)
@@ -311,7 +311,7 @@ def _reduce_in_place(
     label: str,
     finish: Callable[[list], Handle | None],
 ) -> Handle:
-    """`reduce_to_owners` in shared memory: each owner sums its slice of everybody's buffer where it lies."""
+    """Do `reduce_to_owners` in shared memory: each owner sums its slice directly from all ranks' buffers."""
     low, high = cuts[axis.rank], cuts[axis.rank + 1]
     takers = [r for r in axis.peers if cuts[r + 1] > cuts[r]]
     givers = axis.peers if high > low else []
@@ -327,10 +327,10 @@ def _reduce_in_place(
 
 
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str, ordered: bool = True) -> Handle:
-    """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
+    """Send every owner's slice of `full` to all other ranks (an in-place all-gather). All ranks call in one order.
 
     Args:
-        ordered: enter it in the desync trail.
+        ordered: record the call in the desync trail.
     """
     if ordered:
         CollectiveEvent(label).order("internal", axis, full.numel())
@@ -361,7 +361,7 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
-    """`spread` for ranks that may call in different orders, where the axis allows it."""
+    """Do `spread` for ranks that may call in different orders, where the axis allows that."""
     shared = axis.shared
     if shared is None:
         return spread(axis, full, cuts, tag, label, ordered=False)
@@ -381,14 +381,14 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
 
 
 def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str) -> torch.Tensor:
-    """Send each rank some of the rows; all ranks call in one order.
+    """Send each rank some of the rows. All ranks call in one order.
 
     Args:
-        rows: (S, …): those for rank 0, then those for rank 1, and so on.
-        table: how many rows rank r sends to rank p, as table[r][p].
+        rows: (S, …): the rows for rank 0, then those for rank 1, and so on.
+        table: table[r][p] is the number of rows that rank r sends to rank p.
 
     Returns:
-        (R, …) the rows that the ranks have sent here, in rank order.
+        (R, …): the rows from all ranks, in rank order.
     """
     me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
     cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
@@ -435,7 +435,7 @@ def swap(
     finish: Callable[[list], Handle | None],
     scratch: Scratch = torch.empty_like,
 ) -> Handle:
-    """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
+    """Exchange the whole of `flat` between two ranks; `finish` gets both contributions in rank order."""
     group, peer, shared = axis.group, 1 - axis.rank, axis.shared
     if shared is not None:
 
@@ -463,7 +463,7 @@ def all_reduce_sum(
     label: str,
     then: Callable[[], Handle | None],
 ) -> Handle:
-    """The sum in place, where `Axis.can_all_reduce` says so; then calls `then` once."""
+    """All-reduce in place on axes for which `Axis.can_all_reduce` is true; then call `then` once."""
     if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it holds the sum.
         def add(parts: list[torch.Tensor]) -> Handle:
@@ -476,7 +476,7 @@ def all_reduce_sum(
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
-    """Axis rank `src` sends `flat` to all, blocking."""
+    """Send `flat` from axis rank `src` to all ranks; blocks."""
     shared, group = axis.shared, axis.group
     CollectiveEvent(label).order("internal", axis, flat.numel())
     if shared is not None:
@@ -487,7 +487,7 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """All ranks get the values of axis rank 0; tensors of less than chunk / 16 elements in flat pieces of `chunk`."""
+    """Copy the values of axis rank 0 to all ranks. Tensors below chunk / 16 elements are sent in buffers of `chunk`."""
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

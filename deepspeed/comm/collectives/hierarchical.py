@@ -10,14 +10,14 @@ own network adapter. With `n` ranks, `g` on each of `h` hosts, and `S` bytes in 
 | a ring in 16 bits: partial sums are rounded  | `S / g * (h - 1) / h`   | 0.109 S            | `S (n - 1) / n`   |
 | two steps                                    | `2 S / g * (h - 1) / h` | 0.219 S            | `S (g - 1) / g`   |
 
-So two steps send over the network what a ring in fp32 does, half as much over the links of a host, and round nothing.
-First, each rank receives, from all of its host, the slices of those owners that have its place on their hosts, and
-sums them in fp32. Then each owner receives one sum from each host. The slices of a host's ranks lie behind each other,
-so the first step is an all-to-all for each host's stretch, in one group of calls, and nothing is packed. The order of
+So two steps send as much over the network as a ring in fp32, half as much within a host, and do not round.
+First, each rank receives, from all ranks of its host, the slices of the owners with its local rank on every host, and
+sums them in fp32. Then each owner receives one sum from each host. The slices of a host's ranks are contiguous,
+so the first step is one all-to-all per host, in one group of calls, without packing. The order of
 all sums is the same in every run.
 
-Both are launched at once, from a stream of their own on which the first sum waits for the first message (`aside`):
-neither the host nor what is computed meanwhile waits for it.
+Both steps are launched at once, from a side stream on which the first sum waits for the first message (`aside`):
+neither the host nor other computations wait.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reduce_to_owners(
     scratch: Scratch = torch.empty_like,
     in_rank_order: bool = False,
 ) -> Handle:
-    """`collectives.reduce_to_owners`; in two steps where hosts share the work, and no order of the sum is asked for.
+    """Reduce like `collectives.reduce_to_owners`, in two steps if the axis spans hosts and no sum order is required.
 
     `finish` then gets one fp32 contribution per host instead of one per rank.
     """
@@ -60,7 +60,7 @@ def reduce_to_owners(
     flat = flat[: cuts[-1]]
 
     def exchange_within() -> list[Any]:
-        """The ranks of a host exchange the slices of each host's ranks."""
+        """Exchange the slices between the ranks of a host."""
         with _together(within.group, flat.device, async_ops=True) as group:
             for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
                 _all_to_all(out, stretch, group=within.group, async_op=True)
@@ -97,10 +97,10 @@ def reduce_to_copies(
     """Sum slices at their owners, and then over `copies`, the ranks that own the same slice; without message tags.
 
     Args:
-        copies: the sum over them is in fp32, with equal bits on all of them.
-        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        copies: axis of the replicas; the sum over it is in fp32, with equal bits on all its ranks.
+        flat: 1-D contribution of this rank; must not change until the handle is done.
         scale: factor on the first sum.
-        finish: called with the sum, fp32, as the only contribution; in rank order with the first sum of each copy.
+        finish: called with the fp32 sum as the only contribution; in rank order, with the first sum of each copy.
     """
     total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
 
@@ -123,10 +123,10 @@ def reduce_to_copies(
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Inside, the current stream of a device is one where sums are formed beside what is computed.
+    """Switch to a side stream for sums that overlap with the computation.
 
-    It begins behind what was current before. What is allocated inside is that stream's memory: it is used again there,
-    and may not outlive the block.
+    The side stream first waits for the current stream. Memory that is allocated inside belongs to the side stream and
+    must not be used after the block.
     """
     accelerator, stream = get_accelerator(), _stream(device)
     before = accelerator.current_stream(device)

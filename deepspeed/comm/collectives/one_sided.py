@@ -50,7 +50,7 @@ Served = torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
 
 @dataclass
 class _Served:
-    """A slice others may ask for, and its version."""
+    """A slice that other ranks can request, with its version."""
 
     slice: Served
     version: int = 0
@@ -58,7 +58,7 @@ class _Served:
 
 
 class FetchService:
-    """Serves the slices of this rank and pulls those of others."""
+    """Service that sends this rank's slices on request and fetches those of other ranks."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -76,7 +76,7 @@ class FetchService:
         self._thread.start()
 
     def _meet(self) -> None:
-        """Listen, exchange addresses and a token, connect to every rank on first need."""
+        """Open the listening socket and exchange addresses and a token with all ranks."""
         host = os.environ.get("DEEPSPEED_FETCH_HOST") or self._own_address()
         self._listener = socket.create_server((host, 0), backlog=self.axis.size)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -91,18 +91,18 @@ class FetchService:
             self._served[channel] = _Served(slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Stop serving `channel`; what was sent on it, and holds its slice, is let go."""
+        """Stop serving `channel`, and release its slice and pending sends."""
         with self._lock:
             self._served.pop(channel, None)
             self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
 
     @property
     def serves(self) -> bool:
-        """Whether anything may be pulled."""
+        """Return whether any slice is served."""
         return bool(self._served)
 
     def advance(self, channel: int) -> None:
-        """The own slice of `channel` has its next version; requests that waited for it are answered."""
+        """Increment the version of `channel`'s slice and answer the requests that waited for it."""
         with self._lock:
             served = self._served[channel]
             served.version += 1
@@ -117,7 +117,7 @@ class FetchService:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Ask every owner for its slice of `full` (1-D), and receive it there; at least what lies `within`."""
+        """Request every owner's slice of `full` (1-D) and receive it in place; `within`: at least these elements."""
         self._seq += 1
         seq, version, group = self._seq, self.version(channel), self.axis.group
         if group is None:
@@ -203,7 +203,7 @@ class FetchService:
             self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
-        """Stop the thread and close the sockets. All ranks have finished pulling when they call this."""
+        """Stop the thread and close the sockets. All ranks must have finished their pulls."""
         self._wake_out.send(b"x")
         self._thread.join(timeout=5)
         for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:
@@ -217,7 +217,7 @@ class FetchService:
 
     @staticmethod
     def _own_address() -> str:
-        """The address the other ranks reach this host by: the one that leads to the master."""
+        """Return this host's address on the route to the master."""
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -235,7 +235,7 @@ class FetchService:
 
 
 class SharedSlices:
-    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer."""
+    """`FetchService` for ranks that share memory: slices are read in place, without requests."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self._window = axis, SharedMemory.require(axis.shared)
@@ -252,7 +252,7 @@ class SharedSlices:
     def pull(
         self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str, within: slice | None = None
     ) -> Handle:
-        """Copy every owner's slice into `full` once it has this rank's version; arguments as above."""
+        """Copy every owner's slice into `full` once it has this rank's version; arguments as in `FetchService.pull`."""
         shared = self._window
         first, last = (0, cuts[-1]) if within is None else (within.start, within.stop)
         givers = [r for r in self.axis.peers if max(cuts[r], first) < min(cuts[r + 1], last)]
@@ -269,15 +269,15 @@ class SharedSlices:
 
 
 def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
-    """Wait until every rank is here, with what it has pulled; `seq` tells meetings on a channel apart."""
+    """Wait until every rank has arrived and finished its pulls; `seq` distinguishes the calls on a channel."""
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
 
 
 def release_abandoned(axes: Iterable[Axis]) -> None:
-    """Withdraw the slices whose groups every rank has let go without an end. All ranks of each axis call together.
+    """Stop serving slices of groups that all ranks dropped without closing them. Collective per axis.
 
-    A rank that has dropped its engine must serve on: others, which have not, may still pull.
+    Until then a rank that dropped its engine must keep serving: other ranks can still request its slices.
     """
     for axis in dict.fromkeys(axes):
         if axis.group is None or not axis.tagged:
@@ -301,7 +301,7 @@ _services: dict[int, FetchService] = {}
 
 
 def service_of(axis: Axis) -> FetchService:
-    """The service of an axis, started on first use; the engines on the axis share it."""
+    """Return the service of an axis, created at the first call; all engines on the axis share it."""
     if id(axis) not in _services:
         _services[id(axis)] = fetch_services.current(axis)
     return _services[id(axis)]
@@ -309,7 +309,7 @@ def service_of(axis: Axis) -> FetchService:
 
 @released_in(Phase.CONNECTIONS)
 def close_all() -> None:
-    """Close every service; called before the process group goes."""
+    """Close every service, before the process group ends."""
     for service in list(_services.values()):
         service.close()
     _services.clear()

@@ -1,9 +1,9 @@
-"""Sends nested values between two ranks of an axis, in order: pipeline activations and their gradients.
+"""Point-to-point messages of nested values between two ranks, in order: pipeline activations and gradients.
 
-A message consists of a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) if it
-differs from the previous one, and the tensors. Ranks with shared memory read all of it in the sender's buffer, and
-acknowledge when the last tensor over it is freed; otherwise gloo sends it, by tag. Between devices, the tensors use a
-separate communicator for each direction, and the rest uses the gloo backend. A send does not block.
+A message has a notice of two numbers, a header (structure, shapes and dtypes) if it differs from the previous one, and
+the tensors. Ranks with shared memory read the message in the sender's buffer, and acknowledge after its last tensor is
+freed; otherwise gloo sends it, by tag. Between devices, the tensors use a separate communicator for each direction, and
+notice and header use the gloo backend. A send does not block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _TensorRef(NamedTuple):
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor, where it lies in the bytes of all."""
+        """Return this tensor as a view of the message's buffer."""
         return buffer[self.offset : self.end].view(self.dtype).view(self.shape)
 
 
@@ -75,12 +75,12 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, each at a multiple of `_ALIGN`."""
+        """Return the size of the tensors in bytes, with each offset aligned to `_ALIGN`."""
         return self.leaves[-1].end if self.leaves else 0
 
     @classmethod
     def take_apart(cls, value: Any) -> tuple[Header, list[torch.Tensor]]:
-        """A nest as its header and its tensors; raises CommError where something in it cannot be pickled."""
+        """Split nested values into header and tensors; raises CommError if a value cannot be pickled."""
         file = io.BytesIO()
         writer = _Writer(file)
         try:
@@ -99,14 +99,14 @@ class Header:
 
 @dataclass(frozen=True)
 class P2PChannel:
-    """Carries tensors from one device to another, in one direction."""
+    """Communicator for tensors between two devices, in one direction."""
 
     group: Any
     device: torch.device
 
     @staticmethod
     def require(axis: Axis, link: P2PChannel | None) -> None:
-        """Raise NotAvailableError when headers cannot go from host to host."""
+        """Raise NotAvailableError if headers cannot be sent between hosts."""
         if not axis.tagged and not (link is not None and axis.has_host_backend):
             raise NotAvailableError(
                 "stages of a pipeline send what describes their messages from host to host, and the process group has "
@@ -115,7 +115,7 @@ class P2PChannel:
 
 
 class Sender:
-    """Sends to the rank at position `peer`; tensors go over `link` between devices, else they are in host memory."""
+    """Sends to the rank at position `peer`. Tensors are sent over `link` between devices, else from host memory."""
 
     def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
         P2PChannel.require(axis, link)
@@ -127,7 +127,7 @@ class Sender:
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
-        """Send a nest that `Header.take_apart` has taken apart; its tensors may be changed at once."""
+        """Send the output of `Header.take_apart`; the tensors may be modified after the call."""
         header_bytes = b"" if header == self._last else pickle.dumps(header)
         self._last = header
         self._sequence += 1
@@ -166,10 +166,10 @@ class Sender:
         ]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for a message, which peers may read in place.
+        """Return a buffer for a message, which peers can read in place.
 
-        Shapes may change with every message: the smallest idle buffer that is large enough is taken, and where there is
-        none a smaller one gives way, so that a run of many lengths keeps no more buffers than a run of one.
+        Sizes vary between messages: the smallest idle buffer that fits is reused. Otherwise a new buffer replaces an
+        idle one, so that messages of many sizes need no more buffers than messages of one size.
         """
         large = [index for index, idle in enumerate(self._idle) if idle.numel() >= nbytes]
         if large:
@@ -194,7 +194,7 @@ class Sender:
         self._underway = left
 
     def settle(self, label: str) -> None:
-        """Wait until everything was taken, where the backend says so only to who waits."""
+        """Wait until all messages were received, on backends that report completion only to a waiting caller."""
         if self.axis.shared is not None:
             return
         for works, buffer in self._underway:
@@ -214,7 +214,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
+    """Receives from one rank, in the order of its sends. Arguments as in `Sender`."""
 
     def __init__(self, axis: Axis, peer: int, channel: int, link: P2PChannel | None = None) -> None:
         P2PChannel.require(axis, link)
@@ -224,7 +224,7 @@ class Receiver:
         self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
 
     def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """The next message, for `Header.put_together`. Its tensors are this rank's, perhaps in the sender's memory."""
+        """Return the next message, for `Header.put_together`. Its tensors may be views of the sender's memory."""
         delay(label)
         self._sequence += 1
         payload = self._from_memory(label) if self.axis.shared is not None else self._from_group(label)
@@ -282,7 +282,7 @@ class Receiver:
         self._header = pickle.loads(header_bytes.numpy().tobytes())
 
     def release(self) -> None:
-        """Tell the sender what has been read to its end."""
+        """Acknowledge the messages whose tensors were freed."""
         shared = self.axis.shared
         while self._read and shared is not None:
             shared.acknowledge(self._read.popleft(), [self.peer])

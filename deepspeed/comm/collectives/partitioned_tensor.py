@@ -1,4 +1,4 @@
-"""A tensor that is split over the ranks of a group and can be gathered again."""
+"""A tensor that is split over the ranks of a group and can be gathered."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deepspeed.foundation.partition import partition_uniform
 
 
 class PartitionedTensor:
-    """This rank's part of a tensor that all ranks of a group have; parts are runs of the flat tensor.
+    """This rank's part of a tensor that is split over a group. Parts are contiguous ranges of the flat tensor.
 
     Args:
-        tensor: the whole, the same on all ranks.
-        group: of the ranks that share it.
+        tensor: the whole tensor, equal on all ranks.
+        group: process group that shares the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
@@ -32,16 +32,16 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: torch.device | None = None
     ) -> PartitionedTensor:
-        """The same from what `to_meta` and `data` gave, as after they were sent to another rank.
+        """Rebuild an instance from `to_meta` and `data`, for example after both were sent to another rank.
 
         Args:
-            meta: see `to_meta`.
+            meta: result of `to_meta`.
             local_part: 1-D, the part of this rank.
-            group: of the ranks that share it now, as many as it was cut for.
-            device: where `full` puts the whole; None: where the part is.
+            group: process group that now shares the tensor; it has as many ranks as the original group.
+            device: device for the result of `full`; None: the device of the part.
 
         Raises:
-            ArgumentError: the part or the group is not what the meta says.
+            ArgumentError: the part or the group contradicts `meta`.
         """
         numbers = meta.tolist()
         dims = numbers[0]
@@ -59,23 +59,23 @@ class PartitionedTensor:
         return part
 
     def to_meta(self) -> torch.Tensor:
-        """What another rank needs besides the part: int64, [dims, *shape, parts, rank, *bounds of the parts]."""
+        """Return the metadata for `from_meta`: int64, [dims, *shape, parts, rank, *bounds of the parts]."""
         return torch.tensor([len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition])
 
     def data(self) -> torch.Tensor:
-        """This rank's part, 1-D."""
+        """Return this rank's part, 1-D."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """The shape of the part."""
+        """Return the shape of the part."""
         return self.local_data.shape
 
     def full_size(self) -> list[int]:
-        """The shape of the whole."""
+        """Return the shape of the whole tensor."""
         return self.orig_size
 
     def full(self, device: torch.device | None = None) -> torch.Tensor:
-        """The whole tensor; all ranks of the group call together."""
+        """Gather the whole tensor. All ranks must call this."""
         widest = max(high - low for low, high in pairwise(self.partition))
         part = self.local_data.new_zeros(widest)
         part[: self.local_data.numel()] = self.local_data

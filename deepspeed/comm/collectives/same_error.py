@@ -1,6 +1,6 @@
-"""Raises the same error on all ranks: for failed functions, different collectives, different batches.
+"""Errors that are raised on all ranks: failed functions, different collectives, different batches.
 
-Otherwise the other ranks would wait in the next collective until the watchdog's timeout. Within such a section, each
+Otherwise the other ranks would wait in the next collective until the watchdog's timeout. In `run_collectively`, each
 collective of `deepspeed/comm/collectives/autograd.py` begins with a check-in: every rank reports the collective that it
 has reached, or that it has ended. If the reports differ, no collective starts. So ranks that run different code are
 detected too. Collective gathers of sharded parameters do the same.
@@ -36,16 +36,16 @@ _MAX_ERROR_CHARS = 200  # characters of an error
 
 
 class _Apart(Exception):
-    """Another rank is elsewhere; what each said is in the run."""
+    """Signal that the ranks reached different collectives; `CollectiveRun.texts` has their reports."""
 
 
 @dataclass
 class Outcome(Generic[T]):
-    """How a computation ended.
+    """Result of a computation on all ranks.
 
     Args:
-        result: of the action; None where it raised, or was left because another rank did.
-        texts: by position on the axis, what a rank raised, or where it was while others were elsewhere; empty: nothing.
+        result: this rank's result; None if any rank failed.
+        texts: by position on the axis, the rank's error, or its collective if the ranks diverged; empty: no problem.
     """
 
     result: T | None
@@ -57,7 +57,7 @@ class Outcome(Generic[T]):
         return not any(self.texts)
 
     def result_or_raise(self, wrong: Callable[[list[str]], Exception]) -> T:
-        """This rank's result; on every rank the error `wrong` makes of the texts where one has raised."""
+        """Return this rank's result; if any rank failed, raise `wrong(texts)` on every rank."""
         if self.ok:
             return self.result  # type: ignore[return-value]
         raise wrong(self.texts) from self.error
@@ -71,7 +71,7 @@ class CollectiveRun:
         self.ranks = frozenset(axis.ranks)
 
     def meet(self, label: str, error: str = "") -> None:
-        """Before a collective, and at the end; raises _Apart where not all are here: then nothing more may be sent."""
+        """Check before a collective, and at the end, that all ranks are at the same place; raises _Apart otherwise."""
         if any(self.texts):
             raise _Apart
         axis = self.axis
@@ -95,20 +95,20 @@ _underway: list[CollectiveRun] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
-    """A collective of `axis` is about to begin; nothing happens outside of `run_collectively` of its ranks, or more."""
+    """Check in before a collective of `axis`; no effect outside of a `run_collectively` over its ranks."""
     if _underway and _underway[-1].ranks.issuperset(axis.ranks):
         _underway[-1].meet(label)
 
 
 def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
-    """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
+    """Call `action` on all ranks of an axis. An error on one rank ends it on all at the next collective.
 
     Args:
-        action: its collectives over `axis`, or over rows that `axis` consists of, are those of `differentiable` and
-            gathers of sharded parameters; in one order on all ranks.
+        action: function whose collectives over `axis`, or over rows of `axis`, are those of `autograd` and gathers of
+            sharded parameters, in the same order on all ranks.
 
     Raises:
-        CommError: a rank is gone.
+        CommError: a rank has ended.
     """
     run, result, error = runs.current(axis), None, None
     _underway.append(run)
@@ -128,13 +128,13 @@ def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
 
 
 comparison: Replaceable[Callable[[Callable[[], str]], str]] = Replaceable(lambda differences: differences())
-"""Calls a function that compares values with expected ones and says in words what differs."""
+"""Calls a function that compares values with expected ones and describes the differences."""
 
 
 def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
-    """The result of an action that raises on no rank; all ranks of the axis call together.
+    """Call `action` and return its result; an error on one rank raises on all. All ranks must call this.
 
-    Where this rank raised, its own error; where another did, `elsewhere` of its global rank and its words.
+    A rank that failed raises its own error; the others raise `elsewhere(global rank, error text)`.
     """
     result: Any = None
     error: Exception | None = None
@@ -158,9 +158,9 @@ def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int
 
 @contextlib.contextmanager
 def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
+    """Report an error in the block to all ranks through the watchdog, for computations without check-ins.
 
-    Nothing can be sent between the ranks afterwards. Inside of `run_collectively`, that reports the error instead.
+    After an error, the ranks cannot communicate any more. Inside of `run_collectively`, that reports the error instead.
     """
     try:
         yield
@@ -178,7 +178,7 @@ _DIGEST = 8
 
 
 class OrderCheck:
-    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags."""
+    """Compares the calls of the ranks of one axis, over the host backend, whose messages have tags."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = Axis(axis.name, axis.ranks, axis.rank, axis.group, tagged=True)
@@ -187,11 +187,11 @@ class OrderCheck:
 
     @staticmethod
     def possible(axis: Axis) -> bool:
-        """Whether the ranks of an axis can and need to compare."""
+        """Return whether the ranks of an axis can and must compare."""
         return axis.size > 1 and not axis.tagged and axis.has_host_backend
 
     def compare(self, what: str) -> None:
-        """All ranks call together; raises OrderError on all where what they are about to do is not equal."""
+        """Raise OrderError on all ranks unless `what` is equal on all. All ranks must call this."""
         self.compared += 1
         axis, words = self.axis, what.encode()
         own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
@@ -220,16 +220,16 @@ COMPARED = 10  # micro-batches
 
 
 class BatchCheck:
-    """Compares what the ranks of an axis are given."""
+    """Compares the batches that the ranks of an axis receive."""
 
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
     def compare(self, inputs: Any, in_parts: bool = False) -> None:
-        """Compare one micro-batch; all ranks call together, and raise DataError together.
+        """Compare one micro-batch; raises DataError on all ranks if they differ. All ranks must call this.
 
         Args:
-            in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
+            in_parts: allow None for a whole batch or for entries that a rank does not need; these are not compared.
         """
         self.left -= 1
         everyone = all_gather_objects(self._axis, self._digests(inputs) if in_parts else {"": digest(inputs)})
@@ -248,7 +248,7 @@ class BatchCheck:
 
     @staticmethod
     def _digests(inputs: Any) -> dict[str, int]:
-        """A digest for each entry of a batch that is not None."""
+        """Return a digest for each entry of a batch that is not None."""
         entries = (
             inputs.items()
             if isinstance(inputs, dict)
@@ -261,9 +261,9 @@ class BatchCheck:
 
 
 def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
-    """Position, expected and own line of the first rank that lists otherwise than rank 0; None where all are the same.
+    """Find the first rank whose lines differ from rank 0's; returns (rank, rank 0's line, its line), or None.
 
-    All call together; a line that is not there is None.
+    All ranks must call this; a missing line is None.
     """
     if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None
@@ -273,8 +273,8 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
 
 
 def digest(value: Any) -> int:
-    """A number that tells values apart: tensors and arrays by their bytes, containers by what is in them, objects by
-    what they say of themselves (`to_dict`, the fields of a dataclass), any other by the name of its type."""
+    """Return a checksum of a value: tensors and arrays by their bytes, containers by their elements, objects by
+    `to_dict` or their dataclass fields, other values by the name of their type."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return zlib.crc32(data, zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
@@ -295,7 +295,7 @@ def digest(value: Any) -> int:
 
 
 def _describe_contents(value: Any) -> dict[str, Any] | None:
-    """What an object says is in it; None where it says nothing."""
+    """Return an object's contents (`to_dict` or dataclass fields), or None."""
     if isinstance(value, type):
         return None
     try:

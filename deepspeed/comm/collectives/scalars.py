@@ -1,4 +1,4 @@
-"""Reads numbers from tensors and exchanges them between ranks.
+"""Numbers that are read from tensors and exchanged between ranks.
 
 A step depends on a few numbers (which parameters have gradients, the norm, whether a loader has ended). All of them are
 read through `current`, so that a simulation, whose tensors have no values, can supply them.
@@ -15,7 +15,7 @@ from deepspeed.comm.process_groups.axis import Axis
 
 
 class Scalars:
-    """Real numbers from real tensors."""
+    """Reads numbers from tensors and exchanges them."""
 
     device: torch.device | None = None  # where models live instead of on the accelerator
 
@@ -23,12 +23,12 @@ class Scalars:
         return float(tensor)
 
     def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
-        """Everybody's row of numbers, in rank order; all ranks of the axis call together."""
+        """Gather a row of numbers from every rank, in rank order. All ranks must call this."""
         rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
         return [array("d", row_bytes).tolist() for row_bytes in rows]
 
     def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
-        """As `table`, of packed rows of equal length, a multiple of eight bytes."""
+        """Gather a row of bytes from every rank; all rows have the same length, a multiple of eight."""
         if axis.group is None or not row:
             return [row] * axis.size
         n = len(row) // 8
@@ -42,7 +42,7 @@ class Scalars:
 
 
 class FakeScalars(Scalars):
-    """For models on the meta device: every rank says what this one says, every number read is one."""
+    """Replacement for models on the meta device: every rank sends the same row, and every number is 1."""
 
     device = torch.device("meta")
 

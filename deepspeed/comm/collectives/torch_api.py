@@ -1,7 +1,7 @@
 """The functions of torch.distributed, labelled for the watchdog and timed for the comms logger.
 
-Each uses shared memory, our own algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32 sums in rank
-order with each of them; other operations, and `async_op`, use the backend.
+Each function uses shared memory, this package's algorithms or the backend. On CPU, sums of fp32, bf16 and fp16 are fp32
+sums in rank order in all three cases; other operations, and `async_op`, use the backend.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
 class Pending:
-    """A collective in flight; `wait` ends it with its label, everything else is torch's handle."""
+    """A pending collective. `wait` runs under the collective's label; other attributes are those of torch's handle."""
 
     def __init__(self, work: Any, event: ClientCollective) -> None:
         self._work, self._event = work, event
@@ -55,14 +55,14 @@ class Pending:
 
 
 def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Label and time a collective.
+    """Wrap a function of torch.distributed so that its calls are labelled and timed.
 
     Args:
-        func: takes what the function of the same name in torch.distributed takes.
+        func: function with the signature of its namesake in torch.distributed.
 
     Returns:
-        The same function, which also takes `prof` (time this call), `log_name` (what the label calls it) and `debug`
-        (add the caller to the log line), and raises CommError or CommTimeoutError with every rank's last label.
+        The function with three more arguments: `prof` (time this call), `log_name` (name in the label) and `debug` (add
+        the caller to the log line). Errors are CommError or CommTimeoutError with the last label of every rank.
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)
@@ -95,7 +95,7 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shape(message: Any) -> str:
-    """A tensor, or a list of them, in a few characters: "float32[4, 8]", "2 x float32[8]"."""
+    """Describe a tensor or a list of tensors briefly: "float32[4, 8]", "2 x float32[8]"."""
     if isinstance(message, torch.Tensor):
         return _shape_of(message.dtype, message.shape)
     if isinstance(message, list) and message and isinstance(message[0], torch.Tensor):
@@ -116,7 +116,7 @@ _axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its a
 
 
 def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
-    """The axis of a group on CPU; None where the backend does everything."""
+    """Return the axis of a group on CPU; None if the backend executes the collective."""
     for tensor in tensors:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -132,7 +132,7 @@ def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
 
 @timed_op
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
-    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    """Reduce like torch's `all_reduce`; on CPU, sums are computed in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
     axis = None if plain else _route(group, tensor)
     if axis is None or (axis.shared is None and axis.size == 2 and tensor.dtype == torch.float32):
@@ -153,7 +153,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    """Reduce like torch's `reduce_scatter_tensor`; on CPU, sums are computed in fp32 in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
     axis = None if plain else _route(group, output, input)
     if axis is None or output.numel() * axis.size != input.numel():
@@ -173,7 +173,7 @@ def reduce_scatter_tensor(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """As torch's."""
+    """Gather like torch's `all_gather_into_tensor`."""
     axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
     if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
         return _all_gather(output_tensor, input_tensor, group, async_op)
@@ -195,8 +195,8 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As `torch.distributed.all_to_all_single`. With even splits over CPU ranks, the data is sent as messages, or read
-    directly in the sender's memory."""
+    """Exchange like torch's `all_to_all_single`. On CPU with even splits, ranks send messages or read the sender's
+    memory directly."""
     even = not (async_op or output_split_sizes or input_split_sizes) and output.dtype == input.dtype
     axis = _route(group, output, input) if even else None
     if axis is None or output.numel() != input.numel() or input.numel() % axis.size:
@@ -220,7 +220,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """As torch's."""
+    """Broadcast like torch's `broadcast`."""
     axis = None if async_op else _route(group, tensor)
     shared = None if axis is None else axis.shared
     if axis is None or shared is None or (src is None) == (group_src is None):
@@ -256,7 +256,7 @@ scatter_object_list = timed_op(dist.scatter_object_list)
 
 
 class ObjectExchange:
-    """How ranks exchange pickled objects."""
+    """Exchange of pickled objects between ranks."""
 
     def gather(self, axis: Axis, local: Any) -> list[Any]:
         everyone: list[Any] = [local] * axis.size
@@ -265,7 +265,7 @@ class ObjectExchange:
         return everyone
 
     def gather_present(self, axis: Axis, local: Any) -> dict[int, Any]:
-        """The same by position, of the ranks that exist."""
+        """Gather the objects of the ranks that exist, by position."""
         return dict(enumerate(self.gather(axis, local)))
 
 
@@ -273,7 +273,7 @@ object_exchange = Replaceable(ObjectExchange())
 
 
 def all_gather_objects(axis: Axis, local: Any) -> list[Any]:
-    """The object of each rank of an axis, by position; all call together. Objects are pickled."""
+    """Gather the pickled object of each rank of an axis, by position. All ranks must call this."""
     return object_exchange.current.gather(axis, local)
 
 
@@ -283,7 +283,7 @@ inference_all_reduce = all_reduce
 
 
 class P2POp(dist.P2POp):
-    """torch's P2POp, for `isend` and `irecv` of this module too."""
+    """torch's P2POp that also accepts `isend` and `irecv` of this module."""
 
     def __new__(cls, op: Callable[..., Any], *args: Any, **kwargs: Any) -> P2POp:
         return super().__new__(cls, inspect.unwrap(op), *args, **kwargs)
@@ -293,7 +293,7 @@ class P2POp(dist.P2POp):
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
-    """Start all sends and receives at once; returns a handle for each (NCCL: one for all)."""
+    """Start all sends and receives at once; returns one handle per operation (NCCL: one for all)."""
     require_group()
     label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
     event = ClientCollective(label)
@@ -302,7 +302,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
 
 
 class _All:
-    """Several collectives in flight, waited for together."""
+    """Several pending collectives that are waited for together."""
 
     def __init__(self, pending: list[Pending]) -> None:
         self._pending = pending
@@ -330,7 +330,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **labels: Any,
 ) -> _All | None:
-    """`all_reduce` of every tensor, in place."""
+    """All-reduce every tensor in place."""
     return _All.start([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
 
 
@@ -341,23 +341,23 @@ def all_gather_coalesced(
     async_op: bool = False,
     **labels: Any,
 ) -> _All | None:
-    """`all_gather_into_tensor` for every pair of output and input."""
+    """Run `all_gather_into_tensor` for every pair of output and input."""
     start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _All.start([partial(start, output, tensor) for output, tensor in pairs], async_op)
 
 
 class TorchBackend:
-    """The collectives by what they do; process groups come from `init_distributed`."""
+    """Backend object with the collectives as methods; process groups come from `init_distributed`."""
 
     @classmethod
     def get_all_gather_function(cls) -> Any:
-        """The all-gather into one tensor."""
+        """Return the function that all-gathers into one tensor."""
         return all_gather_into_tensor
 
     @classmethod
     def get_reduce_scatter_function(cls) -> Any:
-        """The reduce-scatter of one tensor."""
+        """Return the function that reduce-scatters one tensor."""
         return reduce_scatter_tensor
 
 
@@ -368,14 +368,14 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """Fill the shards of all ranks in each parameter group from the ranks that own them, in place.
+    """All-gather the shards of each parameter group in place.
 
     Args:
-        groups_flat: flat buffers that the shards are views of; None where there are none. They are not looked at.
-        partitioned_param_groups: for each group the shards by rank: 1-D, equal sizes; the rank's own one is sent.
-        dp_process_group: for each group its process group; None for all ranks.
-        start_alignment_factor: accepted, without effect: shards are sent as they lie.
-        allgather_bucket_size: largest number of elements that one message fills over all ranks.
+        groups_flat: flat buffers that contain the shards, or None; not used.
+        partitioned_param_groups: for each group, the shards by rank: 1-D, equal sizes. Each rank sends its own shard.
+        dp_process_group: process group of each parameter group; None: all ranks.
+        start_alignment_factor: accepted, without effect: shards are sent unaligned.
+        allgather_bucket_size: maximum number of elements that one message fills over all ranks.
     """
     for shards, group in zip(partitioned_param_groups, dp_process_group, strict=True):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -389,32 +389,32 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Log a table of the timed collectives on rank 0: operation, bytes, count, time, speeds in Gbit/s.
 
     Args:
-        show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks must call.
+        show_straggler: add a table of the time lost to waiting for the slowest rank; makes the call collective.
         return_dict: also return the figures.
 
     Returns:
-        With `return_dict`, the result of `CommsLogger.log_all`; `comms_logger.summary()` has them by group size and in
-        bytes per second.
+        With `return_dict`, the result of `CommsLogger.log_all`. `comms_logger.summary()` has the figures by group size
+        and in bytes per second.
     """
     with ClientCollective("log_summary"):
         return comms_logger.log_all(True, show_straggler, return_dict)
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Names of the operations that were timed."""
+    """Return the names of the timed operations."""
     comms_logger.settle()
     return sorted(comms_logger.times)
 
 
 def get_comm_operation_count(op_name: str | None = None) -> int:
-    """How many calls were timed, of one operation or of all."""
+    """Return the number of timed calls of one operation, or of all operations."""
     names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
     comms_logger.settle()
     return sum(times.calls for name in names for times in comms_logger.times[name].values())
 
 
 def has_comm_data() -> bool:
-    """Whether any call was timed."""
+    """Return whether any call was timed."""
     comms_logger.settle()
     return bool(comms_logger.times)
 

@@ -1,1 +1,1 @@
-"""Process groups, rendezvous, mesh and axes: which ranks exist. Communicates only to form groups."""
+"""Process groups, rendezvous, mesh and axes. Communicates only to form groups."""

@@ -37,13 +37,13 @@ FEWEST_PER_HOST = 3
 
 
 def tag_of(channel: int, kind: int, seq: int) -> int:
-    """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
+    """Return the 31-bit message tag of a channel, kind and sequence number. Tags below 2^30 belong to clients."""
     return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks of an axis that spans hosts: neighbours on each, and as many."""
+    """Hosts of an axis: each has the same number of consecutive ranks."""
 
     count: int
     within: Axis
@@ -51,13 +51,13 @@ class Hosts:
 
 @dataclass(eq=False)
 class Axis:
-    """The ranks of one mesh dimension, or of several that are the same ranks.
+    """The ranks along one mesh dimension; dimensions with equal ranks share one axis.
 
     Args:
         ranks: global ranks, ascending.
         rank: position of this process in `ranks`.
-        group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
-        tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
+        group: process group of `ranks`; None if nothing is sent: one rank, or meta tensors.
+        tagged: messages have tags (gloo on CPU), so ranks may send in different orders.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Axis:
 
     @property
     def reductions(self) -> Axis:
-        """The same ranks, over the communicator that `AxisRegistry.separate_reductions` has made; else this axis."""
+        """Return the axis with the communicator of `AxisRegistry.separate_reductions`; this axis if there is none."""
         return self._reductions or self
 
     @property
@@ -84,47 +84,48 @@ class Axis:
 
     @property
     def peers(self) -> list[int]:
-        """Axis positions of the other ranks."""
+        """Return the positions of the other ranks."""
         return [r for r in range(self.size) if r != self.rank]
 
     def channel(self) -> int:
-        """A new message channel. Ranks open channels in the same order, so numbers agree without a message."""
+        """Open a message channel. Ranks open channels in the same order, so their numbers agree without a message."""
         return next(self._channels)
 
     def public_tag(self, kind: int) -> int:
-        """The tag of the next message on the channel `PUBLIC`; ranks call the collectives of an axis in one order."""
+        """Return the tag of the next message on channel `PUBLIC`. All ranks call an axis's collectives in one order."""
         return tag_of(PUBLIC, kind, next(self._public))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
+        """Allocate a 1-D uninitialized tensor, in shared memory if possible, so that other ranks read it in place."""
         if self.shared is not None and device.type == "cpu":
             return self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def also(self, name: str) -> Axis:
-        """This axis, which is asked for by `name` now."""
+        """Add `name` to the names of this axis; returns the axis."""
         if name not in self.name.split("+"):
             self.name += f"+{name}"
         return self
 
     def even_cuts(self, numel: int) -> list[int]:
-        """Boundaries of slices of `numel` elements, as equal as they can be."""
+        """Return the boundaries of slices of `numel` elements, as equal as possible."""
         return [numel * r // self.size for r in range(self.size + 1)]
 
     @staticmethod
     def is_even(cuts: Sequence[int]) -> bool:
-        """Whether every rank owns as much, from the first element on."""
+        """Return whether the slices start at element 0 and have equal lengths."""
         return all(cut == r * cuts[1] for r, cut in enumerate(cuts))
 
     def can_all_reduce(self, dtype: torch.dtype) -> bool:
-        """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
+        """Return whether `all_reduce_sum` sums in rank order for any order of launches.
 
-        The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without.
+        The backend's all-reduce has no tags, but ranks with different branches launch in different orders. So it serves
+        only axes without tags.
         """
         return self.shared is not None or (dtype == torch.float32 and self.size == 2 and not self.tagged)
 
     def collectives_begun(self) -> int:
-        """How many collectives this process has begun, of anybody's, in groups with another rank of the axis."""
+        """Return the number of collectives that this process has started in groups with another rank of the axis."""
         if self.group is None:
             return 0
         count, ranks_here = 0, set(self.ranks)
@@ -140,14 +141,14 @@ class Axis:
 
     @property
     def has_host_backend(self) -> bool:
-        """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
+        """Return whether an axis on a device can also send from host memory ("cpu:gloo,cuda:nccl")."""
         return self.group is not None and torch.device("cpu") in self.group._device_types
 
     def message_groups(self, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
-        """A communicator for each edge (sender, receiver), by position. All ranks of the world call together.
+        """Create a communicator for each edge (sender, receiver), by position. All ranks of the world must call this.
 
-        Messages without tags pass each other only on different communicators: two stages that send to each other over
-        one would each wait for the other to receive first. Where messages carry tags nothing is made: None for each.
+        Two stages that send to each other over one communicator without tags would deadlock, so each direction has its
+        own. With tags no communicator is needed: each entry is None.
         """
         if self.tagged or self.group is None:
             return [None] * len(edges)
@@ -166,21 +167,21 @@ class Axis:
 
 
 def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
-    """The axis of all ranks of the process group; of this process alone where there is no group."""
+    """Return the axis of all ranks of the process group, or of this process alone if there is no group."""
     return axis_of(range(dist.get_world_size() if dist.is_initialized() else 1), name, device)
 
 
 def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
-    """The axis of the ranks of a client's process group (an mpu's or data_parallel_group); its ranks call together."""
+    """Return the axis of a client's process group (of an mpu or data_parallel_group). Collective over the group."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     return axes_here().axis(ranks, name, device, group)
 
 
 def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
-    """The axis of this process over exactly these ranks, which call together; on the CPU unless `device` is given.
+    """Return the axis of exactly these ranks; on the CPU unless `device` is given. These ranks must call this together.
 
     Raises:
-        ArgumentError: `ranks` repeats a rank, leaves the world, or lacks this one.
+        ArgumentError: `ranks` repeats a rank, has one outside of the world, or lacks this one.
         UsageError: these ranks have no process group yet.
     """
     registry, key = axes_here(), tuple(sorted(ranks))
@@ -193,7 +194,7 @@ def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None)
 
 
 def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
-    """Cut the world into rows, and get the axis of the own one. All ranks of the world call together.
+    """Partition the world into rows and return the axis of this rank's row. All ranks of the world must call this.
 
     Raises:
         ArgumentError: the rows are no partition of the world.
@@ -207,7 +208,7 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
 
 
 def require_group() -> None:
-    """Raise UsageError when there is no process group."""
+    """Raise UsageError if there is no process group."""
     if not dist.is_initialized():
         raise UsageError(
             "DeepSpeed backend not set, there is no process group: call deepspeed.init_distributed() or "
@@ -216,7 +217,7 @@ def require_group() -> None:
 
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
-    """torch's new_group under the watch; all ranks of the world call it in the same order."""
+    """Call torch's new_group under the watchdog. Collective over the world, in one order."""
     with CollectiveEvent.of_world(f"new_group {ranks or 'of all ranks'}"):
         return dist.new_group(ranks, timeout, backend, **options)
 
@@ -229,9 +230,9 @@ class AxisRegistry:
         self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
 
     def make_groups(self, rows: Sequence[tuple[int, ...]], where: str) -> None:
-        """Make the groups that are missing: every rank makes each, in one order, as torch demands.
+        """Create the missing process groups. Every rank creates all groups in one order, as torch requires.
 
-        On "meta" nothing has bytes that could travel.
+        No group is needed on "meta", where nothing is sent.
         """
         for row in rows if where != "meta" else ():
             if 1 < len(row) < self.size and row not in self.made:
@@ -240,7 +241,7 @@ class AxisRegistry:
     def axis(
         self, ranks: tuple[int, ...], name: str, device: torch.device | None, group: dist.ProcessGroup | None = None
     ) -> Axis:
-        """The axis of `ranks`; its first call makes it, over the group at hand."""
+        """Return the axis of `ranks`; the first call creates it over an existing process group."""
         where = "cpu" if device is None else device.type
         known = self.axes.get((ranks, where))
         if known is None or not self._alive(known.group):
@@ -260,7 +261,7 @@ class AxisRegistry:
     def _group(
         self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None
     ) -> dist.ProcessGroup:
-        """The world's group, one that was made here, one that another device's axis has, or the client's."""
+        """Return a process group of these ranks: the world's, one made here, another axis's, or the client's."""
         others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
         own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
         alive = [candidate for candidate in own if candidate is not None and self._alive(candidate)]
@@ -269,11 +270,11 @@ class AxisRegistry:
         return next((candidate for candidate in alive if self._moves(candidate, where)), alive[0])
 
     def separate_reductions(self, axes: Iterable[Axis], everyone: Axis) -> None:
-        """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
+        """Create separate communicators for reductions, since a communicator runs calls in order and delays gathers.
 
-        Where messages carry tags they pass each other anyway, and nothing is made. Ranks may need different ones (a
-        stage of a pipeline has none of another's), and torch names groups by how many there are: so all ranks of
-        `everyone` say what they need, and make all of it together.
+        Axes with tags need none. Axes differ between ranks (for example between pipeline stages), and torch numbers
+        groups in the order of creation. So all ranks of `everyone` exchange their needs and create all of them
+        together.
         """
         self._make_reductions(
             [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None], everyone
@@ -296,14 +297,14 @@ class AxisRegistry:
 
     @staticmethod
     def by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
-        """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
+        """Split ranks by host; empty if a split saves nothing, or hosts differ in the number of consecutive ranks."""
         rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
         alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
         return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
 
     @staticmethod
     def communicators_of(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-        """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
+        """Return the communicators of a reducing axis: the whole axis as (0, ranks), each host as (1, ranks)."""
         return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
 
     @staticmethod
@@ -318,13 +319,13 @@ class AxisRegistry:
 
     @staticmethod
     def device_backend(group: dist.ProcessGroup | None) -> str | None:
-        """What moves the tensors of a group's device; None where nothing does."""
+        """Return the name of the backend for the group's device; None if there is none."""
         devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
         return group._get_backend(devices[0]).name() if group is not None and devices else None
 
     @staticmethod
     def _moves(group: dist.ProcessGroup, where: str) -> bool:
-        """Whether the group's backend moves tensors of that device: a client's may where the world's does not."""
+        """Return whether the group's backend supports that device; a client's group may, if the world's does not."""
         return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
 
     @staticmethod
@@ -333,14 +334,14 @@ class AxisRegistry:
 
     @staticmethod
     def _own_place() -> tuple[str, int]:
-        """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
+        """Return the host name and LOCAL_RANK (0 if not set)."""
         return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
 
     @staticmethod
     def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
-        """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
+        """Return a host key by rank: the host name, plus the host's first rank since containers can share names.
 
-        A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
+        If all ranks of a name have LOCAL_RANK 0, the first rank is left out: the variable then does not number them.
         """
         numbered = {name for name, local in places if local}
         return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
@@ -351,7 +352,7 @@ _registries: dict[dist.ProcessGroup | None, AxisRegistry] = {}  # by world; one 
 
 
 def axes_here() -> AxisRegistry:
-    """The registry of this world, the same until its axes are forgotten; that of an earlier world goes."""
+    """Return the axis registry of the current world; the registry of an earlier world is dropped."""
     world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
     if world not in _registries:
         forget_axes()
@@ -361,7 +362,7 @@ def axes_here() -> AxisRegistry:
 
 @released_in(Phase.AXES)
 def forget_axes() -> None:
-    """Drop all axes: the process groups have ended or changed. Code that keeps an axis asks `axes_here` again."""
+    """Drop all axes after process groups ended or changed. Code that stores an axis calls `axes_here` again."""
     _registries.clear()
     forget_shared_memory()
 
@@ -370,7 +371,7 @@ _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by world group: a 
 
 
 def get_own_group() -> Any:
-    """The group that holds this process alone; made without the other ranks' help."""
+    """Return a group that contains only this process; other ranks need not call."""
     require_group()
     world = dist.distributed_c10d._get_default_group()
     if world not in _groups:

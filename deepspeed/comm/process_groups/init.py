@@ -1,4 +1,4 @@
-"""Initializes or adopts the default process group: rendezvous, handshake, and start of the watchdog."""
+"""Creation or adoption of the default process group: rendezvous, handshake and start of the watchdog."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ released_in(Phase.STORES)(_stores.clear)
 
 
 class _Rendezvous:
-    """One rank's way into a new group: finds the store and agrees there with the other ranks on who is there."""
+    """Rendezvous of one rank: connects to the store and agrees with the other ranks on the members of the group."""
 
     def __init__(self, world: World, limit: timedelta, init_method: str | None) -> None:
         self._world, self._limit, self._init_method = world, limit, init_method
@@ -55,7 +55,7 @@ class _Rendezvous:
         self._job = names[0] if names else "unnamed"
 
     def meet(self) -> Store:
-        """The store of the new group, with keys of its own. A world of one needs no port."""
+        """Return the store of the new group, with its own key prefix. A world of one rank needs no port."""
         world, limit = self._world, self._limit
         if world.size == 1 and self._init_method is None:
             return dist.HashStore()
@@ -76,7 +76,7 @@ class _Rendezvous:
                 time.sleep(_POLL_S[1])
 
     def _open_store(self) -> Store:
-        """The store of the run, before anything is agreed on."""
+        """Open the store of the run, before the ranks have agreed."""
         world, init_method = self._world, self._init_method
         if init_method is not None and not init_method.startswith("tcp://"):
             return next(dist.rendezvous(init_method, world.rank, world.size, timeout=self._limit))[0]
@@ -92,11 +92,11 @@ class _Rendezvous:
         )
 
     def _agree(self, store: Store) -> str:
-        """A name that these processes alone know, for the prefix of their keys.
+        """Agree with the other ranks on a unique prefix for the keys of this group.
 
         Raises:
-            CommTimeoutError: not all ranks arrived; names the missing ones.
-            CommError: two processes say that they are one rank, or the store belongs to another job.
+            CommTimeoutError: not all ranks arrived. The message names the missing ones.
+            CommError: two processes have the same rank, or the store belongs to another job.
         """
         rank, limit = self._world.rank, self._limit.total_seconds()
         own = dist.PrefixStore(f"deepspeed.meet/{self._job}", store)
@@ -118,7 +118,7 @@ class _Rendezvous:
         return agreed
 
     def _lead(self, own: Store) -> Callable[[], str | None]:
-        """Rank 0's look: names rosters until one is confirmed by all."""
+        """Return rank 0's polling function: it proposes rosters until all ranks have confirmed one."""
         rank, size = self._world.rank, self._world.size
         hellos = [f"hello/{other}" for other in range(size)]
         named: dict[str, Any] = {"nonces": [], "id": ""}
@@ -140,7 +140,7 @@ class _Rendezvous:
         return look
 
     def _follow(self, own: Store, store: Store, nonce: str) -> Callable[[], str | None]:
-        """Another rank's look: confirms the roster that has its number."""
+        """Return the polling function of other ranks: it confirms a roster that contains this rank's nonce."""
         rank, job = self._world.rank, self._job
         confirmed: set[str] = set()
 
@@ -183,19 +183,19 @@ def init_distributed(
     """Join the process group of this run, or adopt the one that torch.distributed already has.
 
     Rank and world size come from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
-    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py; with none of them this process
-    is a world of one. All other sources must agree.
+    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py. Without them, this process
+    is a world of one. All sources that are present must agree.
 
     Args:
-        dist_backend: a torch.distributed backend; None takes the accelerator's. "nccl" without CUDA becomes "gloo".
-        auto_mpi_discovery: look beyond RANK and WORLD_SIZE.
-        distributed_port: where rank 0 listens when MASTER_PORT is not set.
+        dist_backend: a torch.distributed backend; None: the accelerator's default. "nccl" without CUDA becomes "gloo".
+        auto_mpi_discovery: also read the variables of other launchers, besides RANK and WORLD_SIZE.
+        distributed_port: port on which rank 0 listens if MASTER_PORT is not set.
         verbose: log one line on rank 0.
-        timeout: longest time of one collective; None takes DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
+        timeout: maximum time of one collective; None: DEEPSPEED_TIMEOUT (minutes) or 10 minutes.
         init_method: a rendezvous URL of torch.distributed (tcp://, file://) in place of the MASTER_* variables.
         dist_init_required: False adopts an existing group and does not create one.
         config: the DeepSpeed configuration, for its `comms_logger` block.
-        rank: of this process, with `world_size`.
+        rank: rank of this process; needs `world_size`.
         world_size: number of processes.
 
     Raises:
@@ -218,7 +218,7 @@ def init_distributed(
 
 
 def default_timeout(timeout: timedelta | None = None) -> timedelta:
-    """`timeout`, else DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes."""
+    """Return `timeout`, else DEEPSPEED_TIMEOUT in minutes (fractions allowed), else ten minutes."""
     text = os.environ.get("DEEPSPEED_TIMEOUT")
     if timeout is None and not text:
         return watchdog.DEFAULT_TIMEOUT
@@ -234,7 +234,7 @@ def default_timeout(timeout: timedelta | None = None) -> timedelta:
 
 
 def choose_backend(asked: str | None) -> str:
-    """The backend to use: `asked`, the accelerator's when None, gloo where NCCL is asked for without CUDA."""
+    """Return the backend to use: `asked`, or the accelerator's if None; gloo instead of NCCL without CUDA."""
     accelerator = get_accelerator()
     own = accelerator.communication_backend_name()
     backend = (asked or ("cpu:gloo,cuda:nccl" if own == "nccl" else own)).lower()
@@ -249,7 +249,7 @@ def choose_backend(asked: str | None) -> str:
 
 
 def _bind_device(world: World) -> None:
-    """Make the device of the local rank the current one."""
+    """Select the device with the local rank's index."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
@@ -302,7 +302,7 @@ def _adopt(rank: int, size: int) -> None:
 
 
 def _limit_of(backend: Any) -> timedelta:
-    """How long a collective of a backend may take; the default where it does not say."""
+    """Return the timeout of a backend's collectives; the default if the backend has none."""
     try:
         return backend.options._timeout
     except (AttributeError, RuntimeError):  # no options, none that Python sees, or a base class that refuses
@@ -310,7 +310,7 @@ def _limit_of(backend: Any) -> timedelta:
 
 
 def _leave() -> None:
-    """At exit: end the watch, and the group too unless an exception ends the process (others may be gone then)."""
+    """Stop the watchdog at exit, and destroy the group unless an exception ends the process (peers may have ended)."""
     wind_up()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

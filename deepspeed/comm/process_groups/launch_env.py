@@ -1,4 +1,4 @@
-"""Reads rank, world size and address from the environment of launchers, schedulers and platforms."""
+"""Rank, world size and address from the environment variables of launchers, schedulers and platforms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: rank of size, rank on its machine, where rank 0 listens, and who said so."""
+    """Position of this process: rank, world size, local rank, address and port of rank 0, and their source."""
 
     rank: int = 0
     size: int = 1
@@ -54,7 +54,7 @@ class World:
 
     @classmethod
     def of_one(cls, env: Environment, port: int) -> World:
-        """This process alone. A batch script's own process is not rank 0 of the job: nobody has started the others."""
+        """Return a world of this process alone; raises in a batch script whose tasks were not started."""
         tasks = env.get("SLURM_NTASKS", "")
         in_step = any(name.startswith("SLURM_STEP") for name in env)
         if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
@@ -65,7 +65,7 @@ class World:
         return cls(port=port)
 
     def meeting_address(self, env: Environment = os.environ) -> str:
-        """Where rank 0 is met; ArgumentError where nothing says so and the ranks may be on several machines."""
+        """Return rank 0's address; raises ArgumentError if it is unknown and ranks may run on several machines."""
         if self.address:
             return self.address
         local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ""
@@ -79,18 +79,18 @@ class World:
 
 @dataclass(frozen=True)
 class Claim:
-    """Rank, local rank and world size by one source of environment variables."""
+    """Rank, local rank and world size from one source of environment variables."""
 
     source: str
     values: dict[str, str]
     names: dict[str, str] = field(default_factory=dict[str, str])
 
     def describe(self, name: str) -> str:
-        """The value with the variable it came from."""
+        """Format a value with the name of its environment variable."""
         return f"{self.names.get(name, name)}={self.values.get(name, '(not set)')}"
 
     def place(self) -> tuple[int, int] | None:
-        """Rank and size, when both are numbers."""
+        """Return rank and world size if both are numbers, else None."""
         rank, size = self.values.get("RANK", ""), self.values.get("WORLD_SIZE", "")
         return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
 
@@ -100,13 +100,13 @@ class Claim:
         return cls(source, values, dict(names))
 
     def on_one_machine(self) -> Claim:
-        """Rank 0 is met here where all ranks run on this machine."""
+        """Set rank 0's address to this machine if all ranks run here."""
         if self.values.get("LOCAL_WORLD_SIZE") == self.values.get("WORLD_SIZE"):
             self.values["MASTER_ADDR"] = "127.0.0.1"
         return self
 
     def compare(self, others: list[Claim]) -> None:
-        """Two sources that both know of several ranks must say the same."""
+        """Raise if this source and another one that knows of several ranks contradict each other."""
         own = self.place()
         others = [
             other for other in others if (other.place() or (0, 1))[1] > 1
@@ -123,11 +123,11 @@ class Claim:
 
 
 def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
-    """This process's place, from the arguments, RANK and WORLD_SIZE, or whatever else started it; all are compared.
+    """Determine and compare rank and world size from the arguments, RANK and WORLD_SIZE, and launchers' variables.
 
     Raises:
-        ArgumentError: a value is not a number or is missing, two sources contradict each other, or several ranks have
-            no address to meet at.
+        ArgumentError: a value is missing or no number, two sources contradict each other, or the address of rank 0 is
+            unknown.
     """
     env = os.environ
     claim = Claim("arguments", {"RANK": str(rank), "WORLD_SIZE": str(size)}) if rank >= 0 and size > 0 else None
@@ -159,7 +159,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
 
 
 def claims(env: Environment, root: str = "/") -> list[Claim]:
-    """What each source says, those that know the most about this process first."""
+    """Return the values of each source, the most specific source first."""
     probes: tuple[Callable[[Environment], Claim | None], ...] = (
         lambda e: from_sagemaker(e, root),
         from_open_mpi,
@@ -185,9 +185,9 @@ def claims(env: Environment, root: str = "/") -> list[Claim]:
 
 
 def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
-    """SageMaker: MPI's ranks where it runs one, else one process per host; the first of the hosts is the meeting point.
+    """Read SageMaker: MPI's ranks if it runs MPI, else one process per host. The first host is the master.
 
-    A container with an entry point of its own has the hosts in a file only.
+    In a container with a custom entry point, only a file lists the hosts.
     """
     named: list[str] = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
     try:
@@ -216,7 +216,7 @@ def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
 
 
 def from_open_mpi(env: Environment) -> Claim | None:
-    """Open MPI's mpirun, Azure ML's use of it included."""
+    """Read the variables of Open MPI's mpirun, also within Azure ML."""
     if "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "OMPI_COMM_WORLD_"
@@ -240,7 +240,7 @@ def from_open_mpi(env: Environment) -> Claim | None:
 
 
 def from_mvapich(env: Environment) -> Claim | None:
-    """MVAPICH2's mpirun."""
+    """Read the variables of MVAPICH2's mpirun."""
     if "MV2_COMM_WORLD_SIZE" not in env:
         return None
     prefix = "MV2_COMM_WORLD_"
@@ -250,7 +250,7 @@ def from_mvapich(env: Environment) -> Claim | None:
 
 
 def from_jsm(env: Environment) -> Claim | None:
-    """LSF's jsrun: the first host of the job that is no launch node is the meeting point."""
+    """Read the variables of LSF's jsrun; the first host that is no launch node is the master."""
     if "JSM_NAMESPACE_SIZE" not in env:
         return None
     prefix = "JSM_NAMESPACE_"
@@ -266,7 +266,7 @@ def from_jsm(env: Environment) -> Claim | None:
 
 
 def from_pmi(env: Environment) -> Claim | None:
-    """MPICH, Intel MPI and Cray PALS: hydra's variables."""
+    """Read hydra's variables: MPICH, Intel MPI and Cray PALS."""
     if "PMI_RANK" not in env or "PMI_SIZE" not in env:
         return None
     local = "PALS_LOCAL_RANKID" if "PALS_LOCAL_RANKID" in env else "MPI_LOCALRANKID"
@@ -276,7 +276,7 @@ def from_pmi(env: Environment) -> Claim | None:
 
 
 def from_slurm(env: Environment) -> Claim | None:
-    """srun: one process per task; rank 0 runs on the first node of the list ("gpu[003-007,12]" begins at gpu003)."""
+    """Read the variables of srun: one process per task. The first node of the list ("gpu[003-007]") is the master."""
     size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     if "SLURM_PROCID" not in env or size not in env:
         return None
@@ -291,7 +291,7 @@ def from_slurm(env: Environment) -> Claim | None:
 
 
 def from_pods(env: Environment) -> Claim | None:
-    """Kubeflow's PyTorchJob and Trainer, whose numbers count pods: one process in each."""
+    """Read the variables of Kubeflow's PyTorchJob and Trainer, which count pods: one process per pod."""
     if not (env.get("PET_NNODES", "").isdigit() and env.get("PET_NODE_RANK")):
         return None
     names = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
@@ -302,9 +302,9 @@ def from_pods(env: Environment) -> Claim | None:
 
 
 def from_indexed_job(env: Environment) -> Claim | None:
-    """A Kubernetes Indexed Job: the index is Kubernetes's, the number of pods is the manifest's to tell.
+    """Read a Kubernetes Indexed Job: the index is from Kubernetes, the number of pods from the manifest.
 
-    Pods are called <job>-<index>, so rank 0's name is known where a headless service makes it one.
+    Pods are named <job>-<index>, so rank 0's host name is known if a headless service exists.
     """
     index = env.get("JOB_COMPLETION_INDEX", "")
     if not index:
@@ -323,7 +323,7 @@ def from_indexed_job(env: Environment) -> Claim | None:
 
 
 def from_mpi4py(env: Environment) -> Claim | None:
-    """Any MPI that has started this process, asked through mpi4py where that is installed."""
+    """Read rank and size from mpi4py if it is installed and MPI started this process."""
     if not any(name.startswith(("PMI_", "PMIX_", "OMPI_")) for name in env):
         return None
     try:

@@ -1,11 +1,11 @@
 """The device mesh: coordinates of every rank, and the ranks along any of its dimensions.
 
 Dims, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the sharded state (hybrid sharding), `dp_shard`
-ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Neighbouring ranks differ in the
+ranks that shard one replica, `sp` parts of a sequence, `tp` slices of a matrix. Consecutive ranks differ in the
 innermost dim first. Ranks that differ only in `dp_*` or `sp` hold the same model slice, so ZeRO shards over them.
 
-Expert parallelism divides `dp_shard x sp` anew, into `edp x ep`: `ep` neighbours share the experts of a layer out, and
-ranks that differ in `edp` only have the same experts. Layers may have different `ep` sizes on one mesh.
+Expert parallelism divides `dp_shard x sp` into `edp x ep`: `ep` consecutive ranks divide a layer's experts, and ranks
+that differ only in `edp` hold the same experts. Layers may have different `ep` sizes on one mesh.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, who asked
 class Mesh:
     """The coordinates of every rank.
 
-    It also is a model-parallel unit: it answers the names of both families of `mpu` that scripts use.
+    A mesh is also a model-parallel unit: it has the methods of both families of `mpu` that scripts use.
 
     Args:
-        sizes: ranks along each dim; those left out have one.
+        sizes: ranks along each dim; a missing dim has size 1.
         ranks: global ranks in the order of their coordinates, the last dim fastest; None: 0, 1, 2, …
-        device: where messages start.
+        device: device for messages on the mesh's axes.
 
     Example:
         >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on 4 ranks
@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank stands, by dim."""
+        """Return this rank's coordinate along each dim."""
         return self._at[self.rank]
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
@@ -85,11 +85,11 @@ class Mesh:
         return math.prod(self.sizes[dim] for dim in dims)
 
     def axis(self, *dims: str, stages: frozenset[int] | None = None, ep: int | None = None) -> Axis:
-        """The ranks that differ from this one in the named dims only. All ranks ask for an axis at the same moment.
+        """Return the axis of ranks that differ from this one only in the named dims. Collective over the world.
 
         Args:
-            stages: with "pp" among the dims, the stages that take part; ranks of others stand alone. None: all.
-            ep: ranks that share the experts of a layer out: `dims` are of `EXPERT_DIMS` then.
+            stages: with "pp" among the dims, the participating stages; other ranks are alone. None: all stages.
+            ep: number of ranks that divide the experts of a layer; `dims` are then from `EXPERT_DIMS`.
 
         Raises:
             MeshError: `ep` does not divide the ranks of dp_shard x sp.
@@ -102,7 +102,7 @@ class Mesh:
         return known
 
     def rows(self, *dims: str, stages: frozenset[int] | None = None, ep: int | None = None) -> list[tuple[int, ...]]:
-        """All ranks, cut into the rows of ranks that differ in the named dims only; see `axis`."""
+        """Partition all ranks into rows that differ only in the named dims; see `axis`."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             coordinates = self._at[rank] if ep is None else self.expert_coordinates(rank, ep)
@@ -111,7 +111,7 @@ class Mesh:
         return [tuple(sorted(row)) for row in rows.values()]
 
     def expert_coordinates(self, rank: int, ep: int) -> dict[str, int]:
-        """Where a rank stands among those that share experts out, by `EXPERT_DIMS`."""
+        """Return a rank's coordinates along `EXPERT_DIMS`."""
         length = self.size(*SHARD)
         if ep < 1 or length % ep:
             fits = [n for n in range(1, length + 1) if length % n == 0]
@@ -122,16 +122,16 @@ class Mesh:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether every rank holds the whole model."""
+        """Return whether every rank holds the whole model."""
         return self.size(*MODEL) == 1
 
     def describe(self) -> str:
-        """The sizes in words, such as "dp_shard 4 x tp 2"."""
+        """Describe the sizes, for example "dp_shard 4 x tp 2"."""
         named = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]
         return " x ".join(named) or "one rank"
 
     def table(self) -> str:
-        """Every dim, outermost first: its size, and the ranks along it that the first rank is one of."""
+        """Describe every dim, outermost first: its size and the first rank's row along it."""
         first, cells = self.ranks[0], []
         for dim, size in self.sizes.items():
             row = next(row for row in self.rows(dim) if first in row)
@@ -140,13 +140,13 @@ class Mesh:
 
     @classmethod
     def of_unit(cls, mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
-        """The mesh that a client's model-parallel unit describes. All ranks call together.
+        """Return the mesh that a client's model-parallel unit describes. All ranks must call this.
 
-        It is a `Mesh`, or has `get_data_parallel_group` and, for each model-parallel dim, the call that names its
-        group. `asked`: see `resolve`.
+        The unit is a `Mesh`, or has `get_data_parallel_group` and, for each model-parallel dim, a method that returns
+        the dim's group. `asked`: see `resolve`.
 
         Raises:
-            MeshError: its groups are no mesh, or contradict what was asked for.
+            MeshError: the groups form no mesh, or contradict `asked`.
         """
         if isinstance(mpu, cls):
             groups = [
@@ -201,7 +201,7 @@ class Mesh:
         return lambda: self.answer(dims, what)
 
     def answer(self, dims: tuple[str, ...], question: str) -> Any:
-        """The `group`, `rank` or `world_size` along these dims."""
+        """Return the `group`, `rank` or `world_size` along these dims."""
         axis = self.axis(*dims)
         if question == "group":
             return axis.group if axis.group is not None else get_own_group()
@@ -217,7 +217,7 @@ class Mesh:
 
     @staticmethod
     def _shortened(ranks: Sequence[int]) -> str:
-        """Ranks, with the middle of long rows left out."""
+        """Format ranks, with the middle of long rows omitted."""
         names = [str(rank) for rank in ranks]
         return ",".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
 
@@ -243,7 +243,7 @@ _QUESTIONS = ("group", "rank", "world_size")
 
 
 def ask_current(unit: str, question: str) -> Callable[[], Any]:
-    """A function that asks the mesh of the newest engine for the `group`, `rank` or `world_size` of a unit."""
+    """Create a function that returns the `group`, `rank` or `world_size` of a unit on the newest engine's mesh."""
 
     def ask() -> Any:
         return current_mesh().answer(UNITS[unit], question)
@@ -254,7 +254,7 @@ def ask_current(unit: str, question: str) -> Callable[[], Any]:
 
 
 def _broadcast_source() -> int:
-    """Global rank of the first of the ranks with the same slice of the model: the one whose parameters are sent."""
+    """Return the lowest global rank with the same model slice, which broadcasts the parameters."""
     return current_mesh().axis(*UNITS["sequence_data_parallel"]).ranks[0]
 
 
@@ -276,7 +276,7 @@ _meshes: list[Mesh] = []  # the newest last
 
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
-    """The mesh of these sizes; the same object for equal ones. All ranks call together."""
+    """Return the mesh of these sizes; equal sizes give the same object. All ranks must call this."""
     _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # the axes of others have been forgotten
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
@@ -294,14 +294,14 @@ def forget_meshes() -> None:
 
 
 def current_mesh() -> Mesh:
-    """The mesh of the newest engine or `zero.Init`; one of data-parallel ranks only where there is none yet."""
+    """Return the mesh of the newest engine or `zero.Init`; else a data-parallel mesh of all ranks."""
     if _meshes and _meshes[-1].world_axes is axes_here():
         return _meshes[-1]
     return mesh_for({"dp_shard": ranks_started()})
 
 
 def ranks_started() -> int:
-    """Ranks of the process group; one where there is none."""
+    """Return the number of ranks of the process group; 1 if there is no group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -321,21 +321,21 @@ _GROUPS = {
 
 
 def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
-    """The sizes of a mesh.
+    """Compute the sizes of a mesh from requested sizes.
 
     Args:
-        world: ranks that were started.
-        asked: (what, size, who asked): a dim of `DIMS`, "dp" for both data-parallel dims together, or "shard" for
-            `dp_shard x sp` together. One dim may be -1: what is left.
+        world: number of started ranks.
+        asked: (dim, size, origin), where dim is one of `DIMS`, "dp" for both data-parallel dims together, or "shard"
+            for `dp_shard x sp` together. One size may be -1: all remaining ranks.
 
     Raises:
-        MeshError: two askers disagree (both are named), or the product cannot be had (the nearest ones are named).
+        MeshError: two origins disagree (the message names both), or the product is impossible (with the nearest ones).
     """
     return _Sizes(world, asked).resolve()
 
 
 class _Sizes:
-    """The sizes that were asked for, and by whom; `resolve` fills in the others."""
+    """Requested sizes with their origins; `resolve` computes the others."""
 
     def __init__(self, world: int, asked: Iterable[Asked]) -> None:
         self.world = world
@@ -378,7 +378,7 @@ class _Sizes:
         return {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
 
     def _data_size(self) -> int:
-        """Data-parallel ranks; fills in the model dim that was left open."""
+        """Return the number of data-parallel ranks; computes the size of a model dim that is -1."""
         world, sizes = self.world, self.sizes
         model = [dim for dim in ("pp", "sp", "tp") if sizes[dim] != -1]
         known = math.prod(sizes[dim] for dim in model)
@@ -406,7 +406,7 @@ class _Sizes:
         return world // known
 
     def _fold_shard(self, data: int) -> None:
-        """`mics_shard_size` counts dp_shard x sp."""
+        """Split `mics_shard_size` into dp_shard and sp."""
         sizes, origins = self.sizes, self.origins
         asked, sp = sizes.pop("shard"), sizes["sp"]
         if asked % sp:
@@ -423,7 +423,7 @@ class _Sizes:
         origins.setdefault("dp_shard", origins["shard"])
 
     def _impossible(self, why: str, of: int, near: int, dim: str = "") -> MeshError:
-        """The error for a size that does not divide `of`, with the divisors that are nearest to it."""
+        """Create the error for a size that does not divide `of`; it names the nearest divisors."""
         fits = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - near), d))[:2]
         known = [(name, size) for name, size in self.sizes.items() if name in self.origins]
         asked = ", ".join(f"{name} {size} (by {self.origins[name]})" for name, size in known)

@@ -1,4 +1,4 @@
-"""Creates and destroys process groups: ranks, world sizes and backend capabilities."""
+"""Creation and destruction of process groups, ranks, world sizes and backend capabilities."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from deepspeed.foundation.log import log_rank0
 
 
 def is_available() -> bool:
-    """Whether torch.distributed is available."""
+    """Return whether torch.distributed is available."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return dist.is_initialized()
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in `group`, -1 outside it."""
+    """Return this process's rank in `group`; -1 outside of the group."""
     require_group()
     return dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes in `group`."""
+    """Return the number of processes in `group`."""
     require_group()
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This process's rank on its machine: LOCAL_RANK, else the index of its device."""
+    """Return this process's rank on its machine: LOCAL_RANK, else the index of its device."""
     return int(os.environ.get("LOCAL_RANK") or get_accelerator().current_device())
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """The rank in the world of the process with `group_rank` in `group`."""
+    """Return the global rank of the process with rank `group_rank` in `group`."""
     require_group()
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_world_group() -> dist.ProcessGroup:
-    """The group of all processes."""
+    """Return the group of all processes."""
     require_group()
     return dist.distributed_c10d._get_default_group()
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The ranks in the world of the members of `group`, in its order."""
+    """Return the global ranks of the members of `group`, in the group's order."""
     require_group()
     return list(dist.get_process_group_ranks(group))
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str:
-    """The backend of `group`, as torch names it."""
+    """Return the name of the backend of `group`, in torch's spelling."""
     require_group()
     return dist.get_backend(group)
 
@@ -73,12 +73,12 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
 def new_group(
     ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None, **options: Any
 ) -> Any:
-    """Make a group; every rank of the world calls this, in the same order.
+    """Create a process group. Every rank of the world calls this, in the same order.
 
     Args:
-        ranks: its members; None means all.
-        timeout: longest time of one collective in it; None takes the world's.
-        backend: None takes the world's.
+        ranks: members of the group; None: all ranks.
+        timeout: maximum time of one collective in the group; None: the world's timeout.
+        backend: backend of the group; None: the world's backend.
         options: further arguments of torch.distributed.new_group.
 
     Returns:
@@ -99,7 +99,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """A mesh of all ranks with named dims, such as (2, 4) and ("replicate", "shard").
+    """Create a mesh of all ranks with named dims, such as (2, 4) and ("replicate", "shard").
 
     Raises:
         UsageError: there is no process group.
@@ -109,10 +109,10 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def set_backend(backend: str) -> None:
-    """Accept the backend in use.
+    """Check that `backend` is the backend in use.
 
     Raises:
-        NotAvailableError: another one is asked for; a process group keeps the backend it was made with.
+        NotAvailableError: `backend` differs; a process group cannot change its backend.
     """
     if backend not in get_backend():
         raise NotAvailableError(
@@ -124,22 +124,22 @@ def set_backend(backend: str) -> None:
 def init_deepspeed_backend(
     ds_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
 ) -> None:
-    """`init_distributed` with that backend."""
+    """Call `init_distributed` with that backend."""
     init.init_distributed(ds_backend, timeout=timeout, init_method=init_method)
 
 
 def in_aml() -> bool:
-    """Whether Azure ML started this process."""
+    """Return whether Azure ML started this process."""
     return "AZUREML_EXPERIMENT_ID" in os.environ
 
 
 def in_aws_sm() -> bool:
-    """Whether SageMaker started this process."""
+    """Return whether SageMaker started this process."""
     return "SM_TRAINING_ENV" in os.environ
 
 
 def in_dlts() -> bool:
-    """Whether a DLTS cluster started this process."""
+    """Return whether a DLTS cluster started this process."""
     return "DLTS_JOB_ID" in os.environ
 
 
@@ -153,12 +153,12 @@ def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """`mpi_discovery` for Azure ML, whose master is AZ_BATCH_MASTER_NODE."""
+    """Call `mpi_discovery` for Azure ML, with AZ_BATCH_MASTER_NODE as the master."""
     _export((launch_env.from_open_mpi,), master_port, verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """`mpi_discovery` for SageMaker, whose master is the first of SM_HOSTS."""
+    """Call `mpi_discovery` for SageMaker, with the first of SM_HOSTS as the master."""
     _export((launch_env.from_sagemaker,), launch_env.DEFAULT_PORT, verbose)
 
 
@@ -174,20 +174,20 @@ def _export(probes: Sequence[Callable[..., launch_env.Claim | None]], port: int,
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True: every torch this package supports has it."""
+    """Return True: every supported version of torch has `all_gather_into_tensor`."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True: every torch this package supports has it."""
+    """Return True: every supported version of torch has `reduce_scatter_tensor`."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """True: `all_reduce_coalesced` is made of single ones."""
+    """Return True: `all_reduce_coalesced` calls `all_reduce` for each tensor."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch can fuse collectives into one launch."""
+    """Return whether torch can merge collectives into one launch."""
     return hasattr(dist.distributed_c10d, "_coalescing_manager")

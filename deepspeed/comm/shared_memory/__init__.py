@@ -1,1 +1,1 @@
-"""Messages between the ranks of one machine through shared memory."""
+"""Messages through shared memory between the ranks of one machine."""

@@ -1,4 +1,4 @@
-"""Allocates tensors in memory that the other ranks of the machine can map."""
+"""Allocation of tensors in memory that the other ranks of the machine can map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIVE_BACK = 1 << 20  # freed blocks of so many bytes return their pages to the 
 
 
 def shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A mapped, zeroed memory file of fixed size that exists as long as somebody has it open or mapped."""
+    """Create a mapped, zeroed memory file of fixed size that exists as long as a process has it open or mapped."""
     descriptor = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
     # Nobody can cut it short under a reader.
@@ -32,7 +32,7 @@ def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
     """Map the memory file that another process has open.
 
     Raises:
-        OSError: the process is gone or hidden from this one, or the file is not of that size.
+        OSError: the process has ended or is not visible, or the file has another size.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     with open(path, "r+b", buffering=0) as file:
@@ -49,7 +49,7 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 class _Region:
-    """One memory file, cut into blocks."""
+    """One memory file, divided into blocks."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -61,7 +61,7 @@ class _Region:
         self._returned: deque[tuple[int, int]] = deque()  # free too, and not yet among them
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a block, or None when no gap is large enough."""
+        """Allocate a block and return its offset; None if no gap is large enough."""
         for index, (offset, gap) in enumerate(self.free):
             if gap >= nbytes:
                 self.free[index : index + 1] = [(offset + nbytes, gap - nbytes)] if gap > nbytes else []
@@ -69,7 +69,7 @@ class _Region:
         return None
 
     def put(self, offset: int, nbytes: int) -> None:
-        """A block is free. A collection may call this at any moment, in any thread, so it only notes the block."""
+        """Mark a block as free. Garbage collection calls this in any thread, so the block is only recorded."""
         if os.getpid() != self._owner:
             return  # a forked child (a loader's worker) drops its copy of a tensor that lives on in its parent
         if nbytes >= _GIVE_BACK:
@@ -77,7 +77,7 @@ class _Region:
         self._returned.append((offset, nbytes))
 
     def collect(self) -> None:
-        """Join what was returned with the gaps beside it."""
+        """Merge the freed blocks with adjacent gaps."""
         while self._returned:
             offset, nbytes = self._returned.popleft()
             index = bisect(self.free, (offset, 0))
@@ -93,7 +93,7 @@ class _Region:
 
 
 class SharedAllocator:
-    """Tensors in shared memory; a block is free again when the last tensor over it is gone. For any thread."""
+    """Allocator of tensors in shared memory. A block is freed with its last tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self.regions: list[_Region] = []  # only ever longer
@@ -102,7 +102,7 @@ class SharedAllocator:
         self._busy = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor with any values; in a forked child one of its own memory."""
+        """Allocate a 1-D uninitialized tensor; in a forked child, from the child's own memory."""
         wanted = numel * dtype.itemsize
         if wanted == 0 or os.getpid() != self._owner:
             return torch.empty(numel, dtype=dtype)
@@ -135,7 +135,7 @@ class SharedAllocator:
         return region, offset
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
-        """Where a contiguous tensor lies: (descriptor, bytes of its memory file, offset), or None when elsewhere."""
+        """Return (descriptor, bytes of the memory file, offset) of a contiguous tensor; None if not in a file."""
         address = tensor.data_ptr()
         for region in self.regions:
             if region.base <= address < region.base + region.nbytes:

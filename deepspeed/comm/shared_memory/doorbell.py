@@ -1,4 +1,4 @@
-"""Waits for other ranks of the machine: one futex-like bell per process.
+"""Waiting for other ranks of the machine, with one futex-like bell per process.
 
 [Note: one bell] A process belongs to several groups (shards, replicas, the world), each with its own memory. A rank
 that waits in one group may depend on a peer that waits for this rank in another group. So all groups of a process share
@@ -27,32 +27,32 @@ _BELL_BYTES = 4096
 
 
 class Worker(Protocol):
-    """Something with work that peers may be waiting for."""
+    """An object with work that peers may wait for."""
 
     def progress(self) -> None:
-        """Do what can be done without waiting."""
+        """Do all work that needs no waiting."""
 
 
 class GroupSharedMemory(Protocol):
-    """The shared memory of one group, as a wait sees it."""
+    """The shared memory of one group, as the waiting loop uses it."""
 
     alive: Alive
 
     def bell_count(self) -> int:
-        """How often the bell of this process has rung."""
+        """Return the number of rings of this process's bell."""
         ...
 
     def nap(self, seen: int, microseconds: int) -> None:
-        """Sleep until the bell has rung more often than `seen`, or the time is over."""
+        """Sleep until the bell has rung more than `seen` times, or the time is over."""
         ...
 
     def drain(self) -> bool:
-        """Take in the messages that have arrived; False when another thread is at it."""
+        """Receive the messages that have arrived; returns False if another thread is doing so."""
         ...
 
 
 class Groups:
-    """The memories of this process's groups, and who has something to do while one of them is waited in."""
+    """Shared memories of this process's groups, and the workers that run during waits."""
 
     def __init__(self) -> None:
         self.memories: list[GroupSharedMemory] = []
@@ -62,19 +62,19 @@ class Groups:
         self._bells: dict[tuple[int, int], mmap.mmap] = {}  # those of other processes
 
     def bell(self) -> tuple[int, mmap.mmap]:
-        """The bell of this process: (descriptor, memory). It lasts as long as its groups."""
+        """Return the bell of this process as (descriptor, memory). The bell exists as long as its groups."""
         if self._bell is None or self._bell[0] != os.getpid():
             self._bell = (os.getpid(), *shared_memory(_BELL_BYTES))
         return self._bell[1:]
 
     def bell_of(self, process: int, descriptor: int) -> mmap.mmap:
-        """The bell of another process, mapped once; OSError where it is gone or hidden from this one."""
+        """Return the bell of another process, mapped once; raises OSError if the process ended or is not visible."""
         if (process, descriptor) not in self._bells:
             self._bells[process, descriptor] = open_shared(process, descriptor, _BELL_BYTES)
         return self._bells[process, descriptor]
 
     def forget(self) -> None:
-        """The process groups are gone; other processes may come under the numbers of the peers."""
+        """Forget the bells after the process groups ended, since process numbers can be reused."""
         self.memories.clear()
         self._bells.clear()
         if self._bell is not None:
@@ -82,11 +82,11 @@ class Groups:
             self._bell = None
 
     def drain(self) -> bool:
-        """Take in what has arrived in any group; False when another thread is at it in one."""
+        """Receive the messages of all groups; returns False if another thread is doing so for one of them."""
         return all([memory.drain() for memory in self.memories])
 
     def work(self) -> None:
-        """Let the workers go on, in one thread at a time: a nested wait of that thread does so too."""
+        """Run the workers, in one thread at a time. Nested waits of that thread also run them."""
         if self._working.acquire(blocking=False):
             try:
                 for worker in list(self.workers):
@@ -95,10 +95,10 @@ class Groups:
                 self._working.release()
 
     def until(self, memory: GroupSharedMemory, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait in `memory` for `ready`, doing what peers may need meanwhile; False when the time is over.
+        """Wait in `memory` for `ready` and run the workers meanwhile; returns False at the deadline.
 
         Raises:
-            RuntimeError: a peer ended, or the group has.
+            RuntimeError: a peer or the group has ended.
             CommError: another rank has reported a failure.
         """
         while True:
@@ -122,32 +122,32 @@ groups = Groups()
 
 
 class Until:
-    """The handle of an operation in shared memory, complete once its condition is true."""
+    """Handle of an operation in shared memory; complete once its condition is true."""
 
     def __init__(self, memory: GroupSharedMemory, comes_true: Callable[[], bool]) -> None:
         self._memory, self._comes_true = memory, comes_true
         self._is_true = False
 
     def ready(self) -> bool:
-        """Whether it has come true, as far as this rank knows; once it has, it stays so."""
+        """Return whether the condition is known to be true; a true condition stays true."""
         self._is_true = self._is_true or self._comes_true()
         return self._is_true
 
     def within(self, seconds: float) -> bool:
-        """Wait up to that time; whether it is complete. With 0, the condition is checked once, without waiting."""
+        """Wait up to `seconds`; returns whether the operation is complete. 0: check once without waiting."""
         if seconds == 0:
             return self.ready()
         return groups.until(self._memory, self.ready, time.monotonic() + seconds)
 
     def wait(self) -> None:
-        """Block until it is true; RuntimeError where time ran out or a peer ended."""
+        """Block until the condition is true; raises RuntimeError on timeout or if a peer ended."""
         limit = watchdog.timeout().total_seconds()
         if not groups.until(self._memory, self.ready, time.monotonic() + limit):
             raise RuntimeError(f"timed out after {limit:g} s")
 
 
 class Alive:
-    """Whether a group lives: it was not destroyed, and the processes of its peers run."""
+    """Liveness of a group: the group was not destroyed, and all peer processes run."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._closed = False
@@ -159,7 +159,7 @@ class Alive:
                 self._poll.register(descriptor, select.POLLIN)
 
     def check(self, ended: bool = True) -> None:
-        """Raise RuntimeError when the group was destroyed or, unless `ended` is False, a process has ended."""
+        """Raise RuntimeError if the group was destroyed or, unless `ended` is False, a process has ended."""
         if self._closed:
             raise RuntimeError("connection closed: the process group was destroyed")
         for descriptor, _ in self._poll.poll(0) if ended else ():

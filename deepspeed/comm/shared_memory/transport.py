@@ -49,7 +49,7 @@ Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, b
 
 
 class SharedMemory:
-    """This process's side of the shared memory of a group; made by `shared_memory_of`."""
+    """This process's view of the shared memory of a group; `shared_memory_of` creates it."""
 
     def __init__(
         self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
@@ -93,7 +93,7 @@ class SharedMemory:
         groups.memories.append(self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor that posts without a copy, of any values."""
+        """Allocate a 1-D uninitialized tensor that can be posted without a copy."""
         return self.allocator.empty(numel, dtype)
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class SharedMemory:
         return _STOPPED if memory is None else memory.while_waiting()
 
     def while_waiting(self) -> int:
-        """What native code calls while a collective waits; anything but 0 ends it."""
+        """Callback of the native code during a wait; a non-zero result ends the wait."""
         try:
             groups.drain()
             groups.work()
@@ -137,7 +137,7 @@ class SharedMemory:
             Until(self, pushed).wait()
 
     def drain(self) -> bool:
-        """Take in the messages that have arrived; False when another thread is at it."""
+        """Receive the messages that have arrived; returns False if another thread is doing so."""
         if not self._draining.acquire(blocking=False):
             return False
         try:
@@ -156,7 +156,7 @@ class SharedMemory:
         return None if place is None else (*place, tensor.numel() * tensor.itemsize)
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
-        """Let `peers` read contiguous `flat`, unchanged until all have acknowledged, where it lies (or a copy)."""
+        """Let `peers` read contiguous `flat` in place (or a copy). `flat` must not change until all acknowledge."""
         where = self._locate(flat)
         if where is None:
             copied = self._staged[tag] = self.empty(flat.numel(), flat.dtype)
@@ -178,7 +178,7 @@ class SharedMemory:
             self._push(peer, _ACK, tag)
 
     def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
-        """All of `peers` have read what this rank posted."""
+        """Return a handle that completes once all of `peers` have read this rank's post."""
 
         def ready() -> bool:
             if self._acks[tag] < len(peers):
@@ -200,7 +200,7 @@ class SharedMemory:
 
     @staticmethod
     def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is memory of another rank, mapped here."""
+        """Return whether a storage is mapped memory of another rank."""
         return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
 
     def _view(self, peer: int, where: Location) -> torch.Tensor:
@@ -223,11 +223,11 @@ class SharedMemory:
     # -- slices served to whoever asks ----------------------------------------------------------------------------
 
     def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
-        """Whether peers can read `tensor` where it lies, whenever they want."""
+        """Return whether peers can read `tensor` in place at any time."""
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Let all peers read `tensor` at any time as long as it is in `serving`."""
+        """Let all peers read `tensor` at any time, as long as it is in `serving`."""
         self.serving[channel] = tensor
         where = self._locate(tensor)
         for peer in self.peers if where else ():
@@ -269,28 +269,28 @@ class SharedMemory:
         raise RuntimeError(f"peer rank {_MISMATCH - code} of the group runs another collective, or one of another size")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """tensor = the sum over ranks, in place; contiguous, fp32, bf16 or fp16."""
+        """Sum a tensor over the ranks in place; contiguous, fp32, bf16 or fp16."""
         self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), KINDS[tensor.dtype])
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
-        """out = the sum of everybody's contribution to the own slice of `flat`; contiguous fp32, bf16 or fp16."""
+        """Sum all ranks' contributions to this rank's slice of `flat` into `out`; contiguous fp32, bf16 or fp16."""
         bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
         run = self._native.ds_shm_reduce_scatter
         self._run(run, flat.data_ptr(), bounds, KINDS[flat.dtype], out.data_ptr())
 
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
-        """full = everybody's slices; contiguous, any dtype; `own` may lie in its place in `full`."""
+        """Gather the slices of all ranks into `full`; contiguous, any dtype. `own` may be a view of `full`."""
         width = full.itemsize
         bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
         self._run(self._native.ds_shm_all_gather, full.data_ptr(), bounds, own.data_ptr(), mark)
 
     def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
-        """tensor = that of group rank `src`; contiguous, any dtype."""
+        """Copy the tensor of group rank `src` to all ranks; contiguous, any dtype."""
         nbytes = tensor.numel() * tensor.itemsize
         self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
 
     def close(self) -> None:
-        """Let the peers' memory go; who waits here from now on gets an error."""
+        """Release the peers' memory. Later waits raise an error."""
         self.alive.close()
         self._foreign.clear()
         self._mapped.clear()
@@ -328,7 +328,7 @@ class SharedMemory:
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
-    """`sums.sum_in_rank_order` in one pass; False where it cannot be done here."""
+    """Run `sum_in_rank_order` in native code, in one pass; returns False if that is not possible."""
     native = library()
     kinds = [KINDS.get(part.dtype) for part in parts]
     if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
@@ -344,7 +344,7 @@ _shared_memories: dict[int, tuple[Any, SharedMemory | None]] = {}
 
 
 class _Offer(NamedTuple):
-    """Where a rank's segment of a group and its bell are to be found."""
+    """Addresses of a rank's memory segment and bell."""
 
     boot: str
     slot: int
@@ -358,7 +358,7 @@ class _Offer(NamedTuple):
     def map_all(
         offers: list[_Offer], rank: int, memory: mmap | None, bell: mmap | None
     ) -> tuple[list[mmap], list[mmap]] | None:
-        """Everybody's segment and bell, or None when one cannot be had."""
+        """Map the segments and bells of all ranks; returns None if one cannot be mapped."""
         if memory is None or bell is None or len({offer[:2] for offer in offers}) > 1:
             return None
         segments, bells = [], []
@@ -375,7 +375,7 @@ class _Offer(NamedTuple):
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together."""
+    """Return the shared memory of a gloo group; None if its ranks share no memory. All ranks must call this."""
     known = _shared_memories.get(id(group))
     if known is not None and known[0] is group:
         return known[1]

@@ -1,1 +1,1 @@
-"""Observes collectives: timeouts, desync detection, logs. Collectives call it at one place."""
+"""Observers of collectives: timeouts, desync detection and logs."""

@@ -1,4 +1,4 @@
-"""The record of one collective: tells each observer about its start, wait and end (table).
+"""Record of one collective, which notifies each observer of start, wait and end.
 
 | notified by                  | when                                  | observers, in this order                   |
 |------------------------------|---------------------------------------|--------------------------------------------|
@@ -34,10 +34,10 @@ _NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
 
 class CollectiveEvent:
-    """A collective, or a part of one: the host is inside of it between `begin` and `end`, or in a `with` statement.
+    """A collective, or a part of one. The host is inside between `begin` and `end`, or within a `with` statement.
 
     Args:
-        ranks: global ranks that the report of a failure lists; None: all.
+        ranks: global ranks that an error report lists; None: all ranks.
     """
 
     __slots__ = ("label", "ranks", "category")
@@ -46,11 +46,11 @@ class CollectiveEvent:
         self.label, self.ranks, self.category = label, ranks, category
 
     def order(self, kind: str, owner: Any, size: int = 0, label: str = "") -> None:
-        """All ranks of an owner begin this collective in one order: note it in the desync trail.
+        """Record a collective in the desync trail; all ranks of an owner begin it in the same order.
 
         Args:
-            kind: who calls (`public`, `internal`, `groups`); each kind has an order of its own.
-            size: elements, the same on every rank; 0 where the label says it.
+            kind: kind of caller (`public`, `internal`, `groups`); each kind has its own order.
+            size: number of elements, equal on every rank; 0 if the label contains it.
         """
         if trail.interval:
             world = isinstance(owner, dist.ProcessGroup)
@@ -59,16 +59,16 @@ class CollectiveEvent:
 
     @classmethod
     def of_world(cls, label: str) -> CollectiveEvent:
-        """The record of a call that all ranks of the world make together."""
+        """Create the record of a collective over the world."""
         event = cls(label, category=WAIT)
         event.order("groups", dist.group.WORLD)
         return event
 
     def begin(self) -> None:
-        """The host enters the collective.
+        """Record that the host enters the collective.
 
         Raises:
-            CommError: another rank has reported a failure, so this collective could never complete.
+            CommError: another rank has reported a failure, so this collective cannot complete.
         """
         if here.resting and here.watcher is not None:
             here.watcher.go_on()
@@ -95,12 +95,12 @@ class CollectiveEvent:
             here.leave_collective()
 
     def is_remote(self, error: BaseException) -> bool:
-        """Whether an error inside is the network's or another rank's, and becomes the report of all ranks."""
+        """Return whether an error came from the network or another rank, and is reported on all ranks."""
         return isinstance(error, RuntimeError)
 
 
 class ClientCollective(CollectiveEvent):
-    """A collective of `deepspeed.comm` that a client calls; the client's own errors pass unchanged."""
+    """A collective of `deepspeed.comm` that a client calls. The client's own errors pass unchanged."""
 
     __slots__ = ("_timed",)
 
@@ -109,7 +109,7 @@ class ClientCollective(CollectiveEvent):
         self._timed: tuple[Any, str, int, int, str, Any] | None = None
 
     def time(self, operation: str, message: Any, group: Any, note: str) -> None:
-        """Have the comms logger time it; `group` as the client gave it."""
+        """Time the collective in the comms logger; `group` is the client's argument."""
         begun, count = comms_logger.begin(message), dist.get_world_size(group)
         self._timed = (begun, operation, self._size(message), count, note, dist.group.WORLD if group is None else group)
 
@@ -120,7 +120,7 @@ class ClientCollective(CollectiveEvent):
         return sum(map(cls._size, message)) if isinstance(message, list) else 0
 
     def note_order(self, group: Any, label: str) -> None:
-        """Note the call in this rank's desync trail; a rank outside the group takes no part."""
+        """Record the call in this rank's desync trail; ranks outside of the group are ignored."""
         group = dist.group.WORLD if group is None else group
         if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
             self.order("public", group, 0, label)
@@ -141,7 +141,7 @@ class ClientCollective(CollectiveEvent):
 
 
 class MessageEvent(CollectiveEvent):
-    """A message of this package's own, which has started; `received` bytes come from other ranks."""
+    """A message of this package, already started; `received` is the number of bytes from other ranks."""
 
     __slots__ = ("_payload", "_nbytes", "_received", "_began", "_clock")
 
@@ -161,7 +161,7 @@ class MessageEvent(CollectiveEvent):
         self._clock = comms_logger.begin(payload) if self._payload is not None and comms_logger.enabled else None
 
     def arrive(self) -> None:
-        """A stream waits for the message from here on, where a device moves it."""
+        """Record that a device stream waits for the message from here on."""
         if self._payload is not None:
             underway.add(self.label, self._payload)
             self._payload = None
@@ -179,5 +179,5 @@ class MessageEvent(CollectiveEvent):
             recorder.add(self._began, FLIGHT, self.label, "", self._received)
 
     def unrecorded(self) -> None:
-        """Leave it out of the comms logger and the spans: a part of a call that is recorded as a whole."""
+        """Remove the message from the comms logger and the spans, as a part of a call that is recorded as a whole."""
         self._nbytes = 0

@@ -1,4 +1,4 @@
-"""The comms logger: count, bytes, time and bandwidth of each collective."""
+"""Comms logger: count, bytes, time and bandwidth of each collective."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KEPT = 1 << 13  # newest calls of one operation and size whose times are kept o
 
 
 class CallTimes(deque[float]):
-    """Milliseconds of the newest calls of one operation and size, and how many, how long and how many bytes in all."""
+    """Milliseconds of recent calls of one operation and size, and totals of count, time and bytes."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_KEPT)
@@ -58,10 +58,10 @@ class CommsLogger:
     """Times of collectives by operation and message size.
 
     Args:
-        enabled: whether collectives are timed (`comms_logger.enabled`). This never waits: device work is
-            timed by events, which are read after they have completed.
+        enabled: time collectives (`comms_logger.enabled`). Timing never blocks: device work is timed by events that are
+            read after completion.
         prof_all: time every operation (`comms_logger.prof_all`).
-        prof_ops: names of the operations to time when `prof_all` is false (`comms_logger.prof_ops`).
+        prof_ops: names of the operations to time if `prof_all` is false (`comms_logger.prof_ops`).
         verbose: log a line for each operation (`comms_logger.verbose`).
         debug: add the caller to that line (`comms_logger.debug`).
         curve: file of `ds_bench`; its bandwidth is printed for comparison (`comms_logger.curve`).
@@ -81,11 +81,11 @@ class CommsLogger:
     _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
 
     def configure(self, comms_config: Any = None, **settings: Any) -> None:
-        """Change the settings that are given and not None.
+        """Change settings; None leaves a setting unchanged.
 
         Args:
-            comms_config: an object with a `comms_logger` block, or the block itself; `settings` outrank it.
-            settings: by name.
+            comms_config: an object with a `comms_logger` block, or the block itself; `settings` override it.
+            settings: settings by name.
         """
         block = getattr(comms_config, "comms_logger", comms_config)
         of_block = {} if block is None else {name: getattr(block, name, None) for name in _SETTINGS}
@@ -98,19 +98,19 @@ class CommsLogger:
         self.enabled = self.prof_all = True
 
     def stop_profiling_comms(self) -> None:
-        """Time only what `start_profiling_op` has named."""
+        """Time only the operations that `start_profiling_op` has named."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Time these operations too."""
+        """Also time these operations."""
         self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Time these operations no longer."""
+        """Stop timing these operations."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, operation: str, asked: bool) -> bool:
-        """Whether `operation` is to be timed; `asked` is the caller's `prof`."""
+        """Return whether to time `operation`; `asked` is the caller's `prof`."""
         return self.enabled and (self.prof_all or asked or operation in self.prof_ops)
 
     def begin(self, message: Any) -> Any:
@@ -122,7 +122,7 @@ class CommsLogger:
         return event
 
     def end(self, begun: Any, operation: str, size: int, ranks: int, note: str, received: int = 0) -> None:
-        """Keep the call that `begin` gave `begun` for; on a device as soon as that has finished it. As `record`."""
+        """Record the call that `begin` started; on a device, after the call has finished. Arguments as in `record`."""
         if isinstance(begun, int):
             self.record(operation, size, ranks, (now() - begun) / 1e9, note, received)
             return
@@ -138,26 +138,26 @@ class CommsLogger:
         self.record(operation, size, ranks, begun.elapsed_time(ended) / 1e3, note, received)
 
     def settle(self) -> None:
-        """Wait until every call that was begun has its time."""
+        """Wait until every started call has a time."""
         while self._underway:
             self._read_oldest()
 
     def record(self, operation: str, size: int, ranks: int, seconds: float, note: str, received: int = 0) -> None:
-        """Keep one call on a message of `size` bytes, of which `received` came from other ranks."""
+        """Record a call with a message of `size` bytes, of which `received` came from other ranks."""
         self.times.setdefault(operation, {}).setdefault((size, ranks), CallTimes()).note(seconds * 1e3, received)
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
 
     def arrived(self, ranks: Sequence[int], nbytes: int) -> None:
-        """Count bytes that came from the other ranks of a set; the axes of a mesh are told apart by theirs."""
+        """Count received bytes per set of ranks, which identifies the mesh axis."""
         self.received[tuple(ranks)] = self.received.get(tuple(ranks), 0) + nbytes
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Keep one call of the world's ranks.
+        """Record one call over all ranks.
 
         Args:
-            raw_name: the operation.
-            record_name: what it is listed under.
+            raw_name: name of the operation.
+            record_name: name in the table.
             latency: milliseconds.
             msg_size: bytes.
         """
@@ -166,7 +166,7 @@ class CommsLogger:
 
     @property
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
-        """What was timed: operation → bytes → [count, milliseconds, Gbit/s of the message, Gbit/s of the bus]."""
+        """Return the timed calls: operation → bytes → [count, milliseconds, algbw in Gbit/s, busbw in Gbit/s]."""
         self.settle()
         by_operation: dict[str, dict[int, list[Any]]] = {}
         for operation, sizes in self.times.items():
@@ -181,18 +181,18 @@ class CommsLogger:
         return by_operation
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """See `comms_dict`; a copy."""
+        """Return a copy of `comms_dict`."""
         return self.comms_dict
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Log a table of what was timed on rank 0.
+        """Log a table of the timed calls on rank 0.
 
         Args:
-            print_log: False says nothing.
-            show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks call.
-            return_dict: give the figures.
+            print_log: False: do not log.
+            show_straggler: add a table of the time lost to waiting for the slowest rank; makes the call collective.
+            return_dict: return the figures.
 
         Returns:
             With `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms, tput_avg_gbps,
@@ -231,7 +231,7 @@ class CommsLogger:
         return {"summary": summary, "straggler_analysis": waits, "metadata": about}
 
     def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
-        """What of each call's time was waiting: its own less the shortest that any rank had."""
+        """Compute each call's waiting time: its time minus the shortest time on any rank."""
         by_operation: dict[str, dict[int, Any]] = {}
         for operation, sizes in self.times.items():
             for (size, ranks), times in sizes.items():
@@ -249,14 +249,14 @@ class CommsLogger:
         return by_operation
 
     def summary(self, fastest: Mapping[tuple[str, int, int], Sequence[float]] | None = None) -> list[dict[str, Any]]:
-        """One row per operation and size, in bytes per second and with the group's size.
+        """Return one row per operation and size, in bytes per second and with the group's size.
 
         Args:
-            fastest: for each row, the shortest time any rank had for each call; adds what was lost to waiting.
+            fastest: for each row, the shortest time of each call on any rank; adds the column straggler_ms.
 
         Returns:
             Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second),
-            received_bytes (of the engine's own messages, from other ranks) and, with `fastest`, straggler_ms.
+            received_bytes (from other ranks, in the engine's own messages) and, with `fastest`, straggler_ms.
         """
         self.settle()
         rows = []
@@ -301,14 +301,14 @@ class CommsLogger:
 
     @staticmethod
     def received_in(operation: str, size: int, ranks: int) -> int:
-        """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
+        """Return the bytes that a rank receives in a collective with a message of `size` bytes, for any algorithm."""
         if operation in ("broadcast", "recv", "irecv"):
             return size
         return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
 
     @staticmethod
     def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-        """Rows as text, one line each under a heading."""
+        """Format rows as text, one line each under a heading."""
         if not rows:
             return "no collective was timed"
         columns = list(rows[0])
@@ -322,7 +322,7 @@ class CommsLogger:
     def _fastest(
         times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]],
     ) -> dict[tuple[str, int, int], list[float]]:
-        """The shortest time any rank had for each call; all ranks call."""
+        """Return the shortest time of each call on any rank. All ranks must call this."""
         local_times = {
             (operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()
         }
@@ -349,21 +349,21 @@ _TITLES = {
 
 
 class Curve:
-    """Bandwidths that `ds_bench` measured: by operation rows with bytes and busbw (10⁹ B/s), the smallest first."""
+    """Bandwidths measured by `ds_bench`: rows by operation with bytes and busbw (10⁹ B/s), smallest size first."""
 
     def __init__(self, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
         self._rows = rows
 
     @classmethod
     def read(cls, path: str) -> Curve:
-        """The curve in a file of `ds_bench`; ArgumentError where it is none."""
+        """Read the curve from a file of `ds_bench`; raises ArgumentError for other files."""
         try:
             return cls(json.loads(Path(path).read_text())["curve"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
     def busbw(self, operation: str, size: int) -> float:
-        """10⁹ bytes per second of a message of `size` bytes, between the sizes that were measured; 0: not known."""
+        """Return the interpolated bandwidth for `size` bytes, in 10⁹ bytes per second; 0 if unknown."""
         rows = self._rows.get(_LIKE.get(operation, operation), ())
         below = [row for row in rows if row["bytes"] <= size]
         above = [row for row in rows if row["bytes"] >= size]
@@ -385,20 +385,20 @@ _LIKE = {
 
 
 def convert_size(size_bytes: float) -> str:
-    """Bytes in words: `1.5 KB` (powers of 1024)."""
+    """Format bytes with a unit: `1.5 KB` (powers of 1024)."""
     units = ("B", "KB", "MB", "GB", "TB", "PB")
     place = min(int(math.log(size_bytes, 1024)), len(units) - 1) if size_bytes >= 1 else 0
     return f"{round(size_bytes / 1024**place, 2)} {units[place]}"
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
-    """Speed of a collective in Gbit/s: of the message, and of the busiest link.
+    """Compute the speed of a collective in Gbit/s: of the message, and of the busiest link.
 
     Args:
-        comm_op: its name.
+        comm_op: name of the collective.
         size: bytes of the message on one rank.
         duration: milliseconds.
-        ranks: that took part; None: all.
+        ranks: number of participating ranks; None: all ranks.
     """
     n = _world_size() if ranks is None else ranks
     moved = {"all_reduce": 2.0}.get(comm_op, float(n) if comm_op in _OF_PARTS else 1.0)
@@ -418,15 +418,15 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set the comms logger.
+    """Configure the comms logger.
 
     Args:
-        deepspeed_config: a dict or parsed configuration with a `comms_logger` block; the other arguments outrank it.
+        deepspeed_config: a dict or parsed configuration with a `comms_logger` block; the other arguments override it.
         enabled: time collectives.
-        prof_all: all of them.
-        prof_ops: only these.
-        verbose: a log line for each.
-        debug: name the caller in it.
+        prof_all: time all operations.
+        prof_ops: names of the operations to time.
+        verbose: log a line for each call.
+        debug: add the caller to the line.
     """
     settings = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     names = [*settings, "curve"]

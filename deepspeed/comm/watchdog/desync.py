@@ -1,4 +1,4 @@
-"""Detects ranks that call different collectives: records the order of calls and compares it.
+"""Detection of ranks that call different collectives: records the order of calls and compares the records.
 
 [Note: comparing trails] Ranks that run different code may call collectives of equal sizes: nothing fails, and unrelated
 tensors are summed. So each rank may keep, for each set of ranks, a hash over all labels of the collectives so far. The
@@ -31,7 +31,7 @@ _TOLD_SETS = 4  # of ranks, in a report
 _TOLD_RANKS = 8  # listed one by one where trails part
 
 Mark = tuple[int, int]
-"""Number of the collective, and the hash over all up to it."""
+"""Number of the collective, and the hash over all collectives up to it."""
 
 
 class _CollectiveLog:
@@ -43,7 +43,7 @@ class _CollectiveLog:
 
 
 class DesyncDetector:
-    """The trail of a process; off until `start`."""
+    """The desync trail of a process; inactive until `start`."""
 
     def __init__(self) -> None:
         self.interval = 0
@@ -54,7 +54,7 @@ class DesyncDetector:
         ] = {}  # by owner, which is kept so that its id stays
 
     def start(self, interval: int) -> None:
-        """Enter what follows; all ranks call at the same point of the program. The first interval stays."""
+        """Start recording. All ranks call this at one point of the program. Later calls keep the first interval."""
         self.interval = self.interval or interval
 
     def forget(self) -> None:
@@ -63,7 +63,7 @@ class DesyncDetector:
             self._known.clear()
 
     def enter(self, owner: Any, kind: str, ranks: Callable[[], Sequence[int]], label: str, size: int = 0) -> None:
-        """Enter a collective of the ranks `ranks()`, before it begins; label and size are equal on all of them."""
+        """Record a collective of the ranks `ranks()` before it begins; label and size are equal on all of them."""
         if not self.interval:
             return
         known = self._known.get((id(owner), kind))
@@ -82,7 +82,7 @@ class DesyncDetector:
                         marks.append((stream.count, stream.hash))
 
     def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _CollectiveLog:
-        """The stream of an owner; owners of the same ranks share one."""
+        """Return the stream of an owner; owners with the same ranks share a stream."""
         entries = max(_LEAST_ENTRIES, 4 * self.interval)
         name = f"{kind} {len(ranks)} {zlib.crc32(repr(list(ranks)).encode()):x}"
         with self._lock:
@@ -91,7 +91,7 @@ class DesyncDetector:
         return stream
 
     def leaders(self, rank: int) -> dict[int, list[str]]:
-        """Streams by the rank that this one compares itself with: the lowest of the set, if that is another."""
+        """Group this rank's streams by the lowest rank of their set, with which this rank compares."""
         by_rank: dict[int, list[str]] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -105,7 +105,7 @@ class DesyncDetector:
         return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
 
     def differs(self, remote_marks: bytes, names: Sequence[str]) -> str:
-        """Where the marks of these streams are not those of another rank; empty where they agree."""
+        """Describe where these streams differ from another rank's marks; empty if they agree."""
         local, others = json.loads(self.marks()), json.loads(remote_marks)
         for name in names:
             known = dict(map(tuple, others.get(name, ())))
@@ -119,7 +119,7 @@ class DesyncDetector:
             return self._streams[name].ranks
 
     def latest(self, count: int = 3) -> list[str]:
-        """Lines about the last collectives of this rank, with the user's file and line, for what others cannot say."""
+        """Describe this rank's last collectives with the user's file and line; used if other ranks cannot report."""
         lines: list[str] = []
         with self._lock:
             for stream in list(self._streams.values())[:_TOLD_SETS]:
@@ -131,7 +131,7 @@ class DesyncDetector:
         return lines
 
     def recent(self) -> bytes:
-        """The last entries of all streams with host, file and line, for a report."""
+        """Serialize the last entries of all streams with host, file and line, for a report."""
         recent: dict[str, Any] = {}
         with self._lock:
             for name, stream in self._streams.items():
@@ -141,7 +141,7 @@ class DesyncDetector:
 
     @classmethod
     def parting(cls, marks: Mapping[int, bytes]) -> str:
-        """Where trails part, in lines; empty where they do not, as far as is known."""
+        """Describe where the trails diverge; empty if they agree as far as known."""
         read = {rank: json.loads(zlib.decompress(text)) for rank, text in marks.items()}
         hosts = {rank: record["host"] for rank, record in read.items()}
         partings: list[tuple[bool, str]] = []
@@ -155,7 +155,7 @@ class DesyncDetector:
 
     @classmethod
     def _first_difference(cls, streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
-        """(whether ranks did different things, lines about the first collective that not all ranks entered alike)."""
+        """Return (whether calls differ in kind, description of the first collective that differs), or None."""
         begins = {rank: stream["count"] - len(stream["entries"]) for rank, stream in streams.items()}
         ends = {rank: stream["count"] for rank, stream in streams.items()}
         ranks = next(iter(streams.values()))["ranks"]
@@ -169,7 +169,7 @@ class DesyncDetector:
 
     @staticmethod
     def _odd_ones(entries: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
-        """A line for each rank, the rare ways first; a few of those that went the way of the most."""
+        """Describe the ranks in lines, rare variants first; only a few ranks of the most common variant."""
         ways: dict[str | None, list[int]] = {}
         for rank, entry in sorted(entries.items()):
             ways.setdefault(entry and entry[0], []).append(rank)
@@ -194,4 +194,4 @@ class DesyncDetector:
 
 
 trail = DesyncDetector()
-"""This process's."""
+"""The desync trail of this process."""

@@ -1,4 +1,4 @@
-"""Records a rank's last collective, where its main thread is, and the device work that is pending."""
+"""Records of a rank's last collective, of its main thread's position, and of pending device work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATE_AT = struct.calcsize("=Qd")
 
 
 class LastCollectivePage:
-    """The page this process writes. One `write` costs under two microseconds."""
+    """Memory page with this process's last collective. One `write` takes less than two microseconds."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -39,13 +39,13 @@ class LastCollectivePage:
         self.write("start", OUTSIDE)
 
     def write(self, label: str, state: int) -> None:
-        """Enter a collective (`INSIDE`) or another state, from now on."""
+        """Write the label of a collective and the state (`INSIDE` or another one), with the current time."""
         text = label.encode()[: _SIZE - _HEAD.size]  # no attribute remembers it: several threads communicate
         _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
         self._page[_HEAD.size : _HEAD.size + len(text)] = text
 
     def turn(self, state: int) -> None:
-        """Change the state alone: the label stays, as that of the last collective."""
+        """Change only the state; the label stays that of the last collective."""
         self._page[_STATE_AT] = state
 
     @property
@@ -60,7 +60,7 @@ class LastCollectivePage:
         return bytes(self._page[: _HEAD.size + _HEAD.unpack_from(self._page)[3]])
 
     def share(self) -> str:
-        """Move the page to memory that neighbours can map; returns the address they need, "" where there is none."""
+        """Move the page to shared memory; returns its address for ranks on this machine, or "" if impossible."""
         if not hasattr(os, "memfd_create"):
             return ""
         if self._descriptor < 0:
@@ -72,7 +72,7 @@ class LastCollectivePage:
         return f"{os.getpid()} {self._descriptor} {self._token.hex()}"
 
     def keep_to_itself(self) -> None:
-        """Move the page back to this process's own memory; who has mapped it keeps what it said last."""
+        """Move the page back to this process's own memory; readers keep the last content."""
         if self._descriptor >= 0:
             self._page = bytearray(self._page[:])
             os.close(self._descriptor)
@@ -80,7 +80,7 @@ class LastCollectivePage:
 
     @staticmethod
     def map(address: str) -> mmap.mmap | None:
-        """The page at an address of `share`; None when its process is gone or hidden from this one."""
+        """Map the page at an address from `share`; returns None if its process has ended or is not visible."""
         process, descriptor, token = address.split(" ")
         try:
             with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
@@ -91,7 +91,7 @@ class LastCollectivePage:
 
 
 def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
-    """A place in words ("'all_reduce w' #7, 3.1 s ago") and its state."""
+    """Describe a page ("'all_reduce w' #7, 3.1 s ago"); returns the text and the state."""
     number, since, state, length, _ = _HEAD.unpack_from(page)
     label = bytes(page[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
     return f"'{label}' #{number}, {max(0.0, time.time() - since):.1f} s ago", state
@@ -99,7 +99,7 @@ def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
 
 @cache
 def boot() -> str:
-    """What tells this machine since its last start from all others; empty where the system does not say."""
+    """Return an identifier of this boot of the machine; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -112,13 +112,13 @@ _LIBRARIES = tuple(
 
 
 def backend_settings() -> str:
-    """The variables of this process's environment that change how NCCL or gloo work, in one line; "" without any."""
+    """List the environment variables that configure NCCL or gloo, in one line; "" if there are none."""
     names = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
     return ", ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def whereabouts() -> str:
-    """`host, file:line` of the innermost frame of the main thread that is the user's, and what its device waits for."""
+    """Return `host, file:line` of the user's innermost frame in the main thread, and the pending device message."""
     late = underway.oldest()
     frame = users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     place = "" if frame is None else f", {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -127,7 +127,7 @@ def whereabouts() -> str:
 
 @cache
 def is_users(path: str) -> bool:
-    """Whether the code in a file is the user's: not of this package, of torch, of Python or of another package."""
+    """Return whether a file is the user's code: not of this package, torch, Python or another package."""
     return not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path
 
 
@@ -143,9 +143,9 @@ _MOST = 4096  # that are remembered: without a watch nobody takes them away
 
 
 class PendingDeviceWork:
-    """The messages of this process that its streams wait for, oldest first.
+    """Messages that this process's device streams wait for, oldest first.
 
-    Threads that communicate add; one other thread, of the watch, looks.
+    Communicating threads add messages; only the watchdog's thread reads them.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class PendingDeviceWork:
         self._spent: deque[Any] = deque(maxlen=_MOST)  # events to be used again: making one costs more than recording
 
     def add(self, label: str, tensor: torch.Tensor) -> None:
-        """The current stream has just been made to wait for a message."""
+        """Add a message that the current stream has just started to wait for."""
         if tensor.device.type in ("cpu", "meta"):
             return
         try:
@@ -164,7 +164,7 @@ class PendingDeviceWork:
         self._entries.append((label, event, time.monotonic()))
 
     def oldest(self) -> tuple[str, float] | None:
-        """The first message that is not over, and the seconds since it was asked for."""
+        """Return the first unfinished message and its age in seconds, or None."""
         while self._entries:
             label, event, since = self._entries[0]
             try:

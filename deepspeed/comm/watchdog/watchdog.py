@@ -44,10 +44,10 @@ _WAIT_S = 0.002
 
 
 class Stopping:
-    """What the main thread and the watch's thread of this process share about stopping.
+    """Stop request, shared by the main thread and the watchdog's thread of this process.
 
     Attributes:
-        possible: a watch has been started, or somebody has asked: the main thread has to count its steps.
+        possible: the watchdog runs or a stop was requested, so the main thread must count its steps.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Stopping:
 
     @property
     def pending(self) -> bool:
-        """Whether the watch should look often."""
+        """Return whether the watchdog must poll frequently."""
         return self.request != 0 and self._decision is None
 
     def ask(self, number: int) -> None:
-        """This rank wants all to stop; called from a signal handler."""
+        """Request that all ranks stop; called from a signal handler."""
         self.request = self.request or number
         self.possible = True
 
@@ -74,14 +74,14 @@ class Stopping:
             self._decision = self._promise = self._steps
 
     def step(self, check: Callable[[], None], wake: Callable[[], None]) -> int:
-        """The main thread has ended a step.
+        """Record the end of a step in the main thread.
 
         Args:
-            check: raises when a rank has failed, so that nothing will be decided.
-            wake: has the watch look at once.
+            check: raises if a rank has failed, in which case no decision is made.
+            wake: makes the watchdog poll at once.
 
         Returns:
-            0, or the number of the signal when all ranks stop here.
+            0, or the number of the signal if all ranks stop here.
         """
         with self._lock:
             self._steps += 1
@@ -94,7 +94,7 @@ class Stopping:
         return self.request if self._steps >= self._decision else 0
 
     def look(self, store: Store, rank: int, world: int) -> None:
-        """The watch's thread: tell the others, promise, and decide once all have promised."""
+        """Exchange stop requests through the store and agree on the last step; runs in the watchdog's thread."""
         if self._decision is not None:
             return
         if self.request and not self._told:
@@ -113,7 +113,7 @@ class Stopping:
 
 
 stopping = Stopping()
-"""This process's."""
+"""Stop request of this process."""
 
 
 _ADVICE = (
@@ -123,7 +123,7 @@ _ADVICE = (
 
 
 def full_report(what: str, report: str) -> str:
-    """What happened, the lines of the ranks, what to do, and what is set for the backend."""
+    """Format the report: the event, one line per rank, advice, and the backend's environment variables."""
     settings = backend_settings()
     return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
         f"\nSet: {settings}" if settings else ""
@@ -131,7 +131,7 @@ def full_report(what: str, report: str) -> str:
 
 
 def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
-    """The report's line for one rank, from its answer or else its last sign of life."""
+    """Format the report's line of one rank, from its answer or its last published page."""
     if page is None:
         return f"  rank {rank}: no answer (process gone or not started)"
     where, state = describe(page)
@@ -169,7 +169,7 @@ _ENDING = "ending"
 
 
 class WatchdogState:
-    """What the threads of this process share with its watcher."""
+    """State that this process's threads share with its watcher."""
 
     def __init__(self) -> None:
         self.page = LastCollectivePage()
@@ -181,32 +181,32 @@ class WatchdogState:
         self.watches = 0
 
     def raise_if_alarmed(self, label: str = "") -> None:
-        """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
+        """Raise CommError if another rank has reported a failure, before `label` starts or while it waits."""
         if self.verdict is not None:
             self.raised = True
             raise CommError(f"'{label}' was not started: {self.verdict}" if label else self.verdict)
 
     def allow(self, timeout: timedelta) -> None:
-        """Let one collective take `timeout`, where that is longer than what was allowed before."""
+        """Raise the timeout to `timeout` if it is longer than the current one."""
         self.timeout = max(self.timeout, timeout)
 
     def leave_collective(self) -> None:
-        """The host goes on: the page says so, and the span of the collective ends."""
+        """Record that the host left the collective, on the page and in its span."""
         self.page.turn(OUTSIDE)
         if recorder.on:
             recorder.leave()
 
     def wait_for_peers(self) -> None:
-        """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
+        """Wait once until all ranks have started their watchdog, so that ranks that end early leave a page."""
         if self.watcher is not None:
             self.watcher.wait_for_peers()
 
     def seconds_to_end(self) -> float:
-        """Longest time until this process ends with the report of a failure; 0 when none has been seen."""
+        """Return the maximum time until this process ends because of a failure; 0 if there is none."""
         return ANSWER_S + 2.0 if self.raised else 0.0
 
     def end_of_step(self) -> int:
-        """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it."""
+        """Record the end of a step; returns 0, or the signal's number if all ranks agreed to stop after this step."""
         if self.watcher is None:
             stopping.alone()
         return stopping.step(
@@ -215,17 +215,17 @@ class WatchdogState:
 
 
 here = WatchdogState()
-"""Of this process."""
+"""Watchdog state of this process."""
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
-    """Raise the alarm, hear the other ranks and compose the error for the caller to raise.
+    """Raise the alarm, collect the other ranks' answers and return the error for the caller to raise.
 
     Args:
-        ranks: ranks the report lists; None means all.
+        ranks: ranks that the report lists; None: all ranks.
 
     Returns:
-        CommTimeoutError when `error` says that time ran out, else CommError; after at most `ANSWER_S` + 2 seconds.
+        CommTimeoutError if `error` is a timeout, else CommError; within `ANSWER_S` + 2 seconds.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     cause = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", lines[0])  # the backend's source line and its guess
@@ -238,7 +238,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout."""
+    """Start the watchdog, until `stop` or the end of the process. With one rank, only the timeout is stored."""
     if here.watcher is not None:
         return
     here.timeout = timeout
@@ -257,17 +257,17 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
 
 @released_in(Phase.WATCH)
 def stop() -> None:
-    """End the watch; rank 0 first makes sure that the others no longer need its store."""
+    """Stop the watchdog; rank 0 first waits until the other ranks no longer need its store."""
     watcher, here.watcher = here.watcher, None
     if watcher is not None and watcher.stop():
         here.page.keep_to_itself()
 
 
 def _at_exit() -> None:
-    """End the watch, and let gloo's threads let go of the tensors of their last collectives.
+    """Stop the watchdog, and wait until gloo's threads have released the tensors of their last collectives.
 
-    They need the interpreter for that. One that asks for it while it ends is ended by it, inside C++ code that does not
-    allow this: the process aborts (torch 2.13). They are at rest once all have slept twice while it was free.
+    To release them, the threads need the interpreter. A thread that requests it during interpreter shutdown is killed
+    inside C++ code, and the process aborts (torch 2.13). Two sleeps of this thread give all of them time to finish.
     """
     stop()
     end, rests = time.monotonic() + LET_GO_S, 0
@@ -294,12 +294,12 @@ class WatchThread(threading.Thread):
         self._watcher.look_around()
 
     def stop(self) -> None:
-        """End the thread and wait for its end; this process's next collective starts another one."""
+        """End the thread and wait for its end; the next collective of this process starts a new thread."""
         self._watcher.rest()
 
 
 class _Watcher:
-    """One rank's side of the watch. [Note: the watch]"""
+    """One rank's part of the watchdog. [Note: the watch]"""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._thread: WatchThread | None = None
@@ -323,7 +323,7 @@ class _Watcher:
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
-        """The report on `ranks`; when the store does not respond, with what is known without it."""
+        """Return the report on `ranks`; if the store does not respond, the report has only local information."""
         self._ranks = sorted(ranks) if ranks else self._ranks
         self._question = what
         self.look_now()
@@ -341,7 +341,7 @@ class _Watcher:
         self._wake.set()
 
     def go_on(self) -> None:
-        """Start the thread, at first and after a rest."""
+        """Start the thread, also after `rest`."""
         with self._threads:
             if self._thread is None or here.resting:
                 here.resting = False
@@ -349,7 +349,7 @@ class _Watcher:
                 self._thread.start()
 
     def rest(self) -> None:
-        """End the thread until this process is in a collective again."""
+        """End the thread until this process enters the next collective."""
         with self._threads:
             if self._thread is not None and self._thread.is_alive():
                 here.resting = True
@@ -357,7 +357,7 @@ class _Watcher:
                 self._thread.join()
 
     def stop(self) -> bool:
-        """Say goodbye and end the thread; whether it has ended."""
+        """Sign off and end the thread; returns whether it has ended."""
         self._leaving = True
         with self._threads:
             thread, rested = self._thread, here.resting
@@ -374,14 +374,14 @@ class _Watcher:
         return ended
 
     def look_around(self) -> None:
-        """Look around until the watch is over, or this rank's side of it rests."""
+        """Poll until the watchdog ends or pauses."""
         while not here.resting and not self._round():
             self._looked.set()
             self._wake.wait(POLL_S)
             self._wake.clear()
 
     def _with_store(self, action: Callable[[Store], str | None]) -> str | None:
-        """Talk to the store; once it is gone with rank 0's process, go on with what is known."""
+        """Run an action on the store; if the store ended with rank 0, continue with local information."""
         if self._store is None:
             return None
         try:
@@ -417,7 +417,7 @@ class _Watcher:
         return True
 
     def _has_parted(self) -> bool:
-        """Whether this rank's trail is not that of others; then all end."""
+        """Return whether this rank's desync trail differs from the others', after which all ranks end."""
         what = self._with_store(self._compare_trails) if trail.interval else None
         if not what:
             return False
@@ -427,7 +427,7 @@ class _Watcher:
         return True
 
     def _compare_trails(self, store: Store) -> str | None:
-        """Publish the marks of this rank's trail, and compare them with those of the lowest rank of each set."""
+        """Publish the marks of this rank's trail and compare them with those of the lowest rank of each set."""
         marks = trail.marks()
         if marks != self._marks:
             store.set(f"marks/{self._rank}", marks)
@@ -438,7 +438,7 @@ class _Watcher:
         return None
 
     def _trouble(self) -> str | None:
-        """What has lasted for longer than the timeout: a collective, or a message that only the device waits for."""
+        """Describe a collective or a pending device message that exceeds the timeout; None if there is none."""
         number, now, limit = here.page.number, time.monotonic(), here.timeout.total_seconds()
         if number != self._collective[0] or not here.page.inside:
             self._collective = (number, now)
@@ -453,13 +453,13 @@ class _Watcher:
         return None
 
     def _introduce(self, store: Store) -> None:
-        """Offer this rank's page to the others on the machine."""
+        """Publish the address of this rank's page for other ranks on the machine."""
         address = here.page.share()
         if address and store.has_extended_api():
             store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
 
     def _listen(self, store: Store) -> str | None:
-        """Publish this rank's place, map the pages of new neighbours, and return the alarm when there is one."""
+        """Publish this rank's position, map the pages of new ranks on this machine, and return a pending alarm."""
         place = here.page.snapshot()
         if place != self._published:
             store.set(f"seen/{self._rank}", place)
@@ -473,7 +473,7 @@ class _Watcher:
         return store.get("alarm").decode() if store.check(["alarm"]) else None
 
     def _sound(self, what: str) -> None:
-        """Set the alarm, unless another rank was first, and compose the report."""
+        """Set the alarm unless another rank was first, and compose the report."""
         self._with_store(lambda store: store.compare_set("alarm", "", what).decode())
         self._collect()
 
@@ -496,7 +496,7 @@ class _Watcher:
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
-        """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
+        """Publish this rank's answer and wait up to `ANSWER_S` seconds for the answers of the listed ranks."""
         store.set(f"where/{self._rank}", whereabouts())
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
@@ -508,7 +508,7 @@ class _Watcher:
         self._copy(store)
 
     def _copy(self, store: Store) -> None:
-        """Read every rank's answer, or what it last published, and tell rank 0 that its store may go."""
+        """Read every rank's answer or last published position, and signal rank 0 that its store may end."""
         for rank in range(self._world):
             for key in (f"seen/{rank}", f"answer/{rank}"):
                 if store.check([key]):
@@ -522,7 +522,7 @@ class _Watcher:
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:
-        """Leave a last word; on rank 0, wait until the others have copied what they need."""
+        """Publish a last message; rank 0 waits until the others have copied their data."""
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", here.page.snapshot())
@@ -534,7 +534,7 @@ class _Watcher:
                 time.sleep(0.02)
 
     def _end_process(self, why: str) -> None:
-        """End this process non-zero, unless its own exception does so within the grace time."""
+        """End this process with a non-zero code, unless its own exception does so within the grace period."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
             if here.raised or self._question is not None or self._leaving:

@@ -1,1 +1,1 @@
-"""The typed sections of the JSON, one block or family of blocks per file."""
+"""Typed sections of the JSON, with one block or family of blocks per file."""

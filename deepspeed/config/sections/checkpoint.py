@@ -10,14 +10,14 @@ _STREAMED = "one writer streams tensors in place"
 
 
 class ParallelWrite(Section):
-    """`checkpoint.parallel_write`."""
+    """Block `checkpoint.parallel_write`."""
 
     open_names = True
     pipeline_stage: bool = moot(False, "data-parallel ranks share a stage's layers", "every rank writes its own slice")
 
 
 class Writer(Section):
-    """`checkpoint.writer`."""
+    """Block `checkpoint.writer`."""
 
     open_names = True
     type: Literal["FAST", "PYTHON", "MOCK"] | None = moot(None, "which writer", _STREAMED)
@@ -52,7 +52,7 @@ class Checkpoint(Section):
 
 
 class Nebula(Section):
-    """`nebula`: a cloud checkpoint service."""
+    """Block `nebula`: a cloud checkpoint service."""
 
     switch = "enabled"
     enabled: bool = later(False, "checkpoints through Nebula")

@@ -15,14 +15,14 @@ Schedule = Literal["step", "cubic"]
 
 
 def _partners(value: object) -> object:
-    """One list of expressions per entry of `modules`; a bare string stands for a list of one."""
+    """Return one list of expressions per entry of `modules`; a plain string becomes a list of one."""
     if isinstance(value, list):
         return [[entry] if isinstance(entry, str) else entry for entry in value]  # pyright: ignore[reportUnknownVariableType]
     return value
 
 
 class LayerReduction(Section):
-    """`compression_training.layer_reduction`."""
+    """Block `compression_training.layer_reduction`."""
 
     switch = "enabled"
     enabled: bool = key(
@@ -38,14 +38,14 @@ class LayerReduction(Section):
 
 
 class MixedQuantize(Section):
-    """`fp16_mixed_quantize`: blend full and quantized weights."""
+    """Block `fp16_mixed_quantize`: gradual blend from full-precision to quantized weights."""
 
     enabled: bool = key(False, "blend full and quantized weights (the form that steps its bits)")
     quantize_change_ratio: float = key(0.001, "by how much the full part falls per step", ge=0)
 
 
 class WeightShared(Section):
-    """`compression_training.weight_quantization.shared_parameters`."""
+    """Block `compression_training.weight_quantization.shared_parameters`."""
 
     enabled: bool = key(False, "quantize weights while training")
     quantizer_kernel: bool = moot(False, "quantize by kernel", "one implementation on every device")
@@ -61,7 +61,7 @@ class WeightShared(Section):
 
 
 class ActivationShared(Section):
-    """`compression_training.activation_quantization.shared_parameters`."""
+    """Block `compression_training.activation_quantization.shared_parameters`."""
 
     enabled: bool = key(False, "quantize the inputs of modules")
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
@@ -70,7 +70,7 @@ class ActivationShared(Section):
 
 
 class _Pruning(Section):
-    """What all pruning techniques share."""
+    """Keys common to all pruning techniques."""
 
     enabled: bool = key(False, "prune")
     schedule_offset: Int = key(1000, "applied steps before masks act", ge=0)
@@ -82,7 +82,7 @@ class _Pruning(Section):
 
 
 class SparseShared(_Pruning):
-    """`compression_training.sparse_pruning.shared_parameters`."""
+    """Block `compression_training.sparse_pruning.shared_parameters`."""
 
     method: Literal["l1", "topk", "snip_momentum"] = key(
         "l1", "l1: magnitude; topk: movement; snip_momentum: Taylor, in blocks"
@@ -93,7 +93,7 @@ class SparseShared(_Pruning):
 
 
 class RowShared(_Pruning):
-    """`compression_training.row_pruning.shared_parameters`, and of `channel_pruning`."""
+    """Block `compression_training.row_pruning.shared_parameters`, and that of `channel_pruning`."""
 
     method: Literal["l1", "topk"] = key("l1", "l1: magnitude; topk: movement")
     physical: bool | None = key(
@@ -102,20 +102,20 @@ class RowShared(_Pruning):
 
 
 class HeadShared(RowShared):
-    """`compression_training.head_pruning.shared_parameters`."""
+    """Block `compression_training.head_pruning.shared_parameters`."""
 
     method: Literal["l1", "topk"] = key("topk", "l1: magnitude; topk: movement")
     num_heads: Int | None = key(None, "heads of the model; default: from its config", ge=1)
 
 
 class ExpertShared(_Pruning):
-    """`compression_training.expert_pruning.shared_parameters`: experts leave at `schedule_offset`, never masked."""
+    """Block `compression_training.expert_pruning.shared_parameters`: experts are removed at `schedule_offset`."""
 
     method: Literal["l1", "snip_momentum"] = key("l1", "l1: magnitude of an expert's weights; snip_momentum: Taylor")
 
 
 class CompressionGroup(Section):
-    """Modules that share numbers."""
+    """A group of modules with the same compression parameters."""
 
     modules: Names = key(["*"], "regular expressions on module names; * is all")
     related_modules: Annotated[list[Names] | None, BeforeValidator(_partners)] = key(
@@ -124,7 +124,7 @@ class CompressionGroup(Section):
 
 
 class QuantizeParams(Section):
-    """`params` of a group of quantized weights."""
+    """Block `params` of a group of quantized weights."""
 
     start_bits: Int | None = key(None, "bits at the start", ge=1, le=16)
     target_bits: Int | None = key(None, "bits at the end", ge=1, le=16)
@@ -132,13 +132,13 @@ class QuantizeParams(Section):
 
 
 class BitsParams(Section):
-    """`params` of a group of quantized activations."""
+    """Block `params` of a group of quantized activations."""
 
     bits: Int | None = key(None, "bits", ge=2, le=16)
 
 
 class PruneParams(Section):
-    """`params` of a pruned group."""
+    """Block `params` of a group of pruned modules."""
 
     dense_ratio: float | None = key(None, "share kept", gt=0, le=1)
 
@@ -156,7 +156,7 @@ class PruneGroup(CompressionGroup):
 
 
 class WeightTechnique(Section):
-    """`compression_training.weight_quantization`."""
+    """Block `compression_training.weight_quantization`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: WeightShared = key(WeightShared, "numbers of all groups")
@@ -164,7 +164,7 @@ class WeightTechnique(Section):
 
 
 class ActivationTechnique(Section):
-    """`compression_training.activation_quantization`."""
+    """Block `compression_training.activation_quantization`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: ActivationShared = key(ActivationShared, "numbers of all groups")
@@ -172,7 +172,7 @@ class ActivationTechnique(Section):
 
 
 class SparseTechnique(Section):
-    """`compression_training.sparse_pruning`."""
+    """Block `compression_training.sparse_pruning`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: SparseShared = key(SparseShared, "numbers of all groups")
@@ -180,7 +180,7 @@ class SparseTechnique(Section):
 
 
 class RowTechnique(Section):
-    """`compression_training.row_pruning` and `channel_pruning`."""
+    """Block `compression_training.row_pruning` or `channel_pruning`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: RowShared = key(RowShared, "numbers of all groups")
@@ -188,7 +188,7 @@ class RowTechnique(Section):
 
 
 class HeadTechnique(Section):
-    """`compression_training.head_pruning`."""
+    """Block `compression_training.head_pruning`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: HeadShared = key(HeadShared, "numbers of all groups")
@@ -196,7 +196,7 @@ class HeadTechnique(Section):
 
 
 class ExpertTechnique(Section):
-    """`compression_training.expert_pruning`."""
+    """Block `compression_training.expert_pruning`."""
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: ExpertShared = key(ExpertShared, "numbers of all groups")
@@ -207,7 +207,7 @@ Technique = SparseTechnique | RowTechnique | HeadTechnique | ExpertTechnique
 
 
 class Distillation(Section):
-    """`compression_training.distillation`: losses against a teacher, added to the loss of the model's output."""
+    """Block `compression_training.distillation`: losses against a teacher, added to the model's loss."""
 
     switch = "enabled"
     enabled: bool = key(False, "learn from a teacher too")
@@ -222,7 +222,7 @@ class Distillation(Section):
 
 
 class Export(Section):
-    """`compression_training.export`: the folder that is written when all schedules have ended."""
+    """Block `compression_training.export`: the folder that is written after all schedules have ended."""
 
     folder: str | None = key(None, "where; nothing is written without it")
     after: Int = key(0, "not before this many applied steps", ge=0)
@@ -244,14 +244,14 @@ class CompressionTraining(Section):
 
     @property
     def active(self) -> bool:
-        """Whether anything is to be done while training."""
+        """Return whether any technique is active during training."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
         beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
         return beside or any(technique.shared_parameters.enabled for technique in techniques)
 
     @property
     def pruning(self) -> dict[str, Technique]:
-        """The pruning techniques by their names."""
+        """Return the pruning techniques by name."""
         return {
             "sparse_pruning": self.sparse_pruning,
             "row_pruning": self.row_pruning,
@@ -262,28 +262,28 @@ class CompressionTraining(Section):
 
 
 class QuantizeBits(Section):
-    """`quantize_training.quantize_bits`."""
+    """Block `quantize_training.quantize_bits`."""
 
     start_bits: Int = key(16, "bits at the start", ge=1, le=32)
     target_bits: Int = key(8, "bits at the end", ge=1, le=16)
 
 
 class QuantizeSchedule(Section):
-    """`quantize_training.quantize_schedule`."""
+    """Block `quantize_training.quantize_schedule`."""
 
     quantize_period: Int = key(100, "steps between reductions", ge=1)
     schedule_offset: Int = key(100, "step at which it starts", ge=0)
 
 
 class QuantizeAlgorithm(Section):
-    """`quantize_training.quantize_algo`."""
+    """Block `quantize_training.quantize_algo`."""
 
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding")
 
 
 class QuantizeTraining(Section):
-    """`quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
+    """Block `quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
 
     switch = "enabled"
     enabled: bool = key(False, "fewer bits as training goes on")

@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Int, Section, key, later
 
 
 class CurriculumMetric(Section):
-    """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
+    """Block `data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
 
     open_names = True
     index_to_sample_path: str | None = later(None, "file of the data analysis: row i lists the samples of difficulty i")
@@ -22,7 +22,7 @@ class CurriculumMetric(Section):
 
 
 class DataCurriculum(Section):
-    """`data_efficiency.data_sampling.curriculum_learning`."""
+    """Block `data_efficiency.data_sampling.curriculum_learning`."""
 
     open_names = True
     switch = "enabled"
@@ -32,7 +32,7 @@ class DataCurriculum(Section):
 
 
 class DynamicBatching(Section):
-    """`data_efficiency.data_sampling.dynamic_batching`."""
+    """Block `data_efficiency.data_sampling.dynamic_batching`."""
 
     open_names = True
     switch = "enabled"
@@ -47,7 +47,7 @@ class DynamicBatching(Section):
 
 
 class DataSampling(Section):
-    """`data_efficiency.data_sampling`."""
+    """Block `data_efficiency.data_sampling`."""
 
     open_names = True
     switch = "enabled"
@@ -60,7 +60,7 @@ class DataSampling(Section):
 
 
 class RandomLtd(Section):
-    """`data_efficiency.data_routing.random_ltd`."""
+    """Block `data_efficiency.data_routing.random_ltd`."""
 
     open_names = True
     switch = "enabled"
@@ -76,7 +76,7 @@ class RandomLtd(Section):
 
 
 class DataRouting(Section):
-    """`data_efficiency.data_routing`."""
+    """Block `data_efficiency.data_routing`."""
 
     open_names = True
     switch = "enabled"
@@ -94,7 +94,7 @@ class DataEfficiency(Section):
 
 
 class CurriculumLearning(Section):
-    """`curriculum_learning`: short sequences first."""
+    """Block `curriculum_learning`: training begins with short sequences."""
 
     switch = "enabled"
     enabled: bool = later(False, "short sequences first")

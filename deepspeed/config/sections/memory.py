@@ -1,4 +1,4 @@
-"""`aio`, `activation_checkpointing`, `compile`: keys that trade memory for time or for another tier."""
+"""`aio`, `activation_checkpointing`, `compile`: keys for NVMe files, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN_THREAD = "every request in flight has its own thread and is submitted when 
 
 
 class Aio(Section):
-    """`aio`: how files on NVMe are read and written; `queue_depth` x `intra_op_parallelism` requests are in flight."""
+    """Block `aio`: access to NVMe files; up to `queue_depth` x `intra_op_parallelism` requests are pending."""
 
     open_names = True
     block_size: Int = key(1048576, "bytes per request", ge=1)
@@ -24,7 +24,7 @@ class Aio(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`: recompute activations in backward."""
+    """Block `activation_checkpointing`: recomputation of activations in backward."""
 
     open_names = True
     enabled: bool | None = key(
@@ -41,7 +41,7 @@ class ActivationCheckpointing(Section):
 
 
 class Compile(Section):
-    """`compile`: whole-graph compilation."""
+    """Block `compile`: whole-graph compilation."""
 
     deepcompile: bool = later(False, "plan communication on the compiled graph")
     autoep_non_moe: bool = later(False, "compile around expert-parallel layers")

@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Int, Names, Section, key, moot
 
 
 class CommsLoggerConfig(Section):
-    """`comms_logger`: time and size of every collective."""
+    """Block `comms_logger`: time and size of every collective."""
 
     enabled: bool = key(False, "record collectives")
     verbose: bool = key(False, "print every collective as it runs")
@@ -19,7 +19,7 @@ class CommsLoggerConfig(Section):
 
 
 class Throughput(Section):
-    """`timers.throughput`."""
+    """Block `timers.throughput`."""
 
     enabled: bool = key(True, "measure samples per second")
     synchronized: bool = key(True, "wait for the device at each measurement")
@@ -62,7 +62,7 @@ class CsvMonitor(Section):
 
 
 class JsonlMonitorConfig(Section):
-    """`jsonl_monitor`; where another monitor has a folder, its JSONL file is written unasked."""
+    """Block `jsonl_monitor`. Another monitor with a folder also writes the JSONL file, without this block."""
 
     enabled: bool = key(False, "write events to events.jsonl, a line for each")
     output_path: str = key("", "folder of the file; empty: the working directory")
@@ -100,7 +100,7 @@ class MonitorSections(Section):
 
 
 class TimelineConfig(Section):
-    """`timeline`: what each rank does and when, in some updates."""
+    """Block `timeline`: recorded spans of each rank in selected updates."""
 
     enabled: bool = key(False, "record spans of all ranks, and write a trace, a picture and a table")
     start_step: Int = key(2, "first update that is recorded, counted from 0", ge=1)
@@ -112,7 +112,7 @@ class TimelineConfig(Section):
 
 
 class NonFinite(Section):
-    """`non_finite`: where a loss or gradient that is not finite comes from."""
+    """Block `non_finite`: search for the origin of a NaN or infinity in losses and gradients."""
 
     enabled: bool = key(False, "run the window again with checks, before the update")
     reports: Int = key(3, "times that this is done", ge=1)
@@ -120,7 +120,7 @@ class NonFinite(Section):
 
 
 class FlopsProfilerConfig(Section):
-    """`flops_profiler`: counts of floating-point operations."""
+    """Block `flops_profiler`: counts of floating-point operations."""
 
     open_names = True
     enabled: bool = key(False, "count floating-point operations per module")

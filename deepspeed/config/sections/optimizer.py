@@ -13,7 +13,7 @@ DEFAULT_LR = {"adagrad": 1e-2, "lion": 1e-4}
 
 
 class OptimizerParams(Section):
-    """`optimizer.params`: arguments of the class; names that are not listed here are passed to it as they are."""
+    """Block `optimizer.params`: arguments of the optimizer class; unlisted names are passed to the class unchecked."""
 
     model_config = ConfigDict(extra="allow")
     lr: float = key(1e-3, "learning rate", ge=0)
@@ -80,7 +80,7 @@ REQUIRED = {
 
 
 class SchedulerParams(Section):
-    """`scheduler.params`: arguments of the schedule; for a class of torch any name is passed to it as it is."""
+    """Block `scheduler.params`: arguments of the schedule; for a torch class, any name is passed unchecked."""
 
     model_config = ConfigDict(extra="allow")
     warmup_min_lr: NumberOrList = key(0.0, "learning rate at the start (WarmupLR, WarmupDecayLR)")

@@ -1,4 +1,4 @@
-"""Parallelism of a run, set or searched: the mesh and its axes, `autotuning`, `elasticity`."""
+"""Parallelism of a run, fixed or searched: the mesh and its axes, `autotuning`, `elasticity`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Dtype, Int, Names, Section, key, later, 
 
 
 class MeshSizes(Section):
-    """`mesh`: ranks along each axis of the mesh; one may be -1, which takes what is left."""
+    """Block `mesh`: ranks along each axis of the mesh; one size may be -1 (all remaining ranks)."""
 
     dp: Int | None = key(None, "data-parallel ranks; checked against the world", ge=-1)
     dp_replicate: Int | None = key(None, "copies of the sharded state (hybrid sharding)", ge=-1)
@@ -39,7 +39,7 @@ class Pipeline(Section):
 
 
 class LayerSpecConfig(Section):
-    """`tensor_parallel.partition_config.layer_specs[]`."""
+    """Block `tensor_parallel.partition_config.layer_specs[]`."""
 
     patterns: Names | None = key(None, "regular expressions on parameter names")
     partition_type: Literal["row", "column", "skip"] | None = key(
@@ -53,7 +53,7 @@ class LayerSpecConfig(Section):
 
 
 class PartitionConfig(Section):
-    """`tensor_parallel.partition_config`."""
+    """Block `tensor_parallel.partition_config`."""
 
     use_default_specs: bool = key(True, "also split weights that no entry names")
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
@@ -63,7 +63,7 @@ class PartitionConfig(Section):
 
 
 class TpSize(Section):
-    """`tensor_parallel.tp` (also spelled `tensor_parallel.tensor_parallel`)."""
+    """Block `tensor_parallel.tp` (alias `tensor_parallel.tensor_parallel`)."""
 
     tp_size: Int = key(1, "ranks that share a layer", ge=1)
     tp_grain_size: Int = later(1, "smallest piece of a split", ge=1)
@@ -90,7 +90,7 @@ class TensorParallel(Section):
 
 
 class ExpertParallel(Section):
-    """`expert_parallel`: experts of a mixture over ranks."""
+    """Block `expert_parallel`: division of a mixture's experts over ranks."""
 
     switch = "size"
     enabled: bool | None = key(None, "divide the experts of the model among ranks; null: where size is above 1")
@@ -132,7 +132,7 @@ class ExpertParallel(Section):
 
 
 class HybridEngine(Section):
-    """`hybrid_engine`: train and generate with the same weights."""
+    """Block `hybrid_engine`: training and generation with the same weights."""
 
     switch = "enabled"
     enabled: bool = later(False, "train and generate with the same weights")
@@ -147,7 +147,7 @@ class HybridEngine(Section):
 
 
 class WeightQuantization(Section):
-    """`weight_quantization`: quantized weights for inference under ZeRO."""
+    """Block `weight_quantization`: quantized weights for inference under ZeRO."""
 
     quantized_initialization: dict[str, Any] | None = key(
         None, "pack every Linear and Embedding: num_bits 8 or 4, group_size, group_dim, symmetric"
@@ -189,7 +189,7 @@ class Autotuning(Section):
 
 
 class Elasticity(Section):
-    """`elasticity`: a batch size that fits many device counts."""
+    """Block `elasticity`: a batch size that is valid for many device counts."""
 
     switch = "enabled"
     enabled: bool = key(False, "choose a batch that fits many device counts")
@@ -206,7 +206,7 @@ class Elasticity(Section):
 
 
 class SparseAttention(Section):
-    """`sparse_attention`: block-sparse attention layouts."""
+    """Block `sparse_attention`: block-sparse attention layouts."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later("fixed", "layout")
     block: Int = later(16, "side of a block", ge=1)

@@ -8,7 +8,7 @@ from deepspeed.config.base_model import Dtype, Int, LowDtype, Names, Section, ke
 
 
 class FP16(Section):
-    """`fp16`: fp16 parameters under a loss scale."""
+    """Block `fp16`: fp16 parameters with a loss scale."""
 
     enabled: bool = key(False, "fp16 parameters, fp32 master weights, loss scaling")
     auto_cast: bool = moot(False, "cast floating inputs to fp16", "the top-level auto_cast, on by default")
@@ -22,7 +22,7 @@ class FP16(Section):
 
 
 class BF16(Section):
-    """`bf16` (also spelled `bfloat16`): bf16 parameters."""
+    """Block `bf16` (alias `bfloat16`): bf16 parameters."""
 
     enabled: bool = key(False, "bf16 parameters, fp32 master weights")
     check_grad_overflow: bool = key(True, "skip the step when a gradient is not finite")
@@ -36,7 +36,7 @@ class BF16(Section):
 
 
 class TorchAutocast(Section):
-    """`torch_autocast`: forward under torch.autocast, parameters left as they are."""
+    """Block `torch_autocast`: forward under torch.autocast, without a cast of the parameters."""
 
     open_names = True
     enabled: bool = key(False, "run forward under torch.autocast")
@@ -47,7 +47,7 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """`data_types`: dtypes beside the compute dtype."""
+    """Block `data_types`: dtypes besides the compute dtype."""
 
     open_names = True
     grad_accum_dtype: Dtype = key("fp32", "dtype in which gradients are summed over micro-batches")
@@ -61,7 +61,7 @@ class DataTypes(Section):
 
 
 class Amp(Section):
-    """`amp`: NVIDIA Apex."""
+    """Block `amp`: NVIDIA Apex."""
 
     enabled: bool = moot(False, "mixed precision by NVIDIA Apex", "torch_autocast runs, with one warning")
     opt_level: Literal["O0", "O1", "O2", "O3"] | None = moot(

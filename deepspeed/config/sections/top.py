@@ -1,4 +1,4 @@
-"""The top level of the JSON."""
+"""Top level of the JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MODEL = "the model's own weights show it"
 
 
 class TopLevel(Section):
-    """The top level of the JSON."""
+    """Top level of the JSON."""
 
     open_names = True
     train_batch_size: Int | None = key(None, "samples per optimizer step, over all ranks", ge=1)

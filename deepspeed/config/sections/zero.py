@@ -1,4 +1,4 @@
-"""`zero_optimization`: which training state is sharded over the ranks, and how it is communicated."""
+"""`zero_optimization`: sharding of the training state over the ranks, and its communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU_OFFLOAD = {
 
 
 class LeafModule(Section):
-    """`zero_optimization.leaf_module`: modules fetched as one unit."""
+    """Block `zero_optimization.leaf_module`: modules whose parameters are gathered as one unit."""
 
     classes: Names = key([], "class names, short or with their module path")
     names: Names = key([], "qualified module names")
@@ -28,7 +28,7 @@ class LeafModule(Section):
 
 
 class OffloadParam(Section):
-    """`zero_optimization.offload_param`: where parameters rest."""
+    """Block `zero_optimization.offload_param`: storage of parameters between uses."""
 
     switch = "device"
     device: Literal["none", "cpu", "nvme"] = key(
@@ -42,7 +42,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """`zero_optimization.offload_optimizer`: where master weights and optimizer state rest."""
+    """Block `zero_optimization.offload_optimizer`: storage of master weights and optimizer state."""
 
     switch = "device"
     device: Literal["none", "cpu", "nvme"] = key(
@@ -60,7 +60,7 @@ class OffloadOptimizer(Section):
 
 
 class ZenFlow(Section):
-    """`zero_optimization.zenflow`: update important columns on the device, the rest on the host, later."""
+    """Block `zero_optimization.zenflow`: important columns are updated on the device, others later on the host."""
 
     topk_ratio: float = later(0.1, "share of columns updated on the device", gt=0, lt=1)
     select_strategy: Literal["auto", "step", "epoch"] = later("auto", "when columns are selected anew")
@@ -75,14 +75,14 @@ class ZenFlow(Section):
 
 
 class Loco(Section):
-    """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradients."""
+    """Block `zero_optimization.zeropp_loco_param`: error feedback for quantized gradients."""
 
     err_beta: float = later(0.8, "weight of the carried error", ge=0, le=1)
     reset_T: Int = later(1024, "steps between resets of the carried error", ge=1)
 
 
 class ZeroStageEnum(IntEnum):
-    """Which training state is sharded over the ranks; each stage includes the previous ones."""
+    """ZeRO stages by the training state that they shard; each stage includes the previous ones."""
 
     disabled = 0
     optimizer_states = 1
@@ -92,11 +92,11 @@ class ZeroStageEnum(IntEnum):
 
 
 class Zero(Section):
-    """`zero_optimization`: ZeRO."""
+    """Block `zero_optimization`: ZeRO."""
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """With what old spellings say of offload in its blocks; the reader of a whole JSON does so before."""
+        """Move old offload keys into the offload blocks; the reader of a whole JSON does this earlier."""
         settings = super().respelled(data)
         pin = settings.pop("cpu_offload_use_pin_memory", None)
         for old, new in _CPU_OFFLOAD.items():
@@ -214,7 +214,7 @@ class Zero(Section):
 
 
 def get_zero_config(param_dict: dict[str, Any]) -> Zero:
-    """The section of a whole JSON as a dict.
+    """Return the ZeRO section of a whole JSON that is given as a dict.
 
     Raises:
         pydantic.ValidationError: a name, type or value is wrong.

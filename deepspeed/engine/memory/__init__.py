@@ -1,1 +1,1 @@
-"""Memory reports and advice."""
+"""Memory reports and suggestions."""

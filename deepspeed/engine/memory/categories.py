@@ -1,4 +1,4 @@
-"""Categories of memory, by the code that allocates it."""
+"""Categories of memory, by the code that allocates them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _COMM = comm.__name__
 
 
 def frames_of(error: BaseException) -> Iterator[Any]:
-    """Frames of an error and of what caused it, outermost first."""
+    """Yield the frames of an error and of its causes, outermost first."""
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -66,7 +66,7 @@ def frames_of(error: BaseException) -> Iterator[Any]:
 
 
 def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
-    """The category that the innermost known function allocates for; `frames` are outermost first."""
+    """Return the category that the innermost known function allocates; `frames` are outermost first."""
     known = [(_is_within(frame.f_globals.get("__name__", ""), _COMM), _of_frame(frame)) for frame in reversed(frames)]
     sent = any(category for in_comm, category in known if in_comm)
     # Messages count for their sender; what a gather maps of other ranks' memory counts as gathered.
@@ -75,7 +75,7 @@ def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
 
 
 def category_of(frame: Any) -> str:
-    """The category of memory that the code of a frame, or of one of its callers, allocates."""
+    """Return the memory category of a frame's code or of one of its callers."""
     while frame is not None:
         category = _of_frame(frame)
         if category:
@@ -90,7 +90,7 @@ def _of_frame(frame: Any) -> str:
 
 @functools.cache
 def _by_code(code: CodeType, module: str) -> str:
-    """The category of a function of a module; empty where neither is known."""
+    """Return the memory category of a function, or of its module; empty if neither is known."""
     if code in _CODES:
         return _CODES[code]
     if module in _MODULES:

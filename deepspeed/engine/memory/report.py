@@ -1,4 +1,4 @@
-"""Reports an engine's memory by category, explains out-of-memory errors, and warns of the container's limit."""
+"""Memory of an engine by category, explanation of out-of-memory errors, and warning about the container's limit."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ _LONGEST_S, _SHORTEST_S = 0.25, 0.004
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that tensors hold on a device; on a CPU what the process has resident, which is more."""
+    """Return the bytes of tensors on a device; on a CPU the resident set of the process, which is larger."""
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return get_accelerator().memory_allocated()
 
 
 class MemoryReport:
-    """Categories of an engine's memory.
+    """Memory of an engine by category.
 
     Attributes:
-        left_by_forward: bytes of activations after the first one; below 0 before.
+        left_by_forward: bytes of activations after the first forward; negative before it.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -86,16 +86,16 @@ class MemoryReport:
         return sizes
 
     def _resident(self) -> int:
-        """Bytes of what is known that the system has provided."""
+        """Return the resident bytes of the known state."""
         parts = self._state.components
         state_parts = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
         return resident([*state_parts, *([] if parts.reducer is None else parts.reducer.reduce_scatter.buffers())])
 
     def by_category(self) -> dict[str, int]:
-        """Bytes on this rank now: the kinds of `state_bytes`, transit buffers, and the rest since the engine was made.
+        """Return this rank's bytes by category: `state_bytes`, transit buffers, and activations (all other memory).
 
-        The rest is called activations: between updates it is what the allocator keeps. On a CPU it is measured by what
-        is resident, so it has what the C library keeps for later.
+        Between updates, activations are memory that the allocator caches. On a CPU they are derived from the resident
+        set, so they include memory that the C library caches.
         """
         sizes = self._known()
         known = sum(sizes.values())
@@ -108,13 +108,13 @@ class MemoryReport:
         self.left_by_forward = self._live()
 
     def _live(self) -> int:
-        """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
+        """Return the bytes of activations; with a limit on addresses, the mapped bytes, resident or not."""
         if self._state.device.type == "cpu" and limits_addresses():
             return max(0, psutil.Process().memory_info().vms - self._mapped - sum(self._known().values()))
         return self.by_category()[ACTIVATIONS]
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
-        """The error that says what held the memory, what it ran out for, and which key and value would help."""
+        """Create the error with the memory by category, the category that ran out, and a suggestion of keys."""
         frames = list(frames_of(error))
         category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -126,7 +126,7 @@ class MemoryReport:
         return exhausted_error
 
     def running_out(self, frames: Sequence[Any], free: int) -> str:
-        """The warning that the container's memory is nearly used up; `frames` are outermost first, `free` in bytes."""
+        """Format the warning that the container's memory is almost full. `frames`: outermost first; `free`: bytes."""
         category = innermost(frames)
         advice = self._advice(category, frames, 0)
         left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
@@ -134,7 +134,7 @@ class MemoryReport:
 
     @staticmethod
     def _requested_bytes(error: BaseException) -> int:
-        """Bytes that an allocator was asked for when it failed; 0 where the error does not say."""
+        """Return the bytes of the failed allocation; 0 if the error does not contain them."""
         match = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
         if match is None:
             return 0
@@ -142,7 +142,7 @@ class MemoryReport:
 
     @staticmethod
     def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
-        """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
+        """Return the completed fraction of forward when memory ran out, by blocks; 0.5 if unknown."""
         places = {block: index for index, block in enumerate(repeated_blocks(model))}
         for frame in frames:
             module = frame.f_locals.get("self")
@@ -156,7 +156,7 @@ class MemoryReport:
         return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
 
     def _advice(self, category: str, frames: Sequence[Any], requested: int) -> Advice:
-        """The first of what helps a category that frees enough; `requested` is in bytes, 0 where it is not known."""
+        """Return the first suggestion that frees enough memory; `requested` is in bytes, 0 if unknown."""
         held, free = self._known(), free_bytes(self._state.device)
         # What the first updates will still make of state is not free.
         needs = self.holding().needs(Setting.of(self._state.ds_config))
@@ -181,7 +181,7 @@ class MemoryReport:
         return advise_on_state(self._state.ds_config, self.holding(), room - activations, not pipes, category)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
-        """Twice the bucket is under way where messages overlap backward; one group always is."""
+        """Suggest a smaller `reduce_bucket_size`; two buckets are in transit at once, and a group is never divided."""
         bucket, groups = self._state.ds_config.zero.reduce_bucket_size, self._state.components.groups
         width = max((group.dtype.itemsize for group in groups), default=4)
         tensors = [member.numel for group in groups for member in group.members]
@@ -220,7 +220,7 @@ class MemoryReport:
         return None
 
     def holding(self) -> Holding:
-        """What this engine's model makes state of."""
+        """Return the sizes of this engine's model that determine its training state."""
         state, parts = self._state, self._state.components
         updated = [] if parts.optimizer is None else parts.optimizer.fragments
         members = [member for group in parts.groups for member in group.members]
@@ -231,7 +231,7 @@ class MemoryReport:
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
-    """The tensors of an engine's training state by category; where one lies over several, the first is meant."""
+    """Return the tensors of an engine's training state by category; a tensor in several belongs to the first."""
     parts: Components = engine._components
     groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
     gathers = [group for group in groups if group.policy.gathers_before_use]
@@ -250,7 +250,7 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
 
 
 class MemoryGuard:
-    """Wraps a part of a step: running out of memory inside raises an error with a report."""
+    """Context of a part of a step that adds a report to out-of-memory errors."""
 
     __slots__ = ("_inner", "_measures", "_report")
 
@@ -271,11 +271,11 @@ class MemoryGuard:
 
 
 class MemoryWatchdog:
-    """A thread that warns before the container's memory limit is reached; without a limit there is none.
+    """Thread that warns before the container's memory limit is reached; there is no thread without a limit.
 
-    A process alone in a container with a limit is ended by SIGKILL when it touches one page too many; no allocation
-    fails before. So a thread looks at what is left, the more often the less there is, and logs once what the thread
-    that trains is doing, what is held, and which key would help.
+    The kernel ends a process that exceeds the container's limit with SIGKILL; no allocation fails before. So the thread
+    polls the free memory, more often as it decreases, and logs once the current activity of the training thread, the
+    memory by category, and a key that helps.
     """
 
     def __init__(self, report: MemoryReport, container: CgroupMemory | None = None) -> None:
@@ -293,7 +293,7 @@ class MemoryWatchdog:
 
     @property
     def scarce(self) -> float:
-        """Bytes under which memory is nearly used up."""
+        """Return the free bytes below which the warning is logged."""
         return max(_LEAST, _SHARE * self._limit)
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class MemoryWatchdog:
     def _look(
         watch: weakref.ref[MemoryWatchdog], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
     ) -> None:
-        """Look until the end, or until the engine is freed: it holds neither; `trains` is the thread that trains."""
+        """Poll until the end, or until the engine is freed (references are weak); `trains` is the training thread."""
         warned = False
         while True:
             here, held = watch(), report()

@@ -1,7 +1,7 @@
-"""Suggests the keys that make training state fit into memory.
+"""Suggestions of keys that make training state fit into memory.
 
-[Note: what counts as near] Near memory is the one that ran out: a device's, or on a CPU the process's own, which also
-holds host buffers. State on a disk is never near; state on the host is near on a CPU.
+[Note: what counts as near] Near memory is the memory that ran out: a device's, or on a CPU the process's own, which
+also holds host buffers. State on a disk is never near; state on the host is near on a CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _AWAY = "masters, gradient sums and optimizer state leave it"
 
 @dataclass(frozen=True)
 class Advice:
-    """Keys that would fit."""
+    """Suggested keys, or the reason why there are none."""
 
     settings: dict[str, Any]  # a part of the JSON, to be laid over the user's; empty where no key helps
     why: str  # what they do, or why there are none
@@ -57,7 +57,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that decide how much training state stays on the device."""
+    """Settings that determine how much training state is on the device."""
 
     stage: int  # of ZeRO
     optimizer: str = DEVICE  # place of masters, gradient sums and optimizer state
@@ -75,7 +75,7 @@ class Setting:
         return cls(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
 
     def smaller(self, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
-        """Settings that take less, those that change least first."""
+        """Yield settings that need less memory, the smallest changes first."""
         now, far = self, HOST if HOST not in holding.near else NVME
         if policy_for(now.stage).gathers_before_use and now.live > holding.pair:
             yield (now := replace(now, live=0))
@@ -92,7 +92,7 @@ class Setting:
                 yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)
 
     def keys_to(self, then: Setting, folder: str, pair: int) -> dict[str, Any]:
-        """The keys of `zero_optimization` that lead to another setting; `pair` as in `Holding`."""
+        """Return the keys of `zero_optimization` that change this setting to another one; `pair` as in `Holding`."""
         names, keys = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
         if then.stage != self.stage:
             keys["stage"] = then.stage
@@ -113,21 +113,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a model makes state of.
+    """Sizes of a model that determine its training state.
 
     Args:
         trained: elements that are updated.
-        frozen: the others.
-        tensors: elements of each parameter that is updated.
+        frozen: elements that are not updated.
+        tensors: elements of each updated parameter.
         units: elements of each module that is gathered as one.
-        widths: bytes of an element of parameters, master and accumulator.
+        widths: bytes per element of parameters, masters and accumulators.
         moments: bytes of optimizer state per element.
-        ranks: that split it.
+        ranks: number of ranks that shard the state.
         accumulates: windows have several micro-batches.
         bucket: `reduce_bucket_size`.
-        near: places that are the memory that ran out.
-        addresses: what is limited are addresses of this process: what it maps of its neighbours' memory counts.
-        birth: bytes of the model as it was given, which is whole before anything is split.
+        near: places that count as the memory that ran out.
+        addresses: the limit is on this process's address space, so mapped memory of other ranks counts.
+        birth: bytes of the user's model, which is whole before it is sharded.
     """
 
     trained: int
@@ -154,7 +154,7 @@ class Holding:
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
     ) -> Holding:
-        """That of a model; `parts` are elements of each parameter and whether it is updated, in the model's order."""
+        """Create the sizes of a model; `parts` are (elements, whether updated) per parameter, in the model's order."""
         dtype = DTYPES["fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"]
         master = master_dtype(config, dtype)
         return cls(
@@ -173,7 +173,7 @@ class Holding:
         )
 
     def needs(self, setting: Setting) -> float:
-        """Bytes near, under a setting, at its fullest between micro-batches."""
+        """Return the peak bytes of near memory between micro-batches under a setting."""
         policy = policy_for(setting.stage)
         groups = self._groups(policy)
         total = self._rest(setting, policy) + self._of_backward(setting, policy, max(groups, default=0))
@@ -188,7 +188,7 @@ class Holding:
 
     @property
     def pair(self) -> int:
-        """Elements of the two largest units (modules gathered together), added up."""
+        """Return the total elements of the two largest units, which can be gathered at the same time."""
         return sum(sorted(self.units)[-2:])
 
     @property
@@ -209,7 +209,7 @@ class Holding:
         return total + self.frozen * self.widths[0] / (self.ranks if policy.gathers_before_use else 1)
 
     def _of_backward(self, setting: Setting, policy: Policy, group: int) -> float:
-        """What is gathered, and gradients: the one that autograd makes, those in a round, and those under way."""
+        """Return the bytes of gathered parameters, and of gradients in autograd, in a round and in transit."""
         itemsize, accumulator = self.widths[0], self.widths[2]
         total = float(self._tensor * itemsize)
         if policy.gathers_before_use:
@@ -226,7 +226,7 @@ class Holding:
         return total + mapped - (posted if whole else own)
 
     def _of_update(self, setting: Setting, policy: Policy, groups: Sequence[int]) -> float:
-        """What is lent for the update, and what an optimizer computes beside its state."""
+        """Return the bytes of buffers for the update, and of the optimizer's temporaries."""
         master, slices = self.widths[1], self._slices(policy)
         total = _TEMPORARIES * self._tensor / slices * master
         if NVME in (setting.optimizer, setting.parameters) and HOST in self.near:
@@ -244,7 +244,7 @@ class Holding:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take: of the device, or on a CPU under the limits of process and container."""
+    """Return the bytes that this process can still allocate on the device, or on a CPU under its limits."""
     free = get_accelerator().available_memory()
     if device.type != "cpu":
         return free
@@ -260,12 +260,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def near_places(device: torch.device) -> frozenset[str]:
-    """See the note."""
+    """Return the places that count as near memory; see the note."""
     return frozenset((DEVICE, HOST) if device.type == "cpu" else (DEVICE,))
 
 
 def _folder(config: DeepSpeedConfig) -> str:
-    """A folder on a disk: the JSON's own, else one for temporary files that does not lie in memory, or ""."""
+    """Return a folder on a disk: the JSON's, else one for temporary files that is not in memory, or ""."""
     zero = config.zero
     named = [str(part.nvme_path) for part in (zero.offload_optimizer, zero.offload_param) if part.nvme_path]
     mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
@@ -281,11 +281,11 @@ def _folder(config: DeepSpeedConfig) -> str:
 def advise_on_state(
     config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, category: str = "state"
 ) -> Advice:
-    """The least change under which a model's state fits into `room` bytes near.
+    """Return the smallest change with which a model's state fits into `room` bytes of near memory.
 
     Args:
-        stages: a higher stage may be suggested (a pipeline has none).
-        category: the one that memory was asked for.
+        stages: allow a higher ZeRO stage (False for pipelines).
+        category: category of the failed allocation.
     """
     now, folder = Setting.of(config), _folder(config)
     near, mib = "device" if HOST not in holding.near else "memory", 2**20
@@ -319,7 +319,7 @@ def advise_on_state(
 
 
 def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """See `Holding.units`; `sizes` are elements of parameters by identity, where those are not `numel()`."""
+    """Return the sizes for `Holding.units`; `sizes` are elements by parameter identity, if they are not `numel()`."""
     units: Counter[torch.nn.Module] = Counter()
     for param, unit in units_of(model).items():
         units[unit] += sizes.get(id(param), param.numel())
@@ -327,7 +327,7 @@ def units_in(model: torch.nn.Module, sizes: Mapping[int, int]) -> tuple[int, ...
 
 
 def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A `build` that turns running out of memory into an error with the keys under which the state would fit."""
+    """Wrap `build`: on an out-of-memory error, suggest the keys with which the state would fit."""
 
     @functools.wraps(build)
     def build_or_advise(

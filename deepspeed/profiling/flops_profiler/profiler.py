@@ -1,4 +1,4 @@
-"""Parameters, operations and time of a model by module; operations are counted where they are dispatched."""
+"""Parameters, operations and time of a model by module. Operations are counted at dispatch."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class _Mode(DispatchMode):
 
 
 class Counter(Attribution):
-    """Operations and seconds by module, while it is attached.
+    """Operations and seconds by module, while attached.
 
     Attributes:
-        own: operations of forward, of backward, and computed again, by the name of the module itself.
+        own: operations of forward, backward and recomputation, by module name, without submodules.
         uncounted: seconds in operators without a formula, by operator; only while operations are counted.
     """
 
@@ -80,21 +80,21 @@ class Counter(Attribution):
         self._mode: _Mode | None = None
 
     def attach(self, counting: bool = True) -> None:
-        """Begin to count operations, which costs some microseconds each, and times; or times alone."""
+        """Start counting operations (some microseconds each) and times; without `counting`, only times."""
         self.hook()
         if counting:
             self._mode = _Mode(self)
             self._mode.__enter__()
 
     def detach(self) -> None:
-        """End; the numbers stay."""
+        """Stop; the figures remain."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
         self.unhook()
 
     def add(self, flops: int, again: int) -> None:
-        """Add an operator's operations, of which `again` had been computed by forward already."""
+        """Add an operator's operations; `again` of them are recomputation."""
         whose, phase = self.where()
         if whose is None:
             return
@@ -102,7 +102,7 @@ class Counter(Attribution):
         self.own[whose][AGAIN] += again
 
     def totals(self) -> dict[str, list[int]]:
-        """Operations of each module with all below it, containers too; "" is the model."""
+        """Return the operations of each module including its descendants; "" is the model."""
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         for name, counts in self.own.items():
             if name != OUTSIDE:
@@ -113,7 +113,7 @@ class Counter(Attribution):
         return sums
 
     def time_of(self, name: str) -> float:
-        """Seconds of forward in a module; of a container, which is not called, in its children."""
+        """Return the forward seconds of a module; for a container that is not called, of its children."""
         if name in self.seconds:
             return self.seconds[name]
         below = f"{name}." if name else ""
@@ -122,22 +122,22 @@ class Counter(Attribution):
         return sum(self.seconds[n] for n in top)
 
     def without_formula(self, least: float = 0.01) -> list[tuple[str, float]]:
-        """Operators without a formula, with their share of the time in all operators if `least` or more."""
+        """Return operators without a formula whose share of all operator time is at least `least`, with the share."""
         shares = {name: took / self.seconds_in_operators for name, took in self.uncounted.items()}
         return sorted(((n, s) for n, s in shares.items() if s >= least), key=lambda row: -row[1])
 
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """What was found of one module with all below it.
+    """Figures of one module including its descendants.
 
     Attributes:
-        params: distinct parameters, with true sizes where they are split over ranks.
+        params: distinct parameters, with original sizes if they are sharded.
         forward: operations of forward.
-        backward: operations of backward, those aside that forward had computed already.
-        again: operations of forward that backward computed again: checkpoints, and the scores of fused attention.
-        own: (forward, backward, again) of the module itself, without those below it.
-        seconds: of forward, by the host's clock.
+        backward: operations of backward, without recomputation.
+        again: recomputed forward operations in backward: checkpoints, and the scores of fused attention.
+        own: (forward, backward, again) of the module without its descendants.
+        seconds: forward seconds on the host's clock.
     """
 
     params: int
@@ -149,15 +149,15 @@ class ModuleProfile:
 
 
 class FlopsProfiler:
-    """Counts the operations of a model where they are dispatched, by module.
+    """Counts the operations of a model at dispatch, by module.
 
     Args:
-        model: any module; sharded ones count with their true sizes.
-        ds_engine: the engine around it; the report then has its batch, ranks and times.
-        recompute_fwd_factor: accepted for old scripts; what is recomputed is counted.
+        model: any module; sharded ones count with their original sizes.
+        ds_engine: the model's engine; the report then includes its batch, ranks and times.
+        recompute_fwd_factor: accepted for old scripts without effect; recomputation is counted.
 
     Attributes:
-        times: seconds of "backward" and "step", where an engine has measured them.
+        times: seconds of "backward" and "step", if an engine has measured them.
 
     Example:
         >>> profiler = FlopsProfiler(model)
@@ -173,17 +173,17 @@ class FlopsProfiler:
         self._timed: Counter | None = None
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Count from here on, forward and backward.
+        """Start counting operations of forward and backward.
 
         Args:
-            ignore_list: types of modules; what runs inside of them is not counted.
+            ignore_list: types of modules; operations inside of them are not counted.
         """
         self._ignore = tuple(ignore_list or ())
         self._start(counting=True)
         self._timed = self._counted
 
     def start_timing(self) -> None:
-        """Measure times from here on, beside the operations that were counted before: counting takes time."""
+        """Start measuring times without counting, which takes time; earlier operation counts remain."""
         if self._counted is None:
             raise UsageError("start_timing() before start_profile(): nothing was counted yet")
         self._start(counting=False)
@@ -197,25 +197,25 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Stop; the numbers stay."""
+        """Stop; the figures remain."""
         if self.started and self._timed is not None:
             self._timed.detach()
         self.started = False
 
     def reset_profile(self) -> None:
-        """Forget the numbers, and go on if it runs."""
+        """Reset the figures; a running profile continues."""
         if self.started:
             self._start(counting=True)
         else:
             self._counted = self._timed = None
 
     def end_profile(self) -> None:
-        """Stop, and forget the numbers."""
+        """Stop, and drop the figures."""
         self.stop_profile()
         self._counted = self._timed = None
 
     def _profile(self, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None) -> None:
-        """Count one call and time another, in eval mode; the mode of each module is put back."""
+        """Count one call and time another, in eval mode; afterwards each module's mode is restored."""
         was_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -240,7 +240,7 @@ class FlopsProfiler:
         return self._counted, self._timed
 
     def rows(self) -> dict[str, ModuleProfile]:
-        """What was found, by name of module; "" is the model, and each is the sum of its own and of its children."""
+        """Return the figures by module name ("" is the model): sums of the module's own figures and its children's."""
         counted, timed = self._numbers
         totals = counted.totals()
         names = dict(self.model.named_modules(remove_duplicate=False))
@@ -257,31 +257,31 @@ class FlopsProfiler:
         }
 
     def outside(self) -> tuple[int, int, int]:
-        """Operations of forward, of backward, and computed again, that no module of the model did (a loss, say)."""
+        """Return the operations of forward, backward and recomputation outside of all modules (such as a loss)."""
         forward, backward, again = self._numbers[0].own[OUTSIDE]
         return forward, backward, again
 
     def without_formula(self) -> list[tuple[str, float]]:
-        """Operators that count nothing for want of a formula, with their share of the time in all operators."""
+        """Return the operators that are not counted, for lack of a formula, with their share of all operator time."""
         return self._numbers[0].without_formula()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Operations of forward on this rank."""
+        """Return the operations of forward on this rank."""
         flops = self.rows()[""].forward
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-adds of forward on this rank: half its operations."""
+        """Return the multiply-adds of forward on this rank: half of its operations."""
         macs = self.rows()[""].forward // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of forward; with the time that counting takes, unless `start_timing` measured another one."""
+        """Return the seconds of forward; without `start_timing`, they include the time for counting."""
         seconds = self.rows()[""].seconds
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Distinct parameters, in true sizes."""
+        """Return the number of distinct parameters, in original sizes."""
         params = sum(p.numel() for p in self.model.parameters())
         return params_to_string(params) if as_string else params
 
@@ -298,11 +298,11 @@ class FlopsProfiler:
         """Print the summary, the largest modules of each depth, and the model with its figures.
 
         Args:
-            profile_step: for the heading.
-            module_depth: how deep; -1 is all.
-            top_modules: classes of modules per depth.
-            detailed: with the model.
-            output_file: a file instead of standard output; it is appended to.
+            profile_step: step number for the heading.
+            module_depth: maximum depth; -1: all.
+            top_modules: number of module classes per depth.
+            detailed: include the tree of modules.
+            output_file: file to append to instead of standard output.
         """
         text = Report(self, module_depth, top_modules).whole(profile_step, detailed)
         if output_file is None:
@@ -313,7 +313,7 @@ class FlopsProfiler:
             print(text, file=file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the largest classes of modules of each depth, by parameters, operations and time."""
+        """Print the largest module classes of each depth, by parameters, operations and time."""
         print(Report(self, module_depth, top_modules).aggregated())
 
 
@@ -332,20 +332,20 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Profile one forward of a model, in eval mode and without gradients; its mode is put back.
+    """Profile one forward of a model, in eval mode and without gradients; the modes of modules are restored.
 
     Args:
         model: any module.
-        input_shape: of one tensor of the model's dtype and device, with zeros in it.
-        args: positional inputs instead, or besides.
-        kwargs: inputs by name.
+        input_shape: shape of one input tensor of zeros, with the model's dtype and device.
+        args: positional inputs, instead of or after `input_shape`.
+        kwargs: keyword inputs.
         print_profile: print the report.
         detailed: see `FlopsProfiler.print_model_profile`.
-        module_depth: see there.
-        top_modules: see there.
-        warm_up: runs before.
-        as_string: give text.
-        output_file: see there.
+        module_depth: see `FlopsProfiler.print_model_profile`.
+        top_modules: see `FlopsProfiler.print_model_profile`.
+        warm_up: number of runs before the profile.
+        as_string: return text instead of numbers.
+        output_file: see `FlopsProfiler.print_model_profile`.
         ignore_modules: types of modules that are not counted.
         mode: "forward", or "generate" for `model.generate`.
 

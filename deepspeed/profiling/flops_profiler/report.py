@@ -1,4 +1,4 @@
-"""The profile as text."""
+"""Text of a profile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """A number with a unit.
+    """Format a number with a unit.
 
     Args:
-        num: any.
-        units: T, G, M, K, "", m or u; None picks the largest of which there is one.
-        precision: digits behind the point.
+        num: any number.
+        units: T, G, M, K, "", m or u; None: the largest unit that is not larger than the number.
+        precision: digits after the decimal point.
 
     Example:
         >>> number_to_string(6.28e12)
@@ -35,27 +35,27 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiply-adds: '3.14 TMACs'."""
+    """Format multiply-adds: '3.14 TMACs'."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Operations, or operations per second, which upstream writes alike: '6.28 TFLOPS'."""
+    """Format operations, or operations per second; upstream uses the same unit for both: '6.28 TFLOPS'."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Bytes: '1.50 GB'."""
+    """Format bytes: '1.50 GB'."""
     return f"{number_to_string(b, units, precision)}B"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds: '76.39 ms'."""
+    """Format seconds: '76.39 ms'."""
     return f"{number_to_string(duration, units, precision)}s"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Parameters: '336.23 M', and B for 1e9."""
+    """Format a number of parameters: '336.23 M', with B for 1e9."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units, precision).replace("G", "B").strip()
 
@@ -64,9 +64,9 @@ class Report:
     """Text of a profile.
 
     Args:
-        profiler: after `stop_profile`.
-        depth: how deep modules are listed; -1 is all.
-        top: classes of modules listed per depth.
+        profiler: profiler after `stop_profile`.
+        depth: maximum depth of listed modules; -1: all.
+        top: number of module classes listed per depth.
     """
 
     def __init__(self, profiler: Any, depth: int, top: int) -> None:
@@ -114,7 +114,7 @@ class Report:
             yield f"no formula: {name}, share of time in operators", f"{100 * share:.1f}%"
 
     def _times(self, seconds: dict[str, float]) -> Iterator[tuple[str, str]]:
-        """Of the engine: what was measured of the micro-batch."""
+        """Yield the engine's measured times of the micro-batch."""
         model_row, engine = self._all, self._profiler.ds_engine
         back, step = seconds.get("backward", 0.0), seconds.get("step", 0.0)
         forward, model = model_row.seconds, model_row.forward + model_row.backward
@@ -132,7 +132,7 @@ class Report:
         yield "samples/second", f"{samples / max(forward + back + step, 1e-9):.2f}"
 
     def aggregated(self) -> str:
-        """Per depth, the classes of modules with most parameters, multiply-adds and time."""
+        """Return, per depth, the module classes with most parameters, multiply-adds and time."""
         kinds = {name: type(module).__name__ for name, module in self._profiler.model.named_modules()}
         by_depth: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
         for name, kind in kinds.items():
@@ -151,7 +151,7 @@ class Report:
         return "\n".join(lines)
 
     def _tree(self) -> Iterator[str]:
-        """A line for each module, under its parent; at the end those that were called elsewhere than where they lie."""
+        """Yield a line for each module under its parent, then the modules that were called outside of their parent."""
         modules, total = dict(self._profiler.model.named_modules(remove_duplicate=False)), self._all
         for name in self._rows:  # in the model's order
             row, depth = self._rows[name], name.count(".") + 1 if name else 0

@@ -1,4 +1,4 @@
-"""Forward and backward by module, as spans.
+"""Spans of forward and backward by module.
 
 The backward of a module begins with the gradient of its output and ends with that of its input; operations in between
 belong to the module that began last. If one tensor is the output of nested modules, the innermost counts.
@@ -23,7 +23,7 @@ is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabl
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """`tensors_in`, which is given one alone most often."""
+    """Yield the tensors of a value, with a fast path for a single tensor."""
     return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
 
 
@@ -31,7 +31,7 @@ class ModuleSpans:
     """Hooks on all modules of a model, until `remove`.
 
     Args:
-        model: its own span has no name, and is the engine's.
+        model: the model; the engine records the span of the root module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class ModuleSpans:
         self._running.clear()
 
     def __deepcopy__(self, memo: Any) -> ModuleSpans:
-        """Copies of a model record with it, until `remove`."""
+        """Return the same object: copies of a model share these hooks until `remove`."""
         return self
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class ModuleSpans:
                     node.register_prehook(partial(self._begin, name))
 
     def _begin(self, name: str, _gradients: Any) -> None:
-        """The backward of a module begins."""
+        """Begin the backward of a module."""
         if not recorder.on:
             return
         if not self._since:
@@ -93,12 +93,12 @@ class ModuleSpans:
         self._turn(name)
 
     def _end(self, name: str, above: str, _gradients: Any) -> None:
-        """Its input has its gradient."""
+        """End the backward of a module, whose input has its gradient."""
         if self._since and (self._module == name or self._module.startswith(f"{name}.")):
             self._turn(above)
 
     def _turn(self, name: str | None = None) -> None:
-        """What runs from now on is a module's; None: backward is over."""
+        """Attribute the following operations to a module; None: backward has ended."""
         if self._since and self._module:
             recorder.add(self._since, BACKWARD, module=self._module)
         self._module, self._since = name or "", 0 if name is None else now()

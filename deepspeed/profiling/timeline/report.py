@@ -1,4 +1,4 @@
-"""Reports a timeline: as a table with advice, as a picture, as Chrome trace events.
+"""Output of a timeline: a table with advice, a picture, and Chrome trace events.
 
 Slices on one track must nest, or Perfetto does not draw them: spans of a thread nest by themselves; messages and disk
 transfers are distributed over as many tracks as overlap.
@@ -34,7 +34,7 @@ _RANKS = 8  # columns
 
 
 def table(timeline: Any) -> str:
-    """See `Timeline.table`."""
+    """Return the text of `Timeline.table`."""
     step, limit = timeline.step_seconds, timeline.limit
     last = timeline.first + timeline.updates - 1
     lines = [f"updates {timeline.first} to {last}: {1e3 * step:.2f} ms each, mean of {len(timeline.records)} rank(s)"]
@@ -92,7 +92,7 @@ _BESIDE = {FLIGHT: "messages", TRANSFER: "disk"}
 
 
 def trace(timeline: Any) -> dict[str, Any]:
-    """The whole file, as JSON's values; times in microseconds from the first mark on."""
+    """Return the trace file as JSON values; times are microseconds since the first mark."""
     zero = min(record.marks[0] for record in timeline.records)
     events: list[dict[str, Any]] = []
     for record in timeline.records:
@@ -129,7 +129,7 @@ def trace(timeline: Any) -> dict[str, Any]:
 
 
 def lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """Spans with the first lane in which they overlap none before."""
+    """Yield spans, each with the first lane in which it overlaps no earlier span."""
     ends: list[int] = []
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         lane = next((index for index, end in enumerate(ends) if end <= span.begin), len(ends))
@@ -162,8 +162,8 @@ def draw(timeline: Any, path: str | Path) -> None:
     """Write a picture of the last update.
 
     Args:
-        timeline: of all ranks.
-        path: its ending says the format.
+        timeline: timeline of all ranks.
+        path: target file; the suffix determines the format.
 
     Raises:
         NotAvailableError: matplotlib is not installed.

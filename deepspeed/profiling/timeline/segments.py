@@ -1,4 +1,4 @@
-"""Splits a rank's time into segments, and the time in messages into waiting for a straggler and communication.
+"""Segments of a rank's time, and the split of message time into waiting for a straggler and communication.
 
 The innermost span counts. A slow backward on one rank appears as waiting in the next collective of all others. So each
 wait is attributed to the rank that came last, and to the segment in which that rank took longer than the others.
@@ -42,14 +42,14 @@ _ANYWHERE = (BACKWARD, FORWARD, RECOMPUTE, CALL, WAIT, REDUCE)  # a device's bac
 
 
 class RankRecord(NamedTuple):
-    """What one rank recorded.
+    """Recorded data of one rank.
 
     Attributes:
-        rank: of all.
-        spans: by begin, on the clock of rank 0.
-        marks: nanoseconds at which an update was over, one more than there are updates.
-        main: the thread that called the engine.
-        lost: spans that did not fit.
+        rank: global rank.
+        spans: spans sorted by begin, on the clock of rank 0.
+        marks: nanoseconds at which updates ended; one more than there are updates.
+        main: thread that called the engine.
+        lost: number of spans that did not fit.
     """
 
     rank: int
@@ -60,12 +60,12 @@ class RankRecord(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of time in which one span was the innermost.
+    """A time segment with one innermost span.
 
     Attributes:
         begin, end: nanoseconds.
-        category: of `CATEGORIES`, but CALL, WAIT and REDUCE apart.
-        label, module: of the span.
+        category: one of `CATEGORIES`, with CALL, WAIT and REDUCE separate.
+        label, module: those of the span.
     """
 
     begin: int
@@ -76,7 +76,7 @@ class Segment(NamedTuple):
 
 
 def pieces_of(record: RankRecord) -> list[Segment]:
-    """All pieces between the first and the last mark, without gaps."""
+    """Return all segments between the first and the last mark, without gaps."""
     start, stop = record.marks[0], record.marks[-1]
     spans = [
         span
@@ -120,7 +120,7 @@ def _piece(begin: int, end: int, active: list[Span]) -> Segment:
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as disjoint intervals, by begin."""
+    """Merge intervals to disjoint ones, sorted by begin."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -131,7 +131,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def common(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
-    """Time that lies in both; each disjoint and by begin."""
+    """Return the total overlap of two lists of disjoint intervals, sorted by begin."""
     total = i = j = 0
     while i < len(first) and j < len(second):
         total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
@@ -151,11 +151,11 @@ class Charge(NamedTuple):
     """Waiting that one rank caused.
 
     Attributes:
-        rank: that came last.
-        nanoseconds: of all others together, in all updates.
-        usual: of all others together in the median update, which one odd update does not change.
-        category, module: what it had most more of than the others.
-        excess: nanoseconds of that category in the median update, over the mean of the others.
+        rank: the rank that came last.
+        nanoseconds: waiting of all other ranks together, in all updates.
+        usual: waiting of all other ranks together in the median update, which one outlier does not change.
+        category, module: the segment in which the rank exceeded the others most.
+        excess: nanoseconds of that category in the median update, above the mean of the others.
     """
 
     rank: int
@@ -167,11 +167,11 @@ class Charge(NamedTuple):
 
 
 class Waits:
-    """Splits the time in messages into waiting for a rank and the rest.
+    """Splits message time into waiting for a rank and communication.
 
     Args:
-        records: of all ranks.
-        pieces: of each, in the same order.
+        records: records of all ranks.
+        pieces: segments of each rank, in the same order.
     """
 
     def __init__(self, records: Sequence[RankRecord], pieces: Sequence[list[Segment]]) -> None:
@@ -197,7 +197,7 @@ class Waits:
         ]
 
     def _split(self, index: int, piece: Segment) -> list[Segment]:
-        """A piece in messages as up to two, WAITING and COMMUNICATION."""
+        """Split a message segment into up to two: WAITING and COMMUNICATION."""
         if piece.category not in MESSAGES:
             return [piece]
         rest = piece._replace(category=COMMUNICATION)
@@ -210,13 +210,13 @@ class Waits:
         return [waited] if until == piece.end else [waited, rest._replace(begin=until)]
 
     def _update(self, index: int, piece: Segment) -> int:
-        """Number of the update in which a piece begins."""
+        """Return the number of the update in which a segment begins."""
         return min(bisect_right(self._marks[index], piece.begin), len(self._marks[index]) - 1) - 1
 
     def _last(self, index: int, piece: Segment) -> tuple[int, int]:
-        """Who came last to what a piece waits for, and when; (-1, 0) when nobody is known to be late.
+        """Return (rank position, time) of the last rank to arrive at the message of a segment; (-1, 0) if none is late.
 
-        A call that waits is one that all must enter. What is waited for later has left when the other's call is over.
+        A CALL segment is a collective that all ranks enter. A WAIT segment's message leaves when the other call ends.
         """
         if piece.label.startswith("gather of ") and piece.category != CALL:
             return self._busiest(index, piece, whole=False)
@@ -235,7 +235,7 @@ class Waits:
         return self._busiest(index, piece, whole=True)
 
     def _busiest(self, index: int, piece: Segment, whole: bool) -> tuple[int, int]:
-        """The peer that was busy for the longest meanwhile, and when that was over."""
+        """Return the peer that was busy longest during a segment, and the end of its work."""
         late, longest, when = -1, 0, 0
         for other, of_rank in enumerate(self._busy):
             intervals = of_rank[whole]
@@ -252,20 +252,20 @@ class Waits:
         return late, when
 
     def totals(self, index: int) -> list[dict[tuple[str, str], int]]:
-        """Nanoseconds of a rank by category and module, for each update."""
+        """Return a rank's nanoseconds by category and module, for each update."""
         totals: list[dict[tuple[str, str], int]] = [defaultdict(int) for _ in self._marks[index][1:]]
         for piece in self.pieces[index]:
             totals[self._update(index, piece)][piece.category, piece.module] += piece.end - piece.begin
         return totals
 
     def usual(self, index: int) -> dict[tuple[str, str], float]:
-        """Nanoseconds of a rank's median update, by category and module."""
+        """Return a rank's nanoseconds in the median update, by category and module."""
         updates = self.totals(index)
         keys = {key for update in updates for key in update}
         return {key: median(update.get(key, 0) for update in updates) for key in keys}
 
     def charges(self) -> list[Charge]:
-        """Waiting by who caused it, the most first."""
+        """Return the waiting by causing rank, the largest first."""
         totals = [self.usual(index) for index in range(len(self.pieces))]
         charges = []
         for late, caused in self._caused.items():

@@ -1,4 +1,4 @@
-"""The timeline of all ranks over some updates: shares of the step, stragglers, the limiting resource."""
+"""Timeline of all ranks over some updates: shares of the step, stragglers, the limiting resource."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MUCH = 0.05  # of the step that is waited for one rank: then that rank limits i
 
 
 class Limit(NamedTuple):
-    """What takes the most of a step.
+    """Largest part of a step.
 
     Attributes:
-        category: of `CATEGORIES`.
-        module: or group of parameters; may be empty.
-        rank: that others wait for; None: it is so on all ranks.
-        share: of the step.
-        advice: what to change.
+        category: one of `CATEGORIES`.
+        module: module or group of parameters; may be empty.
+        rank: the rank that others wait for; None: the limit applies to all ranks.
+        share: share of the step.
+        advice: suggested change.
     """
 
     category: str
@@ -48,7 +48,7 @@ class Timeline:
     """Spans of all ranks between the ends of two updates.
 
     Args:
-        records: of each rank, on one clock.
+        records: records of all ranks, on one clock.
         first: number of the first update, counted from 0.
     """
 
@@ -59,20 +59,20 @@ class Timeline:
 
     @property
     def pieces(self) -> list[list[Segment]]:
-        """What each rank did, without gaps; messages are split into WAITING and COMMUNICATION."""
+        """Return each rank's segments without gaps; messages are split into WAITING and COMMUNICATION."""
         return self._waits.pieces
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of an update, over updates and ranks."""
+        """Return the mean time of an update, over updates and ranks."""
         spans = [record.marks[-1] - record.marks[0] for record in self.records]
         return sum(spans) / len(spans) / self.updates / 1e9
 
     def shares(self, rank: int | None = None) -> dict[str, float]:
-        """Seconds of an update by category, exclusive of each other: they sum to the step.
+        """Return the seconds of an update by category; categories are exclusive and sum to the step.
 
         Args:
-            rank: of one; None: the mean of all.
+            rank: a rank; None: the mean of all ranks.
         """
         chosen = [of for record, of in zip(self.records, self.pieces, strict=True) if rank in (None, record.rank)]
         seconds = dict.fromkeys(CATEGORIES, 0.0)
@@ -81,7 +81,7 @@ class Timeline:
         return seconds
 
     def modules(self, category: str) -> dict[str, float]:
-        """Seconds of an update in a category by module, the mean of all ranks, the most first."""
+        """Return the seconds of an update in a category by module, as the mean of all ranks, largest first."""
         seconds: dict[str, float] = defaultdict(float)
         for piece in (piece for of_rank in self.pieces for piece in of_rank if piece.category == category):
             seconds[piece.module] += (piece.end - piece.begin) / 1e9 / self.updates / len(self.records)
@@ -89,12 +89,12 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds of an update in which a rank does nothing but communicate, or wait for another; mean of all ranks."""
+        """Return the seconds of an update in which a rank only communicates or waits for another; mean of all ranks."""
         shares = self.shares()
         return shares[COMMUNICATION] + shares[WAITING]
 
     def beside(self, category: str = FLIGHT) -> tuple[float, float]:
-        """(seconds of an update in which messages or transfers are under way, those hidden behind other work).
+        """Return (seconds of an update with messages or transfers pending, the part hidden behind other work).
 
         Args:
             category: FLIGHT for messages, TRANSFER for the disk.
@@ -113,7 +113,7 @@ class Timeline:
         return total / scale, hidden / scale
 
     def received(self) -> dict[str, int]:
-        """Bytes that came from other ranks or from disks, by what brought them; all updates, all ranks."""
+        """Return the bytes received from other ranks or disks, by label; all updates, all ranks."""
         bytes_by_source: dict[str, int] = defaultdict(int)
         for record in self.records:
             for span in record.spans:
@@ -123,12 +123,12 @@ class Timeline:
 
     @cached_property
     def charges(self) -> list[Charge]:
-        """Who is waited for, the most first."""
+        """Return the waiting by causing rank, the largest first."""
         return self._waits.charges()
 
     @cached_property
     def limit(self) -> Limit:
-        """What limits the median update: the rank that is waited for, or what takes more than that on every rank."""
+        """Return the limit of the median update: the rank that others wait for, or a larger part on every rank."""
         totals = [self._waits.usual(index) for index in range(len(self.records))]
         whole = sum(sum(total.values()) for total in totals) / len(totals)
         by_rank: list[dict[str, float]] = [defaultdict(float) for _ in totals]
@@ -152,13 +152,13 @@ class Timeline:
     # -- as files ---------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """Shares by category and rank, messages in flight, who is waited for, and what limits the step."""
+        """Return a table: shares by category and rank, messages in flight, waiting by causing rank, and the limit."""
         return table(self)
 
     def chrome(self) -> dict[str, Any]:
-        """The trace, for Perfetto and chrome://tracing: a process for each rank, a track for each stream."""
+        """Return the trace for Perfetto and chrome://tracing: a process for each rank, a track for each stream."""
         return trace(self)
 
     def picture(self, path: str | Path) -> None:
-        """A picture of the last update; needs matplotlib."""
+        """Write a picture of the last update; needs matplotlib."""
         draw(self, path)

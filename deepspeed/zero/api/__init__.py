@@ -1,1 +1,1 @@
-"""The user interface of ZeRO, and the view of the training state for engines and checkpoints."""
+"""User interface of ZeRO, and the view of the training state for engines and checkpoints."""

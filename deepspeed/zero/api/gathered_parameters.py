@@ -16,14 +16,13 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 
 class GatheredParameters:
-    """A context in which the parameters are gathered on every rank; all ranks must enter it together.
+    """A context in which the parameters are gathered on every rank. Entering it is collective.
 
     Args:
-        params: a parameter, or an iterable of them; parameters without an engine are ignored.
-        modifier_rank: the global rank whose in-place changes are broadcast on exit; None: changes are lost
-            at stage 3.
-        fwd_module: a module that uses the parameters in its forward; they are gathered before it from now on.
-        enabled: False makes the context do nothing.
+        params: a parameter, or an iterable of parameters; parameters without an engine are ignored.
+        modifier_rank: the global rank whose in-place changes are broadcast on exit; None: at stage 3, changes are lost.
+        fwd_module: a module that uses the parameters in its forward; its forward gathers them from now on.
+        enabled: False: the context does nothing.
 
     Example:
         >>> with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
@@ -84,7 +83,7 @@ class GatheredParameters:
                 group.reshard(edits_allowed=True)
 
     def _take_over(self) -> set[int]:
-        """Broadcast the values of the modifier rank; returns the ids of the groups that hold them."""
+        """Broadcast the values of the modifier rank; returns the ids of the groups with the parameters."""
         changed = set()
         for member in self._members:
             group = member.group
@@ -102,7 +101,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Declare that `module` uses `parameter` of another module in its forward.
 
     Args:
-        module: the user.
+        module: the module that uses the parameter.
         parameter: the parameter; no effect if no engine manages it.
     """
     if not isinstance(parameter, torch.nn.Parameter):
@@ -126,10 +125,10 @@ def unwrap_model_for_generation(model: Any) -> Generator[nn.Module, None, None]:
     """A context in which an engine's module is gathered and has no hooks, for fast generation.
 
     Args:
-        model: an engine at any stage; all ranks must enter together.
+        model: an engine at any stage. Entering the context is collective.
 
     Yields:
-        Its module.
+        The engine's module.
     """
     lifecycle = model._components.lifecycle
     with GatheredParameters(list(model.module.parameters())):

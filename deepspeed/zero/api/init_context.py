@@ -41,14 +41,14 @@ from deepspeed.zero.parameters.record import Tiers
 
 
 class _Patches:
-    """Wraps torch's module classes and tensor constructors while a context is open."""
+    """Wrappers of torch's module classes and tensor constructors while a context is open."""
 
     def __init__(self) -> None:
         self._inits: list[tuple[type, Callable[..., None]]] = []
         self._constructors: dict[str, Any] = {}
 
     def apply(self, wraps_apply: bool, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
+        """Wrap `__init__` of every existing module class, and of classes defined while the context is open."""
 
         def visit(cls: type) -> None:
             for sub in cls.__subclasses__():
@@ -114,17 +114,17 @@ class Init:
     """Context in which modules are sharded as they are created (ZeRO stage 3).
 
     Args:
-        module: shard this existing module now.
+        module: an existing module to shard now.
         data_parallel_group: process group to shard over; None: all ranks.
         remote_device: tier of the shards from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
             the device; None: the tier of `offload_param`.
-        config_dict_or_path: the JSON, for the dtype; may still hold "auto".
-        config: another name of it.
-        enabled: False makes the context do nothing.
-        dtype: dtype of floating parameters; None: the JSON's, else the model's.
+        config_dict_or_path: the JSON, for the dtype; may still contain "auto".
+        config: another name of `config_dict_or_path`.
+        enabled: False: the context does nothing.
+        dtype: dtype of floating-point parameters; None: the JSON's, else the model's.
         mpu: a client's unit with `get_data_parallel_group`.
-        pin_memory: page-locked host memory for shards on the host.
-        mem_efficient_linear: has no effect; the arguments not named here are not available yet.
+        pin_memory: use page-locked memory for shards on the host.
+        mem_efficient_linear: has no effect; arguments that are not listed here are not available yet.
 
     Example:
         >>> with deepspeed.zero.Init(config_dict_or_path=config):
@@ -187,7 +187,7 @@ class Init:
 
     @staticmethod
     def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
-        """The tier in which shards rest from creation on."""
+        """Return the storage tier of shards from creation on."""
         section = config.zero.offload_param if config is not None else None
         where = remote_device or (section.device if section is not None else "none")
         if where in ("none", get_accelerator().device_name()) and where != "cpu":
@@ -206,11 +206,11 @@ class Init:
 
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> Init:
-        """Make a context that shards over these ranks, which make the same model on `device`.
+        """Create a context that shards over the given ranks.
 
         Args:
-            axis: the ranks, which make the same model.
-            device: where its parameters are.
+            axis: the ranks, which create the same model.
+            device: device of the parameters.
         """
         context = cls(enabled=False)
         context.enabled, context.axis, context.device, context.dtype, context.tiers = True, axis, device, None, Tiers()
@@ -240,14 +240,14 @@ class Init:
             raise exhausted("a model was made under zero.Init", error) from error
 
     def shard_late(self, module: nn.Module) -> None:
-        """Shard parameters that modules below `module` were given after their `__init__`, as by `weight_norm`."""
+        """Shard parameters that were added to modules below `module` after their `__init__`, as by `weight_norm`."""
         self._born.add(module)
         for child in module.modules():
             if child in self._born and child is not module:
                 self._shard_parameters(child)
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters `module` itself owns, with the values of axis rank 0."""
+        """Shard the parameters that `module` itself owns, with the values of axis rank 0."""
         self._shard_parameters(module)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
@@ -280,12 +280,12 @@ class Init:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor constructor to make tensors on the device; Transformers replaces this function by its own.
+    """Wrap a tensor constructor to create tensors on the device; Transformers replaces this function by its own.
 
     Args:
         fn: the constructor.
-        target_fp_dtype: of the parameters; buffers keep the dtype the model gives them, so it is not used here.
-        target_device: where modules are sharded.
+        target_fp_dtype: dtype of the parameters; not used here, since buffers keep the model's dtype.
+        target_device: device on which modules are sharded.
     """
     if target_device.type == "cpu":
         return fn
@@ -300,7 +300,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply` that lets `fn` see and change whole parameters; the result of the first rank of each counts."""
+    """Run `Module.apply` with whole parameters; changes of each parameter's first rank are broadcast."""
     for child in self.children():
         child.apply(fn)
     by_rank: dict[int, list[torch.Tensor]] = {}
@@ -315,9 +315,9 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 
 
 def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write to a parameter that was sharded with a child of the module; the result of axis rank 0 counts.
+    """Write to a parameter that was sharded with a child of the module; the result of axis rank 0 is broadcast.
 
-    Or to a part of one, as Transformers does to an embedding's row for padding.
+    The write may be to a part, such as Transformers' write to an embedding's padding row.
     """
     member, target = args[0]._ds_member, args[0]
     with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
@@ -337,7 +337,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Close all contexts inside: `initialize` builds helpers that must not be sharded."""
+    """Suspend all contexts inside: `initialize` creates helper modules that must not be sharded."""
     paused = _open[:]
     _open.clear()
     try:

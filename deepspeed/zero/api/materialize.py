@@ -1,10 +1,10 @@
-"""Materializes a model from the meta device, module by module and sharded.
+"""Materialization of a model from the meta device, module by module and sharded.
 
 Each module is initialized by the `_init_weights(module)` of the nearest enclosing model (as in Transformers), or by its
 own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values are those of the same model
 materialized whole by `to_empty`, with the same ties and calls. Tensors that `_init_weights` leaves unwritten are reset
-without changing those that it wrote; it is then called again, since it may scale values that a class sets. Values that
-existed before, such as loaded ones, are kept.
+without changing those that it wrote; `_init_weights` is then called again, since it may scale values of the class.
+Values that existed before, such as loaded ones, are kept.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _STOPPED = "_ds_stopped"  # a model's mark: where an error left it with values o
 
 
 def is_without_values(model: nn.Module) -> bool:
-    """Whether some of a model's parameters are on the meta device, or were and have been given no values since."""
+    """Return whether some of a model's parameters are, or were, on the meta device and have no values yet."""
     if any({_UNWRITTEN, _STOPPED} & vars(module).keys() for module in model.modules()):
         return True
     return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())
 
 
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """Give values to a model's tensors on the meta device, and shard its parameters as `zero.Init` does.
+    """Initialize a model's meta tensors, and shard its parameters as `zero.Init` does.
 
-    All ranks of the axis call together; no rank holds more than one module besides its shards.
+    All ranks of the axis must call this. No rank holds more than one whole module besides its shards.
 
     Args:
-        model: changed in place; parameters stay the objects they are, but for those of recurrent layers.
-        axis: ranks that have made the same model; the values of the first count.
-        device: where it is to be.
+        model: changed in place; parameters keep their identity, except in recurrent layers.
+        axis: ranks that have created the same model; the values of the first rank are used.
+        device: target device.
 
     Raises:
-        UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
-            and a further call tries again. Or an earlier call ended within a rule: it cannot.
-        Exception: what a rule raised; the other ranks raise too.
+        UsageError: a tensor has no initialization rule; all ranks raise, and the message names it. The model remains
+            without values, and can be passed again. Or an earlier call failed within a rule, and the model is lost.
+        Exception: the error of a rule; the other ranks raise too.
     """
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
@@ -87,7 +87,7 @@ class _Materializer:
         self._owed: dict[str, int] = {}  # where, version: not written as yet
 
     def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
-        """Initialize children first, as `Module.apply` does."""
+        """Initialize children before their parent, like `Module.apply`."""
         if module in self._met:
             return
         self._met.add(module)
@@ -103,7 +103,7 @@ class _Materializer:
         self._context.shard(module)
 
     def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write to a parameter of another module, unless it had values, or a rule wrote it and this is a reset."""
+        """Write to a parameter of another module, unless it has values or this is a reset after a rule's write."""
         param = args[0]._ds_member.param
         if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
             return args[0]
@@ -112,7 +112,7 @@ class _Materializer:
         return write_whole(name, func, args, kwargs)
 
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
-        """Initialize a module's own tensors; this may change tensors of modules in it that have values already."""
+        """Initialize a module's own tensors; tensors of its children that already have values may change."""
         earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of an earlier call that failed
         names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
@@ -138,7 +138,7 @@ class _Materializer:
 
     @contextlib.contextmanager
     def _keeping(self, module: nn.Module, names: list[str]) -> Iterator[None]:
-        """Keep the values of tensors that had some before."""
+        """Preserve the values of tensors that were initialized before."""
         originals = {
             name: tensor.detach().clone()
             for name, tensor in _own(module).items()
@@ -177,7 +177,7 @@ class _Materializer:
             _own(module)[name].detach()[written] = values
 
     def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
-        """Call the rule again, which may read what the class has set by now; random numbers are not drawn anew."""
+        """Call the rule again, since it may read values that the class has set; the random state does not advance."""
         before = {name: _own(module)[name].detach().clone() for name in blank}
         kind = self._device.type
         with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
@@ -217,7 +217,7 @@ class _Materializer:
         return names
 
     def check(self) -> None:
-        """Raise for tensors that neither their module nor one around it has initialized. All ranks call together."""
+        """Raise for tensors that neither their module nor an enclosing one initialized. All ranks must call this."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
         lost = self._of_any(lost)  # a buffer is each rank's own
         for module in self._met:
@@ -233,7 +233,7 @@ class _Materializer:
             )
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
-        """Union of what all ranks say, in one order: a rule may write on one rank only."""
+        """Return the union over all ranks, in one order, since a rule may write on one rank only."""
         everywhere = {
             where for rank_places in all_gather_objects(self._context.axis, list(places)) for where in rank_places
         }
@@ -251,7 +251,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Fill with NaN, or with bytes that are hardly ever written, so that elements nobody writes are detected."""
+    """Fill with NaN, or with improbable bytes, so that unwritten elements are detected."""
     if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
     tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -260,12 +260,12 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes, in memory of their own."""
+    """Return a copy of the elements as bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _written(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Which elements are not NaN; None for integers and truth values, which cannot be NaN."""
+    """Return a mask of elements that are not NaN; None for integers and bools, which cannot be NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
@@ -273,7 +273,7 @@ def _written(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Whether some elements are unwritten. NaN decides rather than the version, since `.data` does not count."""
+    """Return whether some elements are unwritten. NaN decides before the version, since `.data` writes do not count."""
     written = _written(tensor)
     if written is not None:
         return not written.all()

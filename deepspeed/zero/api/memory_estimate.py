@@ -1,4 +1,4 @@
-"""Estimates the memory that a model needs under ZeRO."""
+"""Estimates of a model's memory under ZeRO."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank at rest, by place, before the step.
+    """Bytes of training state on one rank before the step, by place.
 
     Args:
         params: parameters.
@@ -51,17 +51,17 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class GroupState:
-    """The sizes that decide how many bytes a group takes on one rank at rest.
+    """Sizes that determine the bytes of a group's state on one rank.
 
     Args:
-        numel: its elements.
-        own: elements this rank updates.
-        gathered: parameters are split too (stage 3).
-        itemsize: bytes of an element of the parameters.
-        master: bytes of an element of the master; 0 when it is not trained.
-        accumulator: bytes of an element of the gradient sums.
+        numel: elements of the group.
+        own: elements that this rank updates.
+        gathered: whether parameters are sharded too (stage 3).
+        itemsize: bytes per element of the parameters.
+        master: bytes per element of the master; 0 if the group is not trained.
+        accumulator: bytes per element of the gradient sums.
         moments: bytes of optimizer state per element.
-        sums_whole: gradients are summed whole before they travel (stage 0, stage 1 with accumulation).
+        sums_whole: whether gradients are accumulated unsharded (stage 0, stage 1 with accumulation).
     """
 
     numel: float
@@ -77,14 +77,14 @@ class GroupState:
     def of(
         cls, policy: Policy, numel: float, own: float, widths: tuple[int, int, int], moments: float, accumulates: bool
     ) -> GroupState:
-        """Under the policy of a stage; `widths` are bytes of an element of parameters, master and accumulator."""
+        """Create the sizes for a stage's policy; `widths`: bytes per element of parameters, master and accumulator."""
         whole = not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive)
         return cls(numel, own, policy.gathers_before_use, *widths, moments, whole)
 
     def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
-        """Bytes of a group at rest: the one formula of estimates, predictions and documentation.
+        """Return the bytes of a group's state; estimates, predictions and documentation use this formula.
 
-        The values are their own master where they have its width and rest in the optimizer's place.
+        Parameters need no separate master if they have its width and are stored in the optimizer's place.
         """
         rests = parameters if self.gathered else DEVICE
         params = {rests: (self.own if self.gathered else self.numel) * self.itemsize}
@@ -106,7 +106,7 @@ def state_bytes(
     optimizer: str = DEVICE,
     parameters: str = DEVICE,
 ) -> StateBytes:
-    """State bytes per parameter on each of `world` ranks, with Adam and fp32 accumulators.
+    """Return the state bytes per parameter on each of `world` ranks, with Adam and fp32 accumulators.
 
     Low precision: 2-byte parameters, fp32 master and two moments (12), fp32 accumulator (4). fp32: the parameters are
     the master (4), two moments (8), accumulator (4). Stage 1 splits the second, stage 2 also the third, stage 3 all;
@@ -114,14 +114,14 @@ def state_bytes(
 
     Args:
         stage: 0 to 3 (`zero_optimization.stage`).
-        world: ranks that share the states.
+        world: number of ranks that share the states.
         low_precision: compute in bf16 or fp16.
         accumulating: `gradient_accumulation_steps` above 1.
         optimizer: `DEVICE`, `HOST` or `NVME` (`offload_optimizer`).
-        parameters: likewise (`offload_param`, stage 3).
+        parameters: `DEVICE`, `HOST` or `NVME` (`offload_param`, stage 3).
 
     Returns:
-        The three parts.
+        The bytes of parameters, optimizer and gradients.
 
     Raises:
         ArgumentError: an unknown stage.
@@ -135,7 +135,7 @@ def state_bytes(
 
 
 def _sharing(ranks: int, model_parallel: int) -> int:
-    """Ranks that share the states of one model slice."""
+    """Return the number of ranks that share the states of one model slice."""
     if model_parallel < 1 or ranks % model_parallel:
         raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
     return ranks // model_parallel
@@ -152,13 +152,13 @@ def estimate_zero2_model_states_mem_needs(
     reduce_bucket_size: int = REDUCE_BUCKET,
     model_parallel: int = 1,
 ) -> tuple[int, int]:
-    """Bytes needed at stage 2 with 2-byte parameters and Adam.
+    """Estimate the memory at stage 2 with 2-byte parameters and Adam.
 
     Args:
         total_params: parameters of the model.
-        num_gpus_per_node: ranks on a node.
-        num_nodes: nodes.
-        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
+        num_gpus_per_node: ranks per node.
+        num_nodes: number of nodes.
+        cpu_offload: whether optimizer states and accumulators are in host memory (`offload_optimizer`).
         additional_buffer_factor: safety factor on host memory.
         activation_bytes: activations of one micro-batch on one rank.
         reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
@@ -191,12 +191,12 @@ def estimate_zero3_model_states_mem_needs(
     model_parallel: int = 1,
     max_live_parameters: int = LIVE_PARAMETERS,
 ) -> tuple[int, int, int]:
-    """Bytes needed at stage 3 with 2-byte parameters and Adam; other arguments as at stage 2.
+    """Estimate the memory at stage 3 with 2-byte parameters and Adam; other arguments as for stage 2.
 
     Args:
-        largest_layer_params: parameters of its largest layer, which are gathered together.
-        cpu_offload_params: parameters rest in host memory too (`offload_param`).
-        zero_init: the model is made under `zero.Init`.
+        largest_layer_params: parameters of the largest layer, which are gathered together.
+        cpu_offload_params: whether parameters are in host memory too (`offload_param`).
+        zero_init: whether the model is created under `zero.Init`.
         max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
 
     Returns:
@@ -225,10 +225,10 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
     Args:
         model: the model.
-        num_gpus_per_node: ranks on a node.
-        num_nodes: nodes.
+        num_gpus_per_node: ranks per node.
+        num_nodes: number of nodes.
         additional_buffer_factor: safety factor on host memory.
-        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: read off the placements of its
+        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: from the placements of its
             parameters and the mesh) of `estimate_zero2_model_states_mem_needs`.
     """
     total, _ = _model_sizes(model, sizes)
@@ -267,7 +267,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 3 table for a model; arguments as at stage 2, and `max_live_parameters` among the sizes."""
+    """Print the stage 3 table for a model; arguments as for stage 2, with `max_live_parameters` among the sizes."""
     total, largest = _model_sizes(model, sizes)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
@@ -325,7 +325,7 @@ def _print_table(
 
 
 def _model_sizes(model: nn.Module, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Parameters in all, and those of the largest unit, which stage 3 gathers together; sets `model_parallel`."""
+    """Return the total parameters and those of the largest unit that stage 3 gathers; sets `model_parallel`."""
     layers: Counter[nn.Module] = Counter()
     for param, unit in units_of(model).items():
         layers[unit] += param.numel()

@@ -1,7 +1,7 @@
-"""Moves parameters to other shards, one at a time, or releases them.
+"""Resharding of parameters over other ranks, one at a time, or release of parameters.
 
-`zero.Init` shards a pipeline's model over the ranks of all stages. Here each stage takes its own parameters; a rank
-never holds more than those and its shards of the rest.
+`zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to its own stage; a
+rank never holds more than its stage's parameters and its shards of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def is_sharded_by_init(model: nn.Module) -> bool:
-    """Whether `zero.Init` has sharded some of a model's parameters."""
+    """Return whether `zero.Init` has sharded some of a model's parameters."""
     return any(is_managed(param) for param in model.parameters())
 
 
@@ -41,9 +41,9 @@ def check_not_served(model: nn.Module) -> None:
 
 
 def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
-    """Shard parameters of `zero.Init` over the ranks of `axis`. All ranks that held them call together.
+    """Shard parameters of `zero.Init` over the ranks of `axis`. Collective over all ranks that hold shards.
 
-    With axis None parameters are unsharded; those not in `unchanged` become empty tensors.
+    With axis None, parameters become whole; those not in `unchanged` become empty tensors.
     """
     stay = set(unchanged)
     for name, param in params.items():
@@ -60,7 +60,7 @@ def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], 
 
 
 def shard_parameter(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
-    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values."""
+    """Shard a plain parameter as `zero.Init` does. Collective over the axis, with equal values on all ranks."""
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)
         ShardGroup(alone(axis), policy_for(3), layout, [ParamRecord(param, name)], tiers=tiers)

@@ -1,6 +1,6 @@
-"""The training state of an engine as named ranges of elements; checkpoints read and write it.
+"""Training state of an engine as named ranges of elements, for checkpoints.
 
-The only module that knows where values, optimizer state and gradients of a parameter are stored.
+Only this module knows the storage of values, optimizer state and gradients of a parameter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPRESSION = "compression."
 
 
 class Hold:
-    """Brings the state of a group that rests outside of memory into memory for a while."""
+    """Context that brings the offloaded state of a group into memory."""
 
     def __init__(self, view: StateView, group: ShardGroup) -> None:
         self._view, self._group = view, group
@@ -59,13 +59,13 @@ class StateRange:
     """Elements [start, stop) of one field of a parameter or buffer, on this rank.
 
     Args:
-        name: of the parameter or buffer.
-        box: what this rank has of the global tensor.
-        start: first element, counted in the flattened tensor of this rank.
-        stop: one past the last.
-        dtype: of the elements.
-        values: gives them, 1-D and in place: what is written there stays.
-        hold: must be entered around `values` and its use; None: they are in memory.
+        name: name of the parameter or buffer.
+        box: region of the global tensor on this rank.
+        start: first element in this rank's flattened tensor.
+        stop: one past the last element.
+        dtype: dtype of the elements.
+        values: returns the values, 1-D and in place: writes persist.
+        hold: context to enter while `values` and its result are in use; None: the values are in memory.
     """
 
     name: str
@@ -78,14 +78,14 @@ class StateRange:
 
 
 class WindowView:
-    """The gradients of an unfinished accumulation window."""
+    """Gradients of an unfinished accumulation window."""
 
     members: dict[str, ParamRecord]
     reducer: Reducer | None
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the window holds gradients; the same on all ranks."""
+        """Return whether the window holds gradients; equal on all ranks."""
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
@@ -97,10 +97,10 @@ class WindowView:
         return [] if self.reducer is None else self.reducer.buckets
 
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Wait for gradients in flight; `agree` all-gathers a list. All ranks call together.
+        """Wait for gradients in flight; `agree` all-gathers a list. All ranks must call this.
 
-        Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
-        have launched unequal numbers of rounds, as branches make them, are brought level.
+        Open rounds stay open, so that saving does not change the sums of a run. Only if ranks have launched different
+        numbers of rounds, as branches can cause, the missing rounds are sent.
         """
         if self.reducer is None or self.reducer.clean:
             return
@@ -114,15 +114,15 @@ class WindowView:
             self.reducer.finish()
 
     def filled(self, group: ShardGroup) -> bool:
-        """Whether a group's window has a reduced part."""
+        """Return whether a group's window has a reduced part."""
         return self.has_gradients and self.bucket(group).filled
 
     def touched(self) -> list[str]:
-        """Names of parameters this rank had a gradient for in the window."""
+        """Return the names of parameters for which this rank had a gradient in the window."""
         return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
 
     def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
-        """Gradients that this rank has not sent: (group, factor still to apply, fresh, gradients by name)."""
+        """Yield gradients that this rank has not sent: (group, factor still to apply, fresh, gradients by name)."""
         for bucket in self._buckets():
             current = bucket.round
             if current is not None:
@@ -134,7 +134,7 @@ class WindowView:
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
     ) -> dict[str, torch.Tensor]:
-        """Open a round as it was saved; returns the places of its gradients by name."""
+        """Open a round as it was saved; returns the buffers of its gradients by name."""
         bucket = self.bucket(group)
         if self.reducer is None:
             return {}
@@ -145,7 +145,7 @@ class WindowView:
         return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
 
     def fill(self, group: ShardGroup) -> None:
-        """Mark the reduced part of a group's window as present; its elements are set through `gradient`."""
+        """Mark the reduced part of a group's window as present; `gradient` gives access to its elements."""
         bucket = self.bucket(group)
         if bucket.sum is None:  # nothing of it is trained
             return
@@ -157,7 +157,7 @@ class WindowView:
         bucket.filled = True
 
     def resume_window(self, touched: list[str], deferred: bool) -> None:
-        """Continue a window whose gradients were restored."""
+        """Continue a window after its gradients were restored."""
         if self.reducer is None:
             return
         for name in touched:
@@ -168,7 +168,7 @@ class WindowView:
 
 
 class PlacedView:
-    """The regions of the global tensors that this rank holds."""
+    """Regions of the global tensors that this rank holds."""
 
     groups: list[ShardGroup]
     members: dict[str, ParamRecord]
@@ -178,7 +178,7 @@ class PlacedView:
     _boxes: dict[str, Region]
 
     def box(self, name: str) -> Region:
-        """The region of a parameter or buffer that this rank holds."""
+        """Return the region of a parameter or buffer that this rank holds."""
         if name not in self._boxes:
             tensor = self._tensors[name]
             shape = self.members[name].shape if name in self.members else tensor.shape
@@ -187,11 +187,11 @@ class PlacedView:
 
     @property
     def cut(self) -> bool:
-        """Whether this rank holds less than the whole of any tensor."""
+        """Return whether this rank holds less than the whole of any tensor."""
         return any(not self.box(name).whole for name in self._tensors)
 
     def alone_along(self, name: str) -> frozenset[str]:
-        """The axes of the mesh along which no other rank has a copy."""
+        """Return the mesh axes along which no other rank has a copy."""
         tensor = self._tensors[name]
         relations = dict(placement_of(tensor).relations)
         if name not in self.buffers:
@@ -199,12 +199,12 @@ class PlacedView:
         return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank's gradient is counted in the sum over ranks: of equal gradients, one is."""
+        """Return whether the sum over ranks includes this rank's gradient; of equal gradients, one counts."""
         relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
         return not any(relation is Relation.REPLICATE and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
-        """The groups and cuts of this rank; where they are equal, its own state of another run fits."""
+        """Return the groups and cuts of this rank; private state of another run fits if they are equal."""
         return [
             [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
             for group in self.groups
@@ -212,7 +212,7 @@ class PlacedView:
 
 
 class StateView(WindowView, PlacedView):
-    """All parameters, buffers and optimizer state of a model under an engine."""
+    """All parameters, buffers and optimizer state of an engine's model."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class StateView(WindowView, PlacedView):
         self._boxes: dict[str, Region] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
-        """The optimizer's shards of a group."""
+        """Return the optimizer's shards of a group."""
         return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
 
     def _moves(self, group: ShardGroup) -> bool:
@@ -254,7 +254,7 @@ class StateView(WindowView, PlacedView):
         return any(stored.memory is None for stored in (group.updated, *sums))
 
     def hold_of(self, group: ParameterGroup) -> Hold | None:
-        """The context to enter before reading values of a group; None when they are in memory."""
+        """Return the context to enter before reading values of a group; None if they are in memory."""
         return self._holds.get(id(group))
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -263,12 +263,12 @@ class StateView(WindowView, PlacedView):
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
-        """The ranges of a group that this rank would store: (member, start, stop)."""
+        """Return the ranges of a group that this rank can store, as (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def held_ranges(self, group: ParameterGroup) -> list[tuple[ParamRecord, int, int]]:
-        """The ranges of a group whose master values this rank has: (member, start, stop)."""
+        """Return the ranges of a group whose master values this rank has, as (member, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
@@ -276,19 +276,19 @@ class StateView(WindowView, PlacedView):
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
-        """The optimizer state of a fragment, with what masks add to it."""
+        """Return the optimizer state of a fragment, including the masks' tensors."""
         if self.optimizer is None:
             return {}
         state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
         return state if masks is None else {**state, **(masks.arriving(fragment) or masks.fragment_state(fragment))}
 
     def group_numbers(self) -> dict[int, int]:
-        """The optimizer group of each leaf on this rank, by the leaf's identity."""
+        """Return the optimizer group of each leaf on this rank, by the leaf's identity."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {id(leaf): number for number, group in enumerate(groups) for leaf in group["params"]}
 
     def optimizer_order(self) -> dict[int, int]:
-        """The position of each parameter in the optimizer, by the member's uid."""
+        """Return the position of each parameter in the optimizer, by the member's uid."""
         return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
 
     def optimizer_names(self) -> list[str]:
@@ -299,14 +299,14 @@ class StateView(WindowView, PlacedView):
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Master values of a parameter; [start, stop) lies in what this rank holds of them."""
+        """Return a range of a parameter's master values; [start, stop) must be on this rank."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
 
     @staticmethod
     def _peek(stored: StoredTensor) -> torch.Tensor:
-        """The values, which are in memory or held around this call: borrowing again lends the same memory."""
+        """Return the values, which are in memory or already borrowed; a repeated borrow returns the same memory."""
         if stored.memory is not None:
             return stored.memory
         lent = stored.acquire()
@@ -319,19 +319,19 @@ class StateView(WindowView, PlacedView):
         return StateRange(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
 
     def plain_value(self, name: str) -> StateRange:
-        """A buffer, or a parameter that is whole and not updated."""
+        """Return a buffer, or a whole parameter that is not updated."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
         return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 
     def write_back(self, slot: StateRange) -> None:
-        """Copy what was written into a `plain_value` to the tensor, where it is no view of it."""
+        """Copy values that were written to a `plain_value` back to the tensor, unless it is a view."""
         tensor = self._tensors[slot.name]
         if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
             with torch.no_grad():
                 tensor.copy_(slot.values().view(tensor.shape))
 
     def state(self, fragment: Fragment, key: str, start: int, stop: int) -> StateRange:
-        """A tensor of the optimizer state that is cut as the parameter is."""
+        """Return a tensor of the optimizer state that is sharded like the parameter."""
         low, high = start - fragment.range.start, stop - fragment.range.start
 
         def values() -> torch.Tensor:
@@ -340,13 +340,13 @@ class StateView(WindowView, PlacedView):
         return self._slot(fragment.member, (start, stop), self.state_of(fragment)[key].dtype, values)
 
     def whole_state(self, fragment: Fragment, key: str) -> StateRange:
-        """A tensor of the optimizer state that has a shape of its own."""
+        """Return a tensor of the optimizer state that has its own shape."""
         tensor = self.state_of(fragment)[key]
         values = lambda: self.state_of(fragment)[key].detach().reshape(-1)  # noqa: E731
         return self._slot(fragment.member, (0, tensor.numel()), tensor.dtype, values)
 
     def gradient(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """The reduced part of the window's gradient."""
+        """Return the reduced part of the window's gradient."""
         bucket = self.bucket(member.group)
         bucket_offset = member.offset - bucket.low
         span = slice(bucket_offset + start, bucket_offset + stop)
@@ -361,12 +361,12 @@ class StateView(WindowView, PlacedView):
                 self.optimizer.import_edits(member)
 
     def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer state of a fragment with these keys; live tensors that fit are kept.
+        """Return an optimizer state of a fragment with these keys; existing tensors that fit are reused.
 
         Args:
-            fragment: what the optimizer sees.
-            sliced: dtypes of the tensors of the part's shape.
-            rest: everything else.
+            fragment: a parameter's part in the optimizer.
+            sliced: dtypes of the tensors with the fragment's shape.
+            rest: all other entries.
 
         Returns:
             The state; values of tensors in `sliced` are not set yet.
@@ -390,7 +390,7 @@ class StateView(WindowView, PlacedView):
         return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
-        """Make `state` the optimizer state of a fragment; an empty one removes it."""
+        """Set the optimizer state of a fragment; an empty state removes the entry."""
         if self.optimizer is None:
             return
         masks = self.optimizer.masks
@@ -404,18 +404,18 @@ class StateView(WindowView, PlacedView):
             self.optimizer.state.pop(fragment.leaf, None)
 
     def note_state(self, member: ParamRecord, exists: bool) -> None:
-        """Note on ranks without a part of a parameter whether the others have state of it."""
+        """Record, on ranks without a part of a parameter, whether other ranks have state of it."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Tell ranks without a part of a parameter what the loaded state holds. All ranks call together."""
+        """Send the outline of the loaded state to ranks without a part of a parameter. All ranks must call this."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
     def all_gather_masters(self) -> None:
-        """All-gather loaded masters into the parameters of every rank. All ranks call together."""
+        """All-gather loaded masters into the parameters of every rank. All ranks must call this."""
         all_gather_updated(self.groups)
         for group in self.groups:
             for member in group.members:
@@ -426,7 +426,7 @@ class StateView(WindowView, PlacedView):
 
 
 def layout_rule(layout: ShardLayout) -> str:
-    """Which rule of `deepspeed.zero.layout.layout` a layout follows: `equal`, `between` or `first`."""
+    """Return the name of a layout's rule in `deepspeed.zero.layout.layout`: `equal`, `between` or `first`."""
     for name, rule in LAYOUT_RULES.items():
         if rule(layout.numels, layout.ranks) == layout:
             return name

@@ -1,7 +1,7 @@
-"""Reads and writes training state by parameter: `safe_get_*` and `safe_set_*`.
+"""Access to training state by parameter: `safe_get_*` and `safe_set_*`.
 
 All full-tensor functions are collectives over the ranks that share the parameter, including those that hold other
-slices of it; gradients exist between backward and step. For a parameter that no engine manages they return None.
+slices of it; gradients exist between backward and step. For a parameter without an engine the functions return None.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 
 class _Access:
-    """A managed parameter, the optimizer that updates it, and this rank's fragments of it."""
+    """A managed parameter, its optimizer, and this rank's fragments of it."""
 
     def __init__(self, member: ParamRecord) -> None:
         self.member, owner = member, member.owner
@@ -44,7 +44,7 @@ class _Access:
 
     @classmethod
     def with_value(cls, param: torch.nn.Parameter, value: torch.Tensor) -> tuple[_Access, torch.Tensor]:
-        """The access, and this rank's part of a value of the global shape; padding is zero."""
+        """Return the access and this rank's part of a value of the global shape; padding is zero."""
         access = cls.to(param)
         if access is None:
             raise ArgumentError("the parameter belongs to no engine; change it directly")
@@ -65,7 +65,7 @@ class _Access:
         return Region.of(placement_of(self.member.param), self.member.shape)
 
     def at_hand(self, changed: bool = False) -> AbstractContextManager[None]:
-        """Inside, leaves and optimizer state of the parameter's group are real tensors."""
+        """Load the leaves and optimizer state of the parameter's group inside the context."""
         return nullcontext() if self.owner is None else self.owner.shard_of(self.member).at_hand(changed)
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class _Access:
         state[key].copy_(values.view(state[key].shape))
 
     def assemble(self, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
-        """All-gather what `pick` gives for each rank's fragments, as float32; NaN where no rank has anything."""
+        """All-gather the result of `pick` for each rank's fragments, as float32; NaN where no rank has a value."""
         member, group = self.member, self.member.group
         shard = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
         with self.at_hand():
@@ -91,9 +91,9 @@ class _Access:
         return group.assemble(member, shard, READ, label).view(member.shape)
 
     def join_slices(self, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
-        """The global tensor of the tensor-parallel slices of all ranks; a rank without one counts as zeros.
+        """Join the tensor-parallel slices of all ranks to the global tensor; a rank without a slice counts as zeros.
 
-        None where no rank has a slice. All ranks that hold slices call together.
+        None if no rank has a slice. Collective over all ranks that hold slices.
         """
         axis = group_of(self.member).ranks.slices
         if axis is None or not placement_of(self.member.param).cuts:
@@ -102,7 +102,7 @@ class _Access:
 
 
 def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
-    """The global tensor of the slices of all ranks of an axis; None where no rank has one. All ranks call together.
+    """Join the slices of all ranks of an axis to the global tensor; None if there are none. All ranks must call this.
 
     Args:
         box: the region of the global tensor that this rank has.
@@ -132,14 +132,14 @@ def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str)
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The master values of a parameter.
+    """Return the master values of a parameter.
 
     Args:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the global shape, a copy; None for a parameter that no optimizer updates. A slice that only
-        Megatron's attributes mark (`zero/layout/placement`) is returned as it is: its position is unknown.
+        float32 tensor of the global shape, a copy; None for a parameter that no optimizer updates. Slices that only
+        Megatron's attributes mark (`zero/layout/placement`) are not joined, since their position is unknown.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:
@@ -151,7 +151,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The mean gradient of the window so far, or None when there is none.
+    """Return the mean gradient of the window so far, or None if there is none.
 
     Args:
         param: a parameter of an engine's model.
@@ -167,7 +167,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """One tensor of a parameter's optimizer state.
+    """Return one tensor of a parameter's optimizer state.
 
     Args:
         param: a parameter of an engine's model.
@@ -195,7 +195,7 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
     Args:
         param: a parameter of an engine's model.
-        value: any float tensor of its global shape, the same on all ranks.
+        value: floating-point tensor of the global shape, the same on all ranks.
     """
     access, value = _Access.with_value(param, value)
     access.member.group.write(access.member, value)
@@ -207,7 +207,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         param: a parameter of an engine's model.
-        value: float tensor of its global shape, the same on all ranks.
+        value: floating-point tensor of the global shape, the same on all ranks.
     """
     _, param.grad = _Access.with_value(param, value)
 
@@ -217,7 +217,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
     Args:
         param: a parameter of an engine's model.
-        value: float tensor of its global shape, the same on all ranks.
+        value: floating-point tensor of the global shape, the same on all ranks.
         optim_state_key: `exp_avg`, `momentum_buffer`, …
     """
     access, value = _Access.with_value(param, value)
@@ -230,7 +230,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's fragment of the master values: 1-D, a view where they rest in memory; None when it holds none."""
+    """Return this rank's fragment of the master values, 1-D, a view if it is in memory; None if there is none."""
     access = _Access.to(param)
     if access is None or access.owner is None or not access.fragments:
         return None
@@ -242,7 +242,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's fragment of the mean gradient, in the accumulator's dtype; all ranks call together."""
+    """Return this rank's fragment of the mean gradient, in the accumulator's dtype. All ranks must call this."""
     access = _Access.to(param)
     if access is None or access.reducer is None or access.reducer.clean:
         return None
@@ -255,7 +255,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's fragment of one optimizer state tensor, a view where it rests in memory."""
+    """Return this rank's fragment of one optimizer state tensor, a view if it is in memory."""
     access = _Access.to(param)
     if access is None or not access.fragments:
         return None
@@ -268,11 +268,11 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the values; every rank sets its own, all call together.
+    """Replace this rank's fragment of the values. All ranks must call this, each for its own fragment.
 
     Args:
         param: a parameter of an engine's model.
-        value: 1-D, as `safe_get_local_fp32_param` gives.
+        value: 1-D, shaped like the result of `safe_get_local_fp32_param`.
     """
     access = _Access.to(param)
     if access is not None:
@@ -287,7 +287,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the mean gradient; all ranks call together."""
+    """Replace this rank's fragment of the mean gradient. All ranks must call this."""
     access = _Access.to(param)
     if access is None or access.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")

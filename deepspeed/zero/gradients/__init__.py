@@ -1,1 +1,1 @@
-"""From autograd to the reduced gradient shard. Independent of the optimizer."""
+"""Gradients from autograd to the reduced shard. Independent of the optimizer."""

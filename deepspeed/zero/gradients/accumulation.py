@@ -25,7 +25,7 @@ from deepspeed.errors import ArgumentError, UsageError
 
 
 class Way(enum.IntFlag):
-    """How a loss counts: what a window's gradient is the mean over."""
+    """Weighting of losses in the mean gradient of a window."""
 
     NONE = 0
     MEAN = 1  # over micro-batches and ranks: the plain backward
@@ -38,7 +38,7 @@ class Way(enum.IntFlag):
 
     @property
     def mixture(self) -> str:
-        """The ways of a window that cannot be one mean, in words; empty when they can."""
+        """Describe weightings of a window that cannot form one mean; empty if they can."""
         counting = int(self) & _BY_COUNT
         alone = counting == int(self) and counting != _BY_COUNT
         return self.describe() if counting and not alone else ""
@@ -54,7 +54,7 @@ _WORDS = {
 
 
 class Purpose(enum.IntEnum):
-    """Why ranks synchronize."""
+    """Reason for a synchronization of ranks."""
 
     STEP = 0
     FLUSH = 1
@@ -69,12 +69,12 @@ _CALLS = ("step()", "flush()", "zero_grad()", "a read of a gradient", "a change 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks of a window have agreed on.
+    """Agreement of the ranks on a window.
 
     Args:
         items: items or samples of all ranks.
-        ways: every way of counting that some rank used.
-        known: the norm of its gradients has been formed on every rank, and nothing has changed since.
+        ways: every weighting that some rank used.
+        known: whether every rank has computed the gradient norm, and nothing has changed since.
     """
 
     items: float
@@ -83,7 +83,7 @@ class Agreed:
 
     @classmethod
     def of(cls, table: Sequence[Sequence[float]]) -> Agreed:
-        """Join the rows of all ranks; see `AccumulationWindow.row`."""
+        """Combine the rows of all ranks; see `AccumulationWindow.row`."""
         ways = 0
         for row in table:
             ways |= int(row[1])
@@ -104,15 +104,15 @@ _BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward() of the user's ow
 
 
 class AccumulationWindow:
-    """The state of gradient accumulation between two updates.
+    """State of gradient accumulation between two updates.
 
     Args:
         steps: micro-batches per update (`gradient_accumulation_steps`).
         micro: samples per rank and micro-batch.
-        ranks: what the sum over ranks is divided by: their number (when gradients are summed, that of the ranks which
-            share a sequence), for they all differentiate the loss.
-        scaler: loss scaler; None when losses are not scaled.
-        refuses_bare: why every backward pass has to be announced; empty: it need not.
+        ranks: divisor of the sum over ranks: their number (if gradients are summed, the number of ranks that share a
+            sequence), since all of them differentiate the loss.
+        scaler: loss scaler; None if losses are not scaled.
+        refuses_bare: reason why every backward pass must be announced; empty if that is not required.
     """
 
     def __init__(self, steps: int, micro: int, ranks: int, scaler: Any = None, refuses_bare: str = "") -> None:
@@ -136,16 +136,16 @@ class AccumulationWindow:
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss (1 when losses are not scaled)."""
+        """Return the factor on the loss (1 if losses are not scaled)."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     @property
     def boundary(self) -> bool:
-        """Whether the running micro-batch is the last of its window."""
+        """Return whether the running micro-batch is the last of its window."""
         return (self.seen + 1) % self.steps == 0 if self.forced is None else self.forced
 
     def refresh(self) -> None:
-        """Recompute after a change what is read with each gradient."""
+        """Recompute, after a change, the values that are read for each gradient."""
         self.revision += 1
         self.reduce_now = self.boundary and not self.holding
         self.deferred |= not self.reduce_now
@@ -157,7 +157,7 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """The one rule of scaling: the factor of a gradient that enters the accumulator."""
+        """Return the factor of a gradient that is added to the accumulator; the only scaling rule."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
@@ -167,12 +167,12 @@ class AccumulationWindow:
 
     @property
     def travel_factor(self) -> float:
-        """The factor of the last announced pass, or of a plain one: sums are cast to the communication dtype by it."""
+        """Return the factor for the cast of sums to the communication dtype: that of the last pass."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
-        """Inside, gradients are those of a loss that carries the loss scale."""
+        """Declare that gradients inside the context belong to a loss that includes the loss scale."""
         before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
@@ -182,7 +182,7 @@ class AccumulationWindow:
             self.refresh()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, for a backward of the user's own; the factor holds for that pass alone."""
+        """Return `loss` times the loss scale, for a user's own backward; the factor applies to that pass only."""
         scaled_loss = loss.float() * self.loss_scale
 
         def opened(_grad: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class AccumulationWindow:
         self.refresh()
 
     def entering(self) -> None:
-        """Check and count a gradient that is about to enter the accumulator."""
+        """Check and count a gradient before it is added to the accumulator."""
         task = self._pass.task
         if task is not None and task != torch._C._current_graph_task_id():  # that pass was ended by an exception
             self._close()
@@ -227,7 +227,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Drop what the window has counted of its gradients; micro-batches stay counted."""
+        """Drop the window's counts of gradients; micro-batches stay counted."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples
@@ -244,18 +244,18 @@ class AccumulationWindow:
         self.forget()
 
     def hold(self, holding: bool) -> None:
-        """Defer the reduction of gradients, whatever micro-batch runs (`no_sync`), or end that."""
+        """Start or stop deferring the reduction of gradients in all micro-batches (`no_sync`)."""
         self.holding = holding
         self.refresh()
 
     def force(self, boundary: bool | None) -> None:
-        """Set the boundary instead of counting it; None: count again."""
+        """Set the boundary explicitly; None: count micro-batches again."""
         self.forced = boundary
         self.refresh()
 
     @contextlib.contextmanager
     def flush(self) -> Iterator[None]:
-        """Allow the update inside to be that of a window that is not full."""
+        """Allow an update with an incomplete window inside the context."""
         self.flushing = True
         try:
             yield
@@ -263,7 +263,7 @@ class AccumulationWindow:
             self.flushing = False
 
     def weigh(self, samples: float | None) -> None:
-        """Weigh the next micro-batch by its number of samples; None: as any other."""
+        """Weight the next micro-batch by its number of samples; None: equal weights."""
         if samples is not None:
             self.count(Way.SAMPLES, samples)
         self.samples = samples
@@ -274,7 +274,7 @@ class AccumulationWindow:
         self.refresh()
 
     def set_rates(self, rates: Callable[[], list[float]]) -> None:
-        """Compare what `rates` returns, this rank's hyperparameters, over the ranks before each update."""
+        """Compare the result of `rates`, this rank's hyperparameters, over the ranks before each update."""
         self._rates = rates
 
     def set_micro(self, micro: int) -> None:
@@ -293,7 +293,7 @@ class AccumulationWindow:
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
-        """The row of numbers that this rank exchanges; see [Note: agreement]."""
+        """Return the row of numbers that this rank exchanges; see [Note: agreement]."""
         rates_row = tuple(self._rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
@@ -319,7 +319,7 @@ _COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 
 
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
-    """Describe what differs between the rows of all ranks; None when nothing does."""
+    """Describe differences between the rows of all ranks; None if there are none."""
     rows = [row[2:_COMPARED] for row in table]
     if any(row != rows[0] for row in rows):
         return "; ".join(

@@ -49,12 +49,12 @@ class ReduceSettings:
     Args:
         accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
-        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: their own.
-        overlap: reduce while backward still runs (`zero_optimization.overlap_comm`).
-        in_flight: elements that may be in flight at once.
-        prescale: factor on low-precision gradients before they are reduced (`prescale_gradients`); None: after it.
-        in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
-        watch_ranks: be able to tell which rank sent non-finite values.
+        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: the gradients' dtype.
+        overlap: reduce while backward runs (`zero_optimization.overlap_comm`).
+        in_flight: maximum number of elements in flight.
+        prescale: factor on low-precision gradients before the reduction (`prescale_gradients`); None: after it.
+        in_rank_order: sum fp32 in rank order even if the backend has its own reduction (`deterministic_reduction`).
+        watch_ranks: allow finding the rank that sent non-finite values.
     """
 
     accumulates: bool = False
@@ -81,7 +81,7 @@ class ReductionRound:
 
 
 class BucketRow(NamedTuple):
-    """The row that one rank exchanges for a bucket."""
+    """One rank's row of numbers for a bucket, for comparison."""
 
     launches: tuple[int, int]  # below 0: frozen there
     factor: float
@@ -94,7 +94,7 @@ class BucketRow(NamedTuple):
 
 
 class Bucket:
-    """The gradients of one group."""
+    """Gradients of one group."""
 
     def __init__(
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
@@ -119,7 +119,7 @@ class Bucket:
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
     def prepare(self) -> None:
-        """Allocate the accumulators: a frozen group has none until one of its parameters is unfrozen."""
+        """Allocate the accumulators. A frozen group has none until one of its parameters is unfrozen."""
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
@@ -134,13 +134,13 @@ class Bucket:
 
     @property
     def total(self) -> StoredTensor:
-        """The accumulator of a group that is trained."""
+        """Return the accumulator of a trained group."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
 
     def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
-        """Add scale * (the sum of `parts` in rank order) to the accumulator; returns a copy to the host, if any."""
+        """Add scale * (the sum of `parts` in rank order) to the accumulator; returns a pending copy to the host."""
         if self._leaving is not None:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
@@ -154,7 +154,7 @@ class Bucket:
         return self._leaving
 
     def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
-        """Sum on the device and copy the sum to the borrowed accumulator, which is released when that ends."""
+        """Sum on the device and copy the sum to the borrowed accumulator, which is released after the copy."""
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
         sum_in_rank_order(parts, gone, scale, False, self._any_order)
         pool = self.group.tiers.optimizer.pool
@@ -170,7 +170,7 @@ class Bucket:
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
     def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """The place of a parameter's gradient in a round's buffer, in the parameter's shape."""
+        """Return the slice of a round's buffer for a parameter's gradient, in the parameter's shape."""
         if buffer is self.local:
             if self._places is None:
                 self._places = [self._view(buffer, member) for member in self.group.members]
@@ -182,18 +182,18 @@ class Bucket:
         return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
 
     def own(self, total: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the borrowed sum; at stage 0, where every rank has it all, an equal part."""
+        """Return this rank's shard of the borrowed sum; at stage 0, where every rank has all of it, an equal part."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
         low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
         return total if low == 0 and high == total.numel() else total[low:high]
 
     @property
     def counted(self) -> bool:
-        """Whether this rank adds its part of the bucket to the norm."""
+        """Return whether this rank adds its part of the bucket to the norm."""
         return self.filled and self.group.ranks.counted
 
     def is_finite(self, member: ParamRecord) -> bool:
-        """Whether this rank's part of the sum of a parameter is finite."""
+        """Return whether this rank's part of a parameter's gradient sum is finite."""
         low, high = max(member.offset, self.low), min(member.offset + member.numel, self.high)
         if not self.filled or low >= high:
             return True
@@ -201,7 +201,7 @@ class Bucket:
             return bool(torch.isfinite(total[low - self.low : high - self.low]).all())
 
     def note_factor(self, factor: float) -> None:
-        """Note the factor of a low-precision round, which the owner applies to the sum."""
+        """Record the factor of a low-precision round, which the owner applies to the sum."""
         if self.factor in (0.0, factor):
             self.factor = factor
         else:
@@ -212,7 +212,7 @@ class Bucket:
         return _ROW.size + -(-len(self.touched) // 8) * 8
 
     def row(self) -> bytes:
-        """What ranks compare before gradients are used: launches, factor, parameters with a gradient."""
+        """Return the values that ranks compare before using gradients: launches, factor, parameters with a gradient."""
         launches = self.launches if self.sum is not None else (-1, -1)
         return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
@@ -240,7 +240,7 @@ class SumOfSquaresCache:
         self._read[id(bucket)] = self._state(bucket), own
 
     def own(self, revision: int) -> float | None:
-        """This rank's part of the norm of an update; None where gradients have changed since, or were not read."""
+        """Return this rank's part of the norm; None if gradients have changed since or were not read."""
         if revision != self._revision:
             return None
         parts = []
@@ -254,11 +254,11 @@ class SumOfSquaresCache:
         return math.fsum(parts) if parts else None
 
     def hold(self, revision: int) -> bool:
-        """Whether `total` is still right as far as this rank knows."""
+        """Return whether `total` is still valid as far as this rank knows."""
         return self.total is not None and self.own(revision) is not None
 
     def _state(self, bucket: Bucket) -> tuple[int, int] | None:
-        """Address and version of the sum, which change with a write; None where a write would not be seen."""
+        """Return address and version of the sum, which change with a write; None if a write would not be detected."""
         memory = bucket.total.memory
         if memory is None or memory.is_inference() or self.lends_views:
             return None
@@ -269,7 +269,7 @@ _FEW = 4  # a table is large if it has more than this many times the rows looked
 
 
 def tables(model: nn.Module) -> list[nn.Embedding]:
-    """Embedding tables on the host, whose gradient could come by rows."""
+    """Return the embedding tables on the host whose gradient could be row-sparse."""
     return [
         module
         for module in model.modules()
@@ -281,9 +281,9 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 @contextmanager
 def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
-    """Inside, tables that are large compared with the batch give their gradient by rows.
+    """Make tables that are large compared with the batch return row-sparse gradients inside the context.
 
-    One whose gradient a hook of the user's is to see gives it whole.
+    Tables with a user's gradient hook keep dense gradients.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
     large = []
@@ -305,13 +305,13 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
 
 
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Whether `add_rows` takes this gradient for an accumulator of `dtype`."""
+    """Return whether `add_rows` accepts this gradient for an accumulator of `dtype`."""
     fits = dtype in (gradient.dtype, torch.float32)
     return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
 
 
 def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add the rows of a gradient to `place`, or with `again=False` overwrite it."""
+    """Add the rows of a gradient to `place`; `again=False` overwrites it."""
     if not again:
         place.zero_()
     rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()

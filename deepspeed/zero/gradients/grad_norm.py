@@ -1,4 +1,4 @@
-"""The global gradient norm over shards, and the parameters that overflowed."""
+"""Global gradient norm over shards, and the search for parameters that overflowed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LABEL = "agreement on the gradient norm"
 def global_norm(
     buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
 ) -> tuple[float, list[list[float]]]:
-    """L2 norm of all accumulated gradients; every rank adds its own part, no part twice. All ranks call together.
+    """Compute the L2 norm of all accumulated gradients; every part is added by one rank. All ranks must call this.
 
     Args:
-        buckets: this rank's accumulators; a rank without any takes part all the same.
+        buckets: this rank's accumulators; a rank without any still takes part.
         exact: see `sum_of_squares`.
-        reducer: whose buckets they are.
-        tag: message tag on its axis of one copy.
-        along: numbers that ride on the exchange, as many on every rank.
+        reducer: reducer of the buckets.
+        tag: message tag on the axis of one model copy.
+        along: numbers that are sent with the exchange; their count is equal on every rank.
 
     Returns:
-        The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
+        The norm (NaN or infinity if a gradient is not finite), and the `along` of each rank.
     """
     adding = [bucket for bucket in buckets if bucket.counted]
     known = reducer.squares.own(reducer.revision) if adding else None
@@ -41,7 +41,7 @@ def global_norm(
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
-    """This rank's part of the sum of squares; accumulators in another tier are read one after the other."""
+    """Return this rank's part of the sum of squares; offloaded accumulators are read one after the other."""
     totals = [bucket.total for bucket in buckets]
     if all(total.memory is not None for total in totals):  # one native call
         native = native_sums_of_squares([b.own(total.acquire()) for b, total in zip(buckets, totals, strict=True)])
@@ -67,7 +67,7 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
 
 
 def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
-    """The result of `global_norm` where every rank knows it already, after `finish`; else None on all of them."""
+    """Return the result of `global_norm` if every rank already knows it after `finish`; else None on all of them."""
     total = reducer.squares.total
     return _root(total) if agreed.known and total is not None and reducer.axes.whole_model_agrees else None
 
@@ -77,7 +77,7 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """This rank's sum of squares of each parameter's gradient; 0 where only other ranks have elements of it."""
+    """Return this rank's sum of squares of each parameter's gradient; 0 if only other ranks have its elements."""
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in reducer.buckets:
@@ -103,9 +103,9 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks call together.
+    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks must call this.
 
-    First in the order of backward: all gradients formed after it are spoilt by it.
+    The first one in the order of backward is the cause: it makes all later gradients non-finite.
     """
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])

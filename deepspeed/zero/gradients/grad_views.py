@@ -1,7 +1,7 @@
-"""Tracks dense gradients that users hold, and writes back their in-place changes.
+"""Tracking of dense gradients that users hold, and write-back of their in-place changes.
 
 Users get copies, which later changes of the accumulators do not affect. A change may bypass the version counter
-(`p.grad.data.mul_()`), so the values are compared with those that were returned.
+(`p.grad.data.mul_()`), so the values are compared with the returned ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OURS = 2
 
 
 class _Gradient:
-    """A gradient that was read. `source` has the same values until more is added; `own`: before reduction."""
+    """A gradient that was read. `source` has equal values until more is added; `own`: read before the reduction."""
 
     def __init__(self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
         self.member, self.tensor, self.source, self.own = member, tensor, source, own
@@ -28,12 +28,12 @@ class _Gradient:
         self.taken_over()
 
     def taken_over(self) -> None:
-        """Note that the accumulator has these values, or gets them now."""
+        """Record that the accumulator has these values, or gets them now."""
         self.version = self.tensor._version
         self.values = self.tensor.clone() if self.source is None else self.source
 
     def part(self) -> None:
-        """Compare with this read's own values from now on: the accumulator gets those of another read."""
+        """Compare with a copy of this read's values from now on, since the accumulator gets those of another read."""
         self.source = None
         self.taken_over()
 
@@ -43,16 +43,16 @@ class _Gradient:
 
     @property
     def held(self) -> bool:
-        """Whether somebody holds the tensor, or another one over its memory."""
+        """Return whether other code holds the tensor or a view of its memory."""
         return sys.getrefcount(self.tensor) > _OURS or tensors_over(self.tensor) > self.quiet
 
 
 class GradViewTracker:
-    """The gradients of a window that users have read as copies.
+    """Gradients of a window that users have read as copies.
 
     Attributes:
-        used: whether there have been any in the window.
-        edits: changes of reduced gradients that were taken over in the window.
+        used: whether there was a read in the window.
+        edits: number of changes of reduced gradients that were written back in the window.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class GradViewTracker:
     def add(
         self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
     ) -> torch.Tensor:
-        """Track a copy that a user gets, and drop earlier ones that nobody holds any more."""
+        """Track a copy that a user gets, and drop earlier ones that are not held any more."""
         for _ in range(min(2, len(self._out))):
             key, oldest = next(iter(self._out.items()))
             if oldest.held or oldest.edited:
@@ -87,7 +87,7 @@ class GradViewTracker:
             del self._of[id(gradient.member)]
 
     def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
-        """Gradients changed since they were read, or since the last call: (member, values, whether its own part)."""
+        """Return gradients that were changed after their read, as (member, values, whether read before reduction)."""
         candidates = self._out.values() if of is None else self._of.get(id(of), ())
         edited = [gradient for gradient in candidates if gradient.edited]
         for gradient in edited:
@@ -99,7 +99,7 @@ class GradViewTracker:
         return [(gradient.member, gradient.tensor, gradient.own) for gradient in edited]
 
     def close(self, own: bool = False) -> None:
-        """Refuse later changes of what was read (`own`: of this rank's parts only), since more gradients are added."""
+        """Reject later changes of the tracked gradients (`own`: only of this rank's parts), since more are added."""
         for gradient in [gradient for gradient in self._out.values() if gradient.own or not own]:
             if gradient.held:
                 values = gradient.values if gradient.source is None else gradient.values.clone()
@@ -107,7 +107,7 @@ class GradViewTracker:
             self._drop(gradient)
 
     def late(self) -> list[str]:
-        """Names of parameters whose gradient was changed after `close`."""
+        """Return the names of parameters whose gradient was changed after `close`."""
         names = []
         for name, late_tensor, version, values in self._late:
             tensor = late_tensor()

@@ -1,7 +1,7 @@
-"""Checks that ranks agree before gradients are used: compares numbers over the ranks that share a group.
+"""Comparison of numbers over the ranks that share a group, before gradients are used.
 
-`accumulation.AccumulationWindow.row` gives a rank's numbers for its window; for each group they are followed by the
-rounds sent so far, the factor of those in low precision, and which parameters had a gradient.
+`accumulation.AccumulationWindow.row` returns a rank's numbers for its window. For each group, the row continues with
+the number of rounds sent, the factor of low-precision rounds, and a flag for each parameter with a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepspeed.zero.parameters.shard_group import group_of
 
 @dataclass(eq=False)
 class RankComparison:
-    """The ranks that have the same parameters, and the buckets whose rows they compare."""
+    """Ranks that have the same parameters, and the buckets whose rows they compare."""
 
     axis: Axis
     channel: int
@@ -38,7 +38,7 @@ class RankComparison:
     _known: tuple[int, list[bytes]] | None = None
 
     def put_in_order(self, depart: Callable[[Bucket, ReductionRound, int], None]) -> None:
-        """Launch rounds in one order where messages carry no tags."""
+        """Launch rounds in a fixed order if messages have no tags."""
         untagged = [
             bucket
             for bucket in self.buckets
@@ -52,11 +52,11 @@ class RankComparison:
             bucket.order = self.order
 
     def knows(self, rows: Rows, revision: int) -> bool:
-        """Whether nothing has changed on any rank since the last `learn`."""
+        """Return whether nothing has changed on any rank since the last `learn`."""
         return self._known == (revision, rows.tails)
 
     def learn(self, rows: Rows, revision: int) -> None:
-        """Note that the ranks are level, with these rows and this revision of this rank's gradients."""
+        """Record that the ranks agree on these rows, at this revision of this rank's gradients."""
         self._known = (revision, rows.tails)
 
     def tag(self) -> int:
@@ -65,18 +65,18 @@ class RankComparison:
 
 
 class Rows(NamedTuple):
-    """The rows of all ranks, in rank order."""
+    """Rows of all ranks, in rank order."""
 
     heads: list[list[float]]  # of the window
     tails: list[bytes]  # of the buckets, one after the other
 
     @property
     def equal(self) -> bool:
-        """Whether all rows of the buckets are equal."""
+        """Return whether all rows of the buckets are equal."""
         return all(tail == self.tails[0] for tail in self.tails)
 
     def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
-        """The rows of all ranks for each bucket."""
+        """Yield the rows of all ranks for each bucket."""
         offset = 0
         for bucket in buckets:
             size = bucket.row_bytes
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
             offset += size
 
     def mismatch(self, buckets: Sequence[Bucket]) -> str | None:
-        """Describe a difference that sending zeros cannot level; None when there is none."""
+        """Describe a difference that zero rounds cannot compensate; None if there is none."""
         if self.equal:
             return None
         for bucket, table in zip(buckets, self.by_bucket(buckets), strict=True):
@@ -118,7 +118,7 @@ class GradAgreement:
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
-        """All comparisons, or the one of the ranks that have a parameter."""
+        """Return all comparisons, or that of the ranks that have a parameter."""
         if of is None:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
@@ -132,7 +132,7 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """All-gather the rows. Those of buckets are packed anew only when gradients have changed since."""
+        """All-gather the rows. Bucket rows are packed again only if gradients have changed."""
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
             if purpose in (Purpose.STEP, Purpose.FLUSH):
@@ -149,7 +149,7 @@ class GradAgreement:
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """All-reduce what is wrong over the slices and stages of a model, so that all go on or all stop."""
+        """All-reduce an error over the slices and stages of a model, so that all ranks continue or stop."""
         meeting = self._everyone
         if meeting is None:
             return trouble

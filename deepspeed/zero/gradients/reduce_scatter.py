@@ -24,7 +24,7 @@ _GLANCE = 8
 
 
 class GradReduceScatter:
-    """Sends rounds of gradients and accumulates what it receives."""
+    """Sends rounds of gradients and accumulates the received parts."""
 
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
@@ -41,16 +41,16 @@ class GradReduceScatter:
         doorbell.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
 
     def buffers(self) -> list[torch.Tensor]:
-        """Every transit buffer, idle or in flight."""
+        """Return every transit buffer, idle or in flight."""
         idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
     def busy(self, bucket: Bucket) -> bool:
-        """Whether a round of `bucket` is in flight or waits for its turn."""
+        """Return whether a round of `bucket` is in flight or queued."""
         return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))
 
     def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """A transit buffer for a round; waits for one to return when too much is in flight."""
+        """Return a transit buffer for a round; waits for one if too much is in flight."""
         axis, numel = bucket.group.axis, bucket.group.numel
         if bucket.order is None:  # else where it departs, which is the same place on all ranks
             self._make_room(numel)
@@ -61,7 +61,7 @@ class GradReduceScatter:
         return axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
-        """Wait until `numel` more elements may be in flight."""
+        """Wait until `numel` more elements fit into the in-flight limit."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
             # A round of several stages waits for theirs, which come elsewhere in their schedule.
@@ -82,27 +82,27 @@ class GradReduceScatter:
         self._elements += entry[2].buffer.numel()
 
     def _land(self, entry: tuple[Handle, Bucket, ReductionRound]) -> tuple[Handle, Bucket, ReductionRound]:
-        """Take `entry` out of what is in flight."""
+        """Remove `entry` from the rounds in flight."""
         del self._in_flight[id(entry[0])]
         self._rounds[id(entry[1])] -= 1
         self._elements -= entry[2].buffer.numel()
         return entry
 
     def release(self, bucket: Bucket, round_: ReductionRound) -> None:
-        """Take back the transit buffer of a round."""
+        """Return the transit buffer of a round to the pool."""
         if round_.pooled:
             base = round_.buffer._base
             self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """A buffer to receive into, until `_finished`."""
+        """Return a receive buffer, valid until `_finished`."""
         free = self._received[like.dtype, like.numel()]
         buffer = free.pop() if free else torch.empty_like(like)
         self._lent.add(buffer.data_ptr())
         return buffer
 
     def _finished(self, parts: list[torch.Tensor]) -> None:
-        """Keep the buffers of summed parts for the next round."""
+        """Return the buffers of summed parts to the pool."""
         for part in parts:
             if part.data_ptr() in self._lent:
                 self._lent.discard(part.data_ptr())
@@ -110,7 +110,7 @@ class GradReduceScatter:
                 self._received[whole.dtype, whole.numel()].append(whole)
 
     def launch(self, bucket: Bucket, current: ReductionRound) -> None:
-        """Send a round; parameters without a gradient in it count as zero."""
+        """Send a round; parameters without a gradient count as zero."""
         if self._in_flight and not current.pooled and bucket.order is None:
             self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
         group, layout = bucket.group, bucket.group.layout
@@ -134,7 +134,7 @@ class GradReduceScatter:
             bucket.order.add((bucket, current, seq), usual)
 
     def depart(self, bucket: Bucket, current: ReductionRound, seq: int) -> None:
-        """Send a round whose turn it is."""
+        """Send a queued round."""
         if bucket.order is not None:
             self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
@@ -148,7 +148,7 @@ class GradReduceScatter:
             self.progress(_GLANCE)
 
     def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
-        """Accumulate a round of an axis with one rank, without communication."""
+        """Accumulate a round on an axis with one rank, without communication."""
         if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
             bucket.filled = True  # it was collected where it rests
             return
@@ -189,7 +189,7 @@ class GradReduceScatter:
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
-        """Sum the contributions of all ranks into the accumulator of the owner."""
+        """Sum the contributions of all ranks into the owner's accumulator."""
         if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(
@@ -202,7 +202,7 @@ class GradReduceScatter:
         return leaving
 
     def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
-        """Sum over the ranks that have the same shard (hybrid sharding, tied weights); each of them sums all totals."""
+        """Sum over the ranks with the same shard (hybrid sharding, tied weights); each adds all partial sums."""
         channel = bucket.group.copies_channel
         n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)
@@ -229,14 +229,14 @@ class GradReduceScatter:
         return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
-        """Accumulate the whole sum of a round."""
+        """Add the whole sum of a round to the accumulator."""
         if total.data_ptr() == bucket.total.acquire().data_ptr():  # nothing moves where everything is whole
             bucket.filled = True
         else:
             bucket.add([total], 1.0)
 
     def progress(self, most: int | None = None) -> None:
-        """Sum what has arrived, since a peer may wait for its buffer. Rounds of one bucket keep their order."""
+        """Sum arrived rounds, since a peer may wait for its buffer. Rounds of one bucket keep their order."""
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):
             handle, bucket, _ = entry
@@ -262,7 +262,7 @@ class GradReduceScatter:
             self._fly(entry)
 
     def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for the rounds of these buckets, or for everything."""
+        """Wait for the rounds of these buckets, or for all rounds."""
         if not self._in_flight:
             return
         if buckets is None:
@@ -273,7 +273,7 @@ class GradReduceScatter:
             self._settle(*self._land(entry))
 
     def _share_first(self) -> None:
-        """Between devices, start the all-gathers of sums first, so that other rounds are summed meanwhile."""
+        """Start all-gathers of sums first between devices, so that other rounds are summed meanwhile."""
         while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
             for entry in unformed:  # by one phase each: over hosts a sum is formed in two
                 self._settle(*self._land(entry))
@@ -283,7 +283,7 @@ class GradReduceScatter:
         return bucket.whole and bucket.group.between_devices and not current.shared and alone
 
     def forget_buffers(self) -> None:
-        """Free the transit buffers that are not in use."""
+        """Free the idle transit buffers."""
         self._pool.clear()
         self._received.clear()
 

@@ -1,4 +1,4 @@
-"""Collects gradients from autograd hooks into buckets and reduces them."""
+"""Collection of gradients from autograd hooks into buckets, and their reduction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 class GradScale(NamedTuple):
-    """How the gradients of a bucket enter a round."""
+    """Dtype and factors for gradients of a bucket."""
 
     dtype: torch.dtype  # of the round
     exact: bool  # that is the accumulator's
@@ -47,7 +47,7 @@ class GradScale(NamedTuple):
 
 
 class GradScales:
-    """Dtype and factors of the gradients of each kind of bucket, computed once per state of the window."""
+    """Dtype and factors for gradients of each kind of bucket, computed once per state of the window."""
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
@@ -55,7 +55,7 @@ class GradScales:
         self._revision = window.revision
 
     def of(self, bucket: Bucket) -> GradScale:
-        """The scaling of a gradient that arrives now."""
+        """Return the scaling of a gradient that arrives now."""
         if self._revision != self._window.revision:
             self._revision = self._window.revision
             self._made.clear()
@@ -79,12 +79,12 @@ class GradScales:
         return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
-        """Whether several micro-batches are summed before they are reduced."""
+        """Return whether several micro-batches are summed before the reduction."""
         return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     @property
     def prescale(self) -> float:
-        """Factor on low-precision gradients before they are reduced."""
+        """Return the factor on low-precision gradients before the reduction."""
         return 1.0 if self._settings.prescale is None else self._settings.prescale
 
 
@@ -131,7 +131,7 @@ class Reducer:
     # -- arrival --------------------------------------------------------------------------------------------------
 
     def listen(self, member: ParamRecord, anew: bool = False) -> None:
-        """Register the gradient hook of a parameter (`anew`: again, since it has another tensor under it)."""
+        """Register the gradient hook of a parameter (`anew`: again, because the parameter has a new tensor)."""
         if anew and member.uid in self._hooks:
             self._hooks.pop(member.uid).remove()
             param: Any = member.param
@@ -142,7 +142,7 @@ class Reducer:
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_GradHook(member))
 
     def arrived(self, member: ParamRecord) -> None:
-        """Take the gradient that autograd has finished."""
+        """Take a gradient that autograd has finished."""
         gradient = raw_grad(member.param)
         if gradient is None:
             return
@@ -175,7 +175,7 @@ class Reducer:
                 self._launch(bucket)
 
     def _enter(self, bucket: Bucket, member: ParamRecord, gradient: torch.Tensor, how: GradScale) -> ReductionRound:
-        """Copy or add one gradient into the open round."""
+        """Copy or add one gradient to the open round."""
         current, index = bucket.round, member.index
         if current is not None:
             again = not how.exact and index in current.arrived  # a sum in low precision would round
@@ -220,7 +220,7 @@ class Reducer:
             self.reduce_scatter.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
-        """The round in the communication dtype, also when it was summed in another before."""
+        """Return the round in the communication dtype; converts a round that was summed in another dtype."""
         dtype = self.settings.comm_dtype
         if dtype is None or current.buffer.dtype == dtype:
             return current
@@ -233,7 +233,7 @@ class Reducer:
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
-        """Send open rounds, level the ranks, wait. All ranks that have `of` (None: all ranks) call together."""
+        """Send open rounds, send missing rounds as zeros, and wait. Collective over ranks with `of` (None: all)."""
         if self._handed_out.used:
             self._adopt_edits(of)
         self._launch_open()
@@ -288,7 +288,7 @@ class Reducer:
         self._launched = self.revision
 
     def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
-        """Send zeros for rounds that only other ranks have launched, and the rounds that wait for their turn."""
+        """Send zeros for rounds that only other ranks have launched, and send the queued rounds."""
         if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
         else:
@@ -299,7 +299,7 @@ class Reducer:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 
     def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
-        """Send zeros until this rank has launched as many rounds of a bucket as any other."""
+        """Send zero rounds until this rank has launched as many rounds of a bucket as any other."""
         factor = max(row.factor for row in table)
         for exact in (0, 1):
             while bucket.launches[exact] < max(row.launches[exact] for row in table):
@@ -316,16 +316,16 @@ class Reducer:
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
-        """One mark per parameter of a group that any rank had a gradient for in the window; valid after `finish`."""
+        """Return one mark per parameter of a group for which any rank had a gradient; valid after `finish`."""
         return self._touched_anywhere.get(id(bucket))
 
     def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
-        """Whether any rank had a gradient for `member` in the window; valid after `finish`."""
+        """Return whether any rank had a gradient for `member` in the window; valid after `finish`."""
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
     def _adopt_edits(self, of: ParamRecord | None = None) -> None:
-        """Accumulate in-place changes of gradients that were read; nothing has been added to them since."""
+        """Add in-place changes of read gradients to the accumulator; no gradient was added since the read."""
         for member, tensor, own in self._handed_out.take_edited(of):
             current = self.bucket_of(member.group).round
             if not own:
@@ -334,7 +334,7 @@ class Reducer:
                 current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
-        """Forget the window; the next gradients overwrite its sums."""
+        """Reset the window; the next gradients overwrite its sums."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
@@ -345,7 +345,7 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Drop the gradients of the window (`zero_grad`). All ranks call together."""
+        """Drop the gradients of the window (`zero_grad`). All ranks must call this."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
@@ -370,7 +370,7 @@ class Reducer:
         return self._of[id(group)]
 
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
-        """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
+        """Return the mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
         if self.clean:
             return None
         bucket, low, high = self.bucket_of(member.group), member.offset, member.offset + member.numel
@@ -396,7 +396,7 @@ class Reducer:
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
-        """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
+        """Replace the window's gradient of `member` by `value` (None: no gradient). All ranks must call this."""
         bucket = self.bucket_of(member.group)
         if bucket.sum is None:
             if value is None:
@@ -431,7 +431,7 @@ class Reducer:
 
 
 class _GradHook:
-    """The gradient hook of a parameter; weak, since torch holds hooks where no garbage collection looks."""
+    """Gradient hook of a parameter; holds weak references, since garbage collection does not see torch's hooks."""
 
     def __init__(self, member: ParamRecord) -> None:
         self._member = weakref.ref(member)
@@ -443,7 +443,7 @@ class _GradHook:
 
 
 def _leave_to_agreement(reducer: Reducer, bucket: Bucket) -> None:
-    """Other stages may have gradients for this copy: `Reducer._catch_up` sends zeros once they have said so."""
+    """Do nothing: other stages may have gradients for this copy, and `Reducer._catch_up` then sends zeros."""
 
 
 unlaunched_copies: Replaceable[Callable[[Reducer, Bucket], None]] = Replaceable(_leave_to_agreement)

@@ -1,1 +1,1 @@
-"""The position of each element of the training state. Moves no tensor."""
+"""Position of each element of the training state. Moves no tensor."""

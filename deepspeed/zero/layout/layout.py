@@ -1,4 +1,4 @@
-"""The elements of a group that each rank owns; checkpoints, all-gathers and accessors read the same spans."""
+"""Elements of a group that each rank owns; checkpoints, all-gathers and accessors use the same spans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ParamRange:
-    """The part of one parameter that lies in one rank's shard.
+    """The part of one parameter in one rank's shard.
 
     Args:
-        index: which parameter of the group.
-        start: first element, counted in the flattened parameter.
-        stop: one past the last element, in the flattened parameter.
-        group_start: first element, counted in the group.
+        index: index of the parameter in the group.
+        start: first element in the flattened parameter.
+        stop: one past the last element in the flattened parameter.
+        group_start: first element in the group.
     """
 
     index: int
@@ -39,7 +39,7 @@ class ShardLayout:
 
     Args:
         numels: elements of each parameter, in order.
-        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]). The last may lie past the parameters: padding.
+        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]). Elements past the parameters are padding.
     """
 
     numels: tuple[int, ...]
@@ -47,17 +47,17 @@ class ShardLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in the group."""
+        """Return the first element of each parameter in the group."""
         return (0, *accumulate(self.numels))[:-1]
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Return the elements of all parameters, without padding."""
         return sum(self.numels)
 
     @cached_property
     def padded(self) -> int:
-        """Elements of the full buffer."""
+        """Return the elements of the full buffer, with padding."""
         return max(self.cuts[-1], self.numel)
 
     @property
@@ -68,23 +68,23 @@ class ShardLayout:
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def ranges(self, rank: int) -> list[ParamRange]:
-        """The ranges of parameters that lie in a rank's shard, in order."""
+        """Return the ranges of parameters in a rank's shard, in order."""
         return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
-        """The ranges of parameters that lie in [low, high) of the group."""
+        """Return the ranges of parameters in [low, high) of the group."""
         first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
         ranges = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
         return [range_ for range_ in ranges if range_ is not None]
 
     def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
-        """The range of one parameter that lies in [low, high) of the group; None when it is empty."""
+        """Return the range of one parameter in [low, high) of the group; None if it is empty."""
         offset = self.offsets[index]
         start, stop = max(low, offset), min(high, offset + self.numels[index])
         return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
-        """The shard boundaries within one parameter, counted in the flattened parameter."""
+        """Return the shard boundaries within one flattened parameter."""
         offset, numel = self.offsets[index], self.numels[index]
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 
@@ -111,5 +111,5 @@ def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_first(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM)."""
+    """Assign all parameters to rank 0, for optimizers whose updates depend on all parameters (Prodigy, SAM)."""
     return ShardLayout(tuple(numels), (0, *[sum(numels)] * ranks))

@@ -1,4 +1,4 @@
-"""Placement of a parameter on the mesh: its part of the global tensor, and how copies relate.
+"""Placement of a parameter on the mesh: its part of the global tensor, and the relation of its copies.
 
 Gradient sums, norm, overflow, edits, checkpoints, estimators and public accessors read a parameter's row of this table.
 Layers that split a model set it with `place`; all other parameters have the default row.
@@ -18,7 +18,7 @@ _MARK = "ds_placement"
 
 
 class Relation(enum.Enum):
-    """How the copies of a parameter on the ranks of one axis relate."""
+    """Relation of a parameter's copies on the ranks of one axis."""
 
     SHARDED_STATE = "zero"  # one tensor, split by ZeRO or summed over the ranks as data parallelism does
     SHARD = "cut"  # each rank has another box of the global tensor
@@ -32,10 +32,10 @@ class Cut:
     """This rank's segments of one dim of the global tensor.
 
     Args:
-        dim: which.
-        size: length of the global tensor along it.
-        segments: (start in the global dim, length), in local order; a start of -1 is padding, which is no part of the
-            global tensor: it has no gradient, and stands in no norm, count or checkpoint.
+        dim: the dim.
+        size: length of the global tensor along the dim.
+        segments: (start in the global dim, length), in local order. A start of -1 is padding, which is not part of the
+            global tensor: it has no gradient, and does not count in norms, sizes or checkpoints.
     """
 
     dim: int
@@ -51,25 +51,24 @@ class Cut:
 
     @property
     def local_size(self) -> int:
-        """Length of this rank's tensor along the dim, padding included."""
+        """Return the length of this rank's tensor along the dim, padding included."""
         return sum(length for _, length in self.segments)
 
     @property
     def padding(self) -> int:
-        """How much of `local_size` is padding."""
+        """Return the padding in `local_size`."""
         return sum(length for start, length in self.segments if start < 0)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of one parameter on the mesh.
+    """Placement of one parameter on the mesh.
 
     Args:
-        cuts: at most one for each dim; dims without one are whole.
-        relations: by the name of a mesh axis; an axis that is not named is ZERO where data parallelism runs over it,
-            else EQUAL.
-        stages: of a pipeline that have a copy, where whoever placed it knows; real ranks ask each other.
-        ep: ranks of dp_shard x sp that share the experts of its layer out; 1: each has them all.
+        cuts: at most one per dim; dims without one are whole.
+        relations: relation by mesh axis; the default is ZERO for axes of data parallelism, else EQUAL.
+        stages: pipeline stages that have a copy, if known; otherwise ranks ask each other.
+        ep: ranks of dp_shard x sp that divide the layer's experts; 1: each rank has all experts.
     """
 
     cuts: tuple[Cut, ...] = ()
@@ -78,13 +77,13 @@ class Placement:
     ep: int = 1
 
     def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the global tensor.
+        """Return the shape of the global tensor.
 
         Args:
             local: shape of this rank's tensor.
 
         Raises:
-            ArgumentError: the cuts do not fit it.
+            ArgumentError: the cuts do not match the shape.
         """
         shape = list(local)
         for cut in self.cuts:
@@ -104,7 +103,7 @@ def place(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Set the placement of a parameter or buffer, before `initialize`; returns the tensor.
 
     Raises:
-        ArgumentError: the cuts do not fit the tensor's shape.
+        ArgumentError: the cuts do not match the tensor's shape.
     """
     placement.global_shape(tensor.shape)
     setattr(tensor, _MARK, placement)

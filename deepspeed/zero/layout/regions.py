@@ -1,8 +1,8 @@
-"""Regions of a global tensor: which elements a rank holds, and the flat ranges that are stored.
+"""Regions of a global tensor: the elements that a rank holds, and the flat ranges that are stored.
 
 A rank's tensor is a box of the global one: each dim is whole, or split into segments with padding between. ZeRO splits
-the flattened box further. `copies` computes how the elements of a flat range of one box come from a flat range of
-another: as a few strided copies for any split, never one for each row.
+the flattened box further. `copies` computes the source of a flat range of one box in a flat range of another: a few
+strided copies for any split, never one per row.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Region:
     """The region of a global tensor that a rank holds.
 
     Args:
-        shape: of the global tensor.
-        cuts: of the dims that are not whole, by ascending dim.
+        shape: shape of the global tensor.
+        cuts: cuts of the dims that are not whole, by ascending dim.
     """
 
     shape: tuple[int, ...]
@@ -35,12 +35,12 @@ class Region:
 
     @staticmethod
     def of(placement: Placement, local: Sequence[int]) -> Region:
-        """The region of a tensor of shape `local` with this placement."""
+        """Return the region of a tensor of shape `local` with this placement."""
         return Region(placement.global_shape(tuple(local)), tuple(Region._plain_cuts(placement.cuts)))
 
     @staticmethod
     def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
-        """Normalize cuts: sort them, join neighbouring segments, leave out whole dims."""
+        """Normalize cuts: sort them, join adjacent segments, omit whole dims."""
         for cut in sorted(cuts, key=lambda part: part.dim):
             joined: list[tuple[int, int]] = []
             for start, length in cut.segments:
@@ -63,7 +63,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements of the rank's tensor, padding included."""
+        """Return the elements of the rank's tensor, padding included."""
         return math.prod(self.local_shape)
 
     @property
@@ -72,14 +72,14 @@ class Region:
 
     @cached_property
     def packed(self) -> Region:
-        """The region without its padding, as files hold it. Equal ones hold the same elements."""
+        """Return the region without padding, as in files. Equal packed regions hold the same elements."""
         if all(cut.padding == 0 for cut in self.cuts):
             return self
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
         return Region(self.shape, tuple(Region._plain_cuts(real)))
 
     def packed_index(self, index: int) -> int:
-        """The index of flat element `index` in the packed region: the elements before it that are no padding."""
+        """Return the index of flat element `index` in the packed region."""
         if self.packed is self:
             return index
         local, real = self.local_shape, [self._real(segments, None) for segments in self.segments]
@@ -98,7 +98,7 @@ class Region:
 
     @staticmethod
     def _real(segments: Segments, end: int | None) -> int:
-        """Count the elements among the first `end` of a dim that are no padding; None: among all."""
+        """Return the non-padding elements among the first `end` of a dim; None: among all."""
         count = position = 0
         for start, length in segments:
             inside = length if end is None else min(max(end - position, 0), length)
@@ -111,11 +111,11 @@ class Copy:
     """A strided copy from a flat source to a flat destination.
 
     Args:
-        sizes: of the block of elements, outermost dim first.
-        source: index of its first element in the source.
-        source_strides: steps of each dim there, in elements.
-        into: index of its first element in the destination.
-        into_strides: steps of each dim there.
+        sizes: sizes of the block of elements, outermost dim first.
+        source: index of the block's first element in the source.
+        source_strides: stride of each dim in the source, in elements.
+        into: index of the block's first element in the destination.
+        into_strides: stride of each dim in the destination, in elements.
     """
 
     sizes: tuple[int, ...]
@@ -130,7 +130,7 @@ class Copy:
 
     @property
     def source_end(self) -> int:
-        """One past the last element in the source."""
+        """Return one past the last element in the source."""
         steps = zip(self.sizes, self.source_strides, strict=True)
         return self.source + sum((size - 1) * stride for size, stride in steps) + 1
 
@@ -145,7 +145,7 @@ class Copy:
 
     @classmethod
     def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-        """Make a copy with as few dims as it needs."""
+        """Create a copy with the minimum number of dims."""
         dims: list[list[int]] = []
         for size, a, b in zip(sizes, ours, into_strides, strict=True):
             if size == 1:
@@ -189,7 +189,7 @@ class RegionRange:
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """The copies that fill a range of one region from one of another; elements the source lacks are left out."""
+    """Yield the copies that fill a range of one region from one of another; missing source elements are skipped."""
     if source.box == into.box and source.box.packed is source.box:
         low, high = max(source.start, into.start), min(source.stop, into.stop)
         if low < high:
@@ -209,7 +209,7 @@ def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
 
 
 def extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
-    """The span of a flattened region that contains all elements which a range of another region takes from it."""
+    """Return the span of a flattened region that contains all elements needed for a range of another region."""
     every = RegionRange(wanted.box, 0, wanted.box.numel)
     return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
 
@@ -230,7 +230,7 @@ _Rect = list[tuple[int, int]]  # by dim: first element, one past the last
 
 @lru_cache(maxsize=4096)
 def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
-    """Shapes and strides of two regions in as few dims as tell them apart, and the cells they share."""
+    """Return shapes and strides of two regions in the minimum number of dims, and their common cells."""
     cut = {axis_cut.dim for axis_cut in (*a.cuts, *b.cuts)}
     dims: list[tuple[int, int]] = []  # (dim, elements of each step): whole dims of both belong to the one before them
     for dim, size in enumerate(a.shape):
@@ -250,7 +250,7 @@ def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], lis
 
 
 def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """The overlaps of the segments of two cuts of a dim: (first element here, there, length)."""
+    """Yield the overlaps of the segments of two cuts of a dim: (first element here, there, length)."""
     here = 0
     for a, length in ours:
         there = 0
@@ -263,7 +263,7 @@ def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, i
 
 
 def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
-    """The blocks that make up elements [start, stop) of a flattened tensor: at most two for each dim."""
+    """Return the blocks of elements [start, stop) of a flattened tensor: at most two per dim."""
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -298,7 +298,7 @@ def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]],
 
 
 def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
-    """The first element of a tensor that no region covers; None when all are covered."""
+    """Return the first element of a tensor that no region covers; None if all are covered."""
     edges = [
         sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
         for dim, size in enumerate(boxes[0].shape)

@@ -1,4 +1,4 @@
-"""The table of ZeRO stages: which of parameters, gradients and optimizer state are sharded.
+"""Table of ZeRO stages: sharding of parameters, gradients and optimizer state.
 
 Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). This is
 the only file that defines the properties of a stage's number.
@@ -14,12 +14,12 @@ from deepspeed.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Policy:
-    """Which state a stage shards. The properties are read often, so each is computed once.
+    """Sharding of a stage. The properties are read often, so each is computed once.
 
     Args:
-        splits_parameters: each rank keeps its shard of the parameters between uses.
-        splits_gradients: each rank keeps the sum of its shard of the gradients only.
-        splits_optimizer: each rank holds master weights and optimizer state of its shard only.
+        splits_parameters: each rank stores only its shard of the parameters between uses.
+        splits_gradients: each rank stores only the gradient sum of its shard.
+        splits_optimizer: each rank stores master weights and optimizer state of its shard only.
     """
 
     splits_parameters: bool
@@ -28,22 +28,22 @@ class Policy:
 
     @cached_property
     def gathers_before_use(self) -> bool:
-        """Parameters are all-gathered around their modules only."""
+        """Return whether parameters are all-gathered only around the use of their module."""
         return self.splits_parameters
 
     @cached_property
     def reduces_as_gradients_arrive(self) -> bool:
-        """Gradients are reduced in every micro-batch, not only in the boundary one."""
+        """Return whether gradients are reduced in every micro-batch, not only at the accumulation boundary."""
         return self.splits_gradients
 
     @cached_property
     def owns_a_shard(self) -> bool:
-        """The optimizer updates a shard, not everything."""
+        """Return whether a rank's optimizer updates only its shard."""
         return self.splits_optimizer
 
     @cached_property
     def all_gathers_after_step(self) -> bool:
-        """Updated shards are all-gathered after the step."""
+        """Return whether updated shards are all-gathered after the step."""
         return self.splits_optimizer and not self.splits_parameters
 
 
@@ -59,7 +59,7 @@ KEPT_WHOLE = _TABLE[2]
 
 
 def policy_for(stage: int, pipeline: int = 1) -> Policy:
-    """The policy of a ZeRO stage (0 to 3) in a pipeline of that many stages."""
+    """Return the policy of a ZeRO stage (0 to 3) in a pipeline of `pipeline` stages."""
     # With several stages of a pipeline, ZeRO 2 reduces a window's gradients once, at its end, and so keeps them whole
     # until then, as ZeRO 1 does: else they would be sent once per micro-batch.
     if stage not in _TABLE:
@@ -68,5 +68,5 @@ def policy_for(stage: int, pipeline: int = 1) -> Policy:
 
 
 def stage_of(policy: Policy) -> int:
-    """The number of the stage that has a policy."""
+    """Return the number of the stage that has this policy."""
     return next(stage for stage, row in _TABLE.items() if row == policy)

@@ -17,7 +17,7 @@ STANDS_FOR = "_stands_for"  # in what stands for a module of another stage: that
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Outermost children of containers that hold several modules of one class: the blocks of a deep model."""
+    """Return the blocks of a deep model: outermost children of containers with several modules of one class."""
     blocks: list[nn.Module] = []
 
     def visit(parent: nn.Module) -> None:
@@ -36,12 +36,12 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; for the placeholder of a module on another pipeline stage, the class of that module."""
+    """Return the class of a module; for a placeholder of another pipeline stage, the class of the original module."""
     return type(vars(module).get(STANDS_FOR, module))
 
 
 def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
-    """Every parameter with the unit of each module that owns it, in the order of the tree; a tied one comes again."""
+    """Yield every parameter with the unit of each module that owns it, in tree order; tied ones appear repeatedly."""
     blocks = set(repeated_blocks(module))
 
     def visit(current: nn.Module, block: nn.Module | None) -> Iterator[tuple[Parameter, nn.Module]]:
@@ -54,7 +54,7 @@ def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
 
 
 def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
-    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
+    """Return the unit of each parameter: its outermost repeated block, else the module that owns it."""
     homes: dict[Parameter, nn.Module] = {}
     for param, unit in owners_of(module):
         homes.setdefault(param, unit)
@@ -67,9 +67,9 @@ def set_z3_leaf_modules(
     """Mark modules as units.
 
     Args:
-        model: the root.
+        model: the root module.
         classes_or_names: classes, class names (short or with module path), or qualified module names.
-        raise_if_not_found: raise when nothing matches.
+        raise_if_not_found: raise if nothing matches.
 
     Returns:
         The marked modules.
@@ -99,14 +99,14 @@ def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by qualified name; as `set_z3_leaf_modules`."""
+    """Mark modules by qualified name; see `set_z3_leaf_modules`."""
     return set_z3_leaf_modules(model, module_names, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by the end of their qualified name; as `set_z3_leaf_modules`."""
+    """Mark modules by the end of their qualified name; see `set_z3_leaf_modules`."""
     suffixes = tuple(module_name_suffixes)
     names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
     return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)
@@ -115,7 +115,7 @@ def set_z3_leaf_modules_by_suffix(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the mark; arguments as `set_z3_leaf_modules`."""
+    """Remove the mark from modules; arguments as in `set_z3_leaf_modules`."""
     wanted = list(classes_or_names)
     leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
     if not leaves and raise_if_not_found:
@@ -126,12 +126,12 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of a tree."""
+    """Return the marked modules of a tree."""
     return [m for m in model.modules() if z3_leaf_module(m)]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """Return whether a module is marked."""
     return bool(getattr(module, LEAF_MARK, False))
 
 

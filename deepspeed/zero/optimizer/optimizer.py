@@ -1,4 +1,4 @@
-"""The ZeRO optimizer: runs any torch optimizer on this rank's shards."""
+"""ZeRO optimizer: runs any torch optimizer on this rank's shards."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _HOOK_TABLES = tuple(
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of what happens between gradients and update.
+    """Settings for the work between gradients and update.
 
     Args:
-        clip: largest global norm (`gradient_clipping`), 0 for none.
-        refuse_unused: a parameter without a gradient is an error (`ignore_unused_parameters: false`).
-        norm: whether the norm is formed at all (`compute_grad_norm`).
-        check: skip the step when a gradient is not finite.
-        master: dtype of master copies, where they are wider than the parameters.
+        clip: maximum global norm (`gradient_clipping`), 0: no clipping.
+        refuse_unused: raise for a parameter without a gradient (`ignore_unused_parameters: false`).
+        norm: whether to compute the norm (`compute_grad_norm`).
+        check: skip the step if a gradient is not finite.
+        master: dtype of master copies, for parameters of a narrower dtype.
     """
 
     clip: float = 0.0
@@ -69,14 +69,14 @@ class ZeroOptimizer(OptimizerSurface):
     """A torch optimizer over the shards of this rank.
 
     Args:
-        inner: the client's or the JSON's optimizer; its group dicts are kept, their `params` replaced.
-        reducer: where gradients come from.
+        inner: the client's or the JSON's optimizer. Its group dicts are kept; their `params` are replaced.
+        reducer: source of gradients.
         settings: clipping and checks.
-        scaler: loss scaler; None when losses are not scaled.
-        lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+        scaler: loss scaler; None if losses are not scaled.
+        lifecycle: gathers and frees sharded groups; None if all parameters stay whole.
         late: defers the all-gather of updated parameters beyond the end of `step`; None: the all-gather is complete
-            when `step` returns.
-        traits: how the inner optimizer's update may be split; None: in every way.
+            before `step` returns.
+        traits: possible splits of the inner optimizer's update; None: any split.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Shard the parameters in the inner optimizer's groups as the reducer's groups are."""
+        """Shard the parameters in the inner optimizer's groups like the reducer's groups."""
         if self._late is not None:
             self._late.detach()
         self.reducer, self._late = reducer, late
@@ -174,7 +174,7 @@ class ZeroOptimizer(OptimizerSurface):
     # -- the inner optimizer --------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Public methods that the inner optimizer has besides torch's, as `eval` and `train` of schedule-free ones."""
+        """Return the inner optimizer's additional public methods, such as `eval` and `train` of schedule-free ones."""
         inner = self.__dict__.get("optimizer")
         if inner is not None and not name.startswith("_") and callable(getattr(type(inner), name, None)):
             return getattr(inner, name)
@@ -183,7 +183,7 @@ class ZeroOptimizer(OptimizerSurface):
     def _replace_methods(self) -> None:
         """Wrap methods of the inner optimizer that write outside of `step` (`eval` of schedule-free ones).
 
-        They see leaves over the masters of this rank, so what they write has to reach the model on all ranks.
+        They write to leaves over this rank's masters, so the changes must be sent to the model on all ranks.
         """
         self._replaced: dict[str, Any] = {}
         for name, traits in self.traits.methods.items():
@@ -200,7 +200,7 @@ class ZeroOptimizer(OptimizerSurface):
         return method
 
     def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
-        """Call a method of the inner optimizer that writes parameters or state. All ranks call together."""
+        """Call a method of the inner optimizer that writes parameters or state. All ranks must call this."""
         if self._stepping:  # by the optimizer itself
             return call()
         if traits.reads_gradients:
@@ -234,13 +234,13 @@ class ZeroOptimizer(OptimizerSurface):
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """Start to train a parameter that was unfrozen."""
+        """Start training a parameter that was unfrozen."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
 
     def _rates(self) -> list[float]:
-        """Hyperparameters of this rank, for comparison: one that differed would update its shards by another rule."""
+        """Return this rank's hyperparameters for comparison, since shards must be updated by equal rules."""
         rates = []
         for key, value in (entry for group in self.optimizer.param_groups for entry in group.items()):
             for number in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
@@ -256,10 +256,10 @@ class ZeroOptimizer(OptimizerSurface):
         """Run one update: agree, norm, check, clip, update, all-gather.
 
         Args:
-            closure: evaluated first, as torch optimizers do.
+            closure: evaluated first, as in torch optimizers.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         if self.traits.how.closure:
             steps = ", ".join(f"engine.optimizer.{name}()" for name in self.traits.methods)
@@ -321,7 +321,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._inspect = inspect
 
     def set_masks(self, masks: Pruner) -> None:
-        """Mask gradients and masters in each update from now on, until the parameters are laid out anew."""
+        """Mask gradients and masters in each update, until the parameters get a new layout."""
         self.masks = masks
 
     @property
@@ -329,7 +329,7 @@ class ZeroOptimizer(OptimizerSurface):
         return sum(shard.writes for shard in self.shards)
 
     def _refuse_leaf_writes(self) -> None:
-        """Raise on all ranks, which have compared the number, for writes to leaves outside of `step`."""
+        """Raise for writes to leaves outside of `step`, on all ranks, which have compared the count."""
         if self.window.leaf_writes:
             self._writes, self.window.leaf_writes = self._leaf_writes, 0
             self._end_window()
@@ -341,7 +341,7 @@ class ZeroOptimizer(OptimizerSurface):
 
     @property
     def lifecycle(self) -> ModuleHooks | None:
-        """Gathers and frees sharded groups, when there are any."""
+        """Return the hooks that gather and free sharded groups, or None."""
         return getattr(self, "parameter_offload", None)
 
     def _tag(self) -> int:
@@ -349,7 +349,7 @@ class ZeroOptimizer(OptimizerSurface):
         return tag_of(self._channel, SMALL, self._rounds)
 
     def _check_called_by_engine(self) -> None:
-        """Refuse a step of the inner optimizer that does not come from here."""
+        """Raise for a direct call of the inner optimizer's step."""
         if not self._stepping:
             raise UsageError(
                 "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
@@ -357,16 +357,16 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _make_room_for_state(self) -> None:
-        """Give what the first backward has freed back to the device, so that state gets memory of its own.
+        """Return memory that the first backward has freed to the device before the optimizer state is allocated.
 
-        State comes to stay, and would do so in holes of blocks that the next forward needs.
+        State is long-lived; in gaps between freed blocks, it would fragment memory that the next forward needs.
         """
         kinds = {shard.group.device.type for shard in self.shards if shard.group.tiers.optimizer is RESIDENT}
         if not self.optimizer.state and not kinds <= {"cpu", "meta"}:
             get_accelerator().empty_cache()
 
     def _warn_of_hooks(self) -> None:
-        """Warn that a user's hook before the inner step sees the gradient shards of this rank only."""
+        """Warn that a user's hook before the inner step sees only the gradient shards of this rank."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
         if hooks and any(group.policy.owns_a_shard and group.axis.size > 1 for group in self.groups):
             warn_once(
@@ -420,7 +420,7 @@ class ZeroOptimizer(OptimizerSurface):
 
     @staticmethod
     def _count_update(members: Sequence[ParamRecord]) -> None:
-        """Count a step as an in-place change: backward of an older forward raises, as in torch."""
+        """Count a step as an in-place change, so that backward of an earlier forward raises, as in torch."""
         increment_version([member.param for member in members])
         for member in members:
             member.version += 1
@@ -435,7 +435,7 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
 
     def share_counters(self) -> None:
-        """Tell ranks without parameters of a group what others count and hold. All ranks call together."""
+        """Send counters and state outlines to ranks without parameters of a group. All ranks must call this."""
         if self.traits.counts_alone and self.traits.by_parameter:
             return
         groups, state = groups_of(self.optimizer), adopt(self)
@@ -453,7 +453,7 @@ class ZeroOptimizer(OptimizerSurface):
                     group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Import what the user has changed in place since the last step (weight clipping) into the master."""
+        """Import the user's in-place changes since the last step (weight clipping) into the master."""
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)
@@ -478,7 +478,7 @@ class ZeroOptimizer(OptimizerSurface):
     # -- what clients call ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. All ranks must call together."""
+        """Drop the gradients of the window. All ranks must call this."""
         self.reducer.drop()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
@@ -486,7 +486,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self._attached().backward(loss, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
+        """Return this rank's state of the inner optimizer (by fragment) and the loss scaler; see `RankState`."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
         with contextlib.ExitStack() as stack:
             for shard in self.shards:
@@ -511,7 +511,7 @@ class ZeroOptimizer(OptimizerSurface):
             self.lifecycle.prefetcher.free_idle()
 
     def release_inner(self) -> None:
-        """Give the inner optimizer its own methods back, and take the hooks off."""
+        """Restore the inner optimizer's methods and remove its hooks."""
         for name, replaced in self._replaced.items():
             if vars(self.optimizer).get(name) is replaced:
                 del vars(self.optimizer)[name]

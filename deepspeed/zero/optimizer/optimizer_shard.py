@@ -1,8 +1,8 @@
 """Leaf parameters and optimizer state of one group on one rank.
 
 [Note: placeholders] If the optimizer's tier provides memory only temporarily (NVMe), a leaf holds one NaN expanded to
-its shape between updates, and `optimizer.state` holds meta tensors: real shapes, no memory, nothing to mistake for
-values. Inside `OptimizerShard.at_hand` both are real.
+its shape between updates, and `optimizer.state` holds meta tensors: real shapes, no memory, no values. Inside
+`OptimizerShard.at_hand` both are real.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass(eq=False)
 class Fragment:
-    """One parameter as the optimizer sees it: a leaf tensor over the master values, and where its gradient is."""
+    """One parameter's part in the optimizer: a leaf tensor over the master values, and the position of its gradient."""
 
     member: ParamRecord
     range: ParamRange
@@ -39,7 +39,7 @@ class Fragment:
     _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
 
     def gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """The part of the borrowed accumulator, in the leaf's shape."""
+        """Return this fragment's part of the borrowed accumulator, in the leaf's shape."""
         if self._view is not None and self._view[1] is total:
             return self._view[0]
         view = total[self.span].view(self.leaf.shape)
@@ -49,12 +49,12 @@ class Fragment:
 
     @property
     def span(self) -> slice:
-        """Where the fragment lies in this rank's master and in the accumulator."""
+        """Return the slice of the fragment in this rank's master and in the accumulator."""
         start = self.range.group_start - self.bucket.low
         return slice(start, start + self.range.numel)
 
     def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of an optimizer state, made for the whole parameter, that belongs to this fragment."""
+        """Return this fragment's part of an optimizer state for the whole parameter."""
         fragments = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == self.member.shape and value.dim():
@@ -94,7 +94,7 @@ class _StateTensor:
 
 
 class _Moments:
-    """The state tensors of a group, packed into one tensor of an offload tier."""
+    """State tensors of a group, packed into one tensor of an offload tier."""
 
     def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
         self._group, self._optimizer, self._lend = group, optimizer, lend
@@ -107,7 +107,7 @@ class _Moments:
             self._stored.prefetch()
 
     def bring(self) -> None:
-        """Put real tensors in place of placeholders in the optimizer's state; what was set from outside stays."""
+        """Replace placeholders in the optimizer's state by real tensors; entries set by other code are kept."""
         if self._stored is not None:
             self._buffer = self._stored.acquire()
             for entry in self._entries:
@@ -183,13 +183,13 @@ class OptimizerShard:
 
     @property
     def moves(self) -> bool:
-        """Whether its memory has an address for a while only."""
+        """Return whether the group's memory has only temporary addresses."""
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
     @property
     def rests_at_hand(self) -> bool:
-        """Whether `at_hand` changes nothing, since all of it rests where it is updated."""
+        """Return whether `at_hand` changes nothing, since all state is stored where it is updated."""
         group = self.group
         if self._evicted or group.tiers.optimizer is not RESIDENT:
             return False
@@ -197,7 +197,7 @@ class OptimizerShard:
         return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
 
     def add(self, member: ParamRecord) -> list[Fragment]:
-        """Make the leaves over the parts of a parameter that this rank updates."""
+        """Create the leaves over the parts of a parameter that this rank updates."""
         self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
         if range_ is None:
@@ -220,7 +220,7 @@ class OptimizerShard:
         return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
 
     def point(self, fragments: list[Fragment] | None = None) -> None:
-        """Make leaves (all, or these) views of the master where it rests in memory; placeholders otherwise."""
+        """Make leaves (all, or these) views of the master if it is in memory, else placeholders."""
         under = self.group.under_leaves
         memory = None if under is None else under.memory
         for fragment in self.fragments if fragments is None else fragments:
@@ -228,9 +228,9 @@ class OptimizerShard:
             fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
 
     def adopt_replaced(self) -> None:
-        """Copy the values of tensors that the update has put under leaves (`p.data = ...`) into the master.
+        """Copy the values of tensors that the update has assigned to leaves (`p.data = ...`) into the master.
 
-        Valid where the shard is at hand.
+        Valid inside `at_hand`.
         """
         if not self._foreign or self.group.under_leaves is None:
             return
@@ -243,7 +243,7 @@ class OptimizerShard:
 
     @property
     def writes(self) -> int:
-        """Count in-place writes to leaves, where the model does not compute with them."""
+        """Return the number of in-place writes to leaves, if the model does not compute with them."""
         group = self.group
         if group.master is None and not group.policy.owns_a_shard:
             return 0
@@ -256,7 +256,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def at_hand(self, changed: bool = False) -> Iterator[None]:
-        """Inside, leaves and optimizer state are real tensors, which may be written if `changed` says so."""
+        """Make leaves and optimizer state real tensors inside the context; they may be written if `changed`."""
         if self._evicted:
             raise UsageError("optimizer state was moved by engine.offload_states(); call engine.reload_states() first")
         if not self.moves:
@@ -278,12 +278,12 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
-        """Lend one real state tensor inside."""
+        """Provide one real state tensor inside the context."""
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]
 
     def evict_state(self, pool: BufferPool) -> None:
-        """Move state tensors that rest on the device to host memory, until `restore_state`."""
+        """Move state tensors from the device to host memory, until `restore_state`."""
         if self._evicted or self.group.tiers.optimizer is not RESIDENT:
             return
         for fragment in self.fragments:
@@ -297,13 +297,13 @@ class OptimizerShard:
         self._evicted.clear()
 
     def store_state(self) -> None:
-        """Store state tensors that were put into the optimizer from outside in their tier."""
+        """Move state tensors that other code has set in the optimizer to their tier."""
         if self.moves:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
 
     def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
-        """The members and fragments with a mark: those that have a gradient on any rank."""
+        """Return the members and fragments with a mark: those that have a gradient on any rank."""
         if all(marks):
             return self.members, self.fragments
         members = [member for member in self.members if marks[member.index]]

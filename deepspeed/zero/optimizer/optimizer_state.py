@@ -1,10 +1,10 @@
-"""The optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for all other code.
+"""Optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for all other code.
 
 [Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Clients that reset, prune
 or copy state (ReLoRA, merges of adapters, rollbacks) use the model's parameters. `OptimizerState` is one mapping for
-both: a leaf is found as in any dict, a parameter finds the state of its leaf, and iteration gives parameters, except
-while the optimizer itself runs. A rank without a part of a parameter answers like the others, so that all ranks make
-the same decisions from the state.
+both: a leaf is looked up as in any dict, a parameter looks up the state of its leaf, and iteration yields parameters,
+except while the optimizer itself runs. A rank without a part of a parameter answers like the others, so that all ranks
+make the same decisions from the state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Owner(Protocol):
 
 
 class ParamState(MutableMapping[str, Any]):
-    """The optimizer state of one parameter of the model; changes of it are changes of the optimizer's."""
+    """Optimizer state of one parameter of the model; changes are written to the optimizer's state."""
 
     __slots__ = ("_fragment", "_member", "_state")
 
@@ -49,7 +49,7 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def exists(self) -> bool:
-        """Whether the optimizer has an entry for the parameter, on any rank."""
+        """Return whether the optimizer has an entry for the parameter, on any rank."""
         if self._fragment is None:
             return self._member.uid in self._state.elsewhere
         return dict.__contains__(self._state, self._fragment.leaf)
@@ -63,7 +63,7 @@ class ParamState(MutableMapping[str, Any]):
         return None if self._fragment is None else self._fragment.leaf
 
     def create(self) -> ParamState:
-        """Make an empty entry unless there is one."""
+        """Create an empty entry unless there is one."""
         if self._fragment is None:
             self._state.elsewhere.setdefault(self._member.uid, False)
         elif not self.exists:
@@ -71,7 +71,7 @@ class ParamState(MutableMapping[str, Any]):
         return self
 
     def note(self, filled: bool) -> None:
-        """Note whether other ranks have a filled entry for a parameter of which this one has no part."""
+        """Record whether other ranks have a non-empty entry for a parameter of which this rank has no part."""
         self._state.elsewhere.pop(self._member.uid, None)
         if filled:
             self._state.elsewhere[self._member.uid] = True
@@ -83,7 +83,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.pop(self._state, self._fragment.leaf, None)
 
     def taken(self) -> dict[str, Any]:
-        """The values, safe to keep when the entry is dropped."""
+        """Return the values in a form that stays valid after the entry is dropped."""
         taken = {}
         for key, value in self.items():  # a tensor must stay when what it is in is dropped
             rests = value._ds_piece.local if isinstance(value, StateTensor) else value
@@ -92,14 +92,14 @@ class ParamState(MutableMapping[str, Any]):
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """The entries on this rank; where it has no part of the parameter, those of one that it has."""
+        """Return the entries on this rank; without a part of the parameter, those of another parameter."""
         if self._fragment is not None:
             return dict.get(self._state, self._fragment.leaf, {})
         return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
 
     @property
     def _cut(self) -> bool:
-        """Whether the state is sharded over ranks."""
+        """Return whether the state is sharded over ranks."""
         group = self._member.group
         return group.policy.owns_a_shard and group.axis.size > 1
 
@@ -137,7 +137,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
 
     def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """The part of a value that this rank keeps."""
+        """Return this rank's part of a value."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         live = self._entries.get(key)
@@ -187,14 +187,14 @@ class ParamState(MutableMapping[str, Any]):
 
 
 class OptimizerState(defaultdict[Any, Any]):
-    """The state of an inner optimizer; see [Note: state by parameter].
+    """State of an inner optimizer; see [Note: state by parameter].
 
     Args:
-        owner: knows the leaves of parameters; referred to weakly.
+        owner: maps parameters to leaves; weakly referenced.
 
     Attributes:
-        elsewhere: parameters of which only other ranks have a part, and whether their entry holds anything.
-        of_others: the outline of another rank's state, where ranks have exchanged it.
+        elsewhere: parameters of which only other ranks have a part, and whether their entry is non-empty.
+        of_others: the outline of another rank's state, if ranks have exchanged it.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -207,7 +207,7 @@ class OptimizerState(defaultdict[Any, Any]):
 
     @contextlib.contextmanager
     def by_leaf(self) -> Iterator[None]:
-        """Iterate over leaves inside, and nothing else: the optimizer itself is at work."""
+        """Iterate only over leaves inside the context, while the optimizer itself runs."""
         self._inside += 1
         try:
             yield
@@ -215,15 +215,15 @@ class OptimizerState(defaultdict[Any, Any]):
             self._inside -= 1
 
     def without_parameter(self) -> dict[str, Any]:
-        """State that the optimizer keeps under names of its own (MADGRAD's `state["k"]`)."""
+        """Return state under names that are no parameters (MADGRAD's `state["k"]`)."""
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
-        """The state of each leaf of this rank, as it rests."""
+        """Return the stored state of each leaf of this rank."""
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
-        """The entries of the first leaf of this rank that has some; else what another rank has said of its own."""
+        """Return the entries of this rank's first leaf with state; else the outline from another rank."""
         owner = self._owner()
         for group in [] if owner is None else owner.optimizer.param_groups:
             for leaf in group["params"]:
@@ -232,21 +232,21 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.of_others
 
     def outline(self) -> dict[str, Any]:
-        """Entries of the first parameter of this rank that has state: numbers, and tensors without their elements."""
+        """Return the entries of this rank's first parameter with state: numbers, and tensors without elements."""
         return {
             key: value.new_empty(0, device="cpu") if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
         }
 
     def note_updated(self, members: Sequence[ParamRecord]) -> None:
-        """Note that parameters without a part on this rank have state on other ranks."""
+        """Record that parameters without a part on this rank have state on other ranks."""
         owner = self._owner()
         if owner is not None:
             absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
             self.elsewhere.update(dict.fromkeys(absent, True))
 
     def view(self, key: Any) -> ParamState | None:
-        """The state of a parameter of the model; None for any other key."""
+        """Return the state of a parameter of the model; None for any other key."""
         owner = self._owner()
         if owner is None or not is_managed(key) or key._ds_member.uid not in owner.fragments:
             return None
@@ -347,21 +347,21 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.packing or self._inside > 0 or self._owner() is None
 
     def _keys(self) -> list[Any]:
-        """The parameters that have state on some rank, in the order of the optimizer; then other keys."""
+        """Return the parameters that have state on some rank, in the optimizer's order; then other keys."""
         leaves, views = set[int](), self.views()
         for view in views:
             leaves.add(id(view.leaf))
         return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
 
     def views(self) -> list[ParamState]:
-        """The states of all parameters that the optimizer updates, in its order, also empty ones."""
+        """Return the states of all parameters that the optimizer updates, in its order, including empty ones."""
         owner = self._owner()
         params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
         return [view for view in map(self.view, params) if view is not None]
 
 
 def follow(owner: Owner) -> None:
-    """Make an optimizer's `state_dict` of its state by leaf, and adopt what `load_state_dict` puts there."""
+    """Make the inner optimizer's `state_dict` use state by leaf, and adopt the result of `load_state_dict`."""
     inner, reference = owner.optimizer, weakref.ref(owner)
 
     def pack(packing: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -379,9 +379,9 @@ def follow(owner: Owner) -> None:
 
 
 def adopt(owner: Owner) -> OptimizerState:
-    """Make the state of the inner optimizer, and of an optimizer inside of it, an `OptimizerState`; returns the former.
+    """Convert the state of the inner optimizer and of nested ones to `OptimizerState`; returns the former.
 
-    Somebody may have put another dict there: `load_state_dict` does, and so do clients that reset everything.
+    Other code may have replaced it by a plain dict: `load_state_dict`, and clients that reset all state.
     """
     inner = owner.optimizer
     before = inner.state

@@ -1,4 +1,4 @@
-"""The public attributes of `engine.optimizer` other than `step`, `backward` and state dicts."""
+"""Public attributes of `engine.optimizer` other than `step`, `backward` and state dicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEngine(Protocol):
-    """The methods of an engine that its optimizer calls for clients."""
+    """Methods of an engine that its optimizer calls for clients."""
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any: ...
 
@@ -37,10 +37,10 @@ class TrainingEngine(Protocol):
 
 
 class OptimizerSurface:
-    """The public attributes of an optimizer over shards, among them those that programs read of the reference's.
+    """Public attributes of an optimizer over shards, including those of upstream's optimizer that programs read.
 
     Attributes:
-        nccl_start_alignment_factor: shards start at multiples of as many elements in the reference; here anywhere.
+        nccl_start_alignment_factor: alignment of shards in upstream, in elements; shards of this package are unaligned.
     """
 
     reducer: Reducer
@@ -58,7 +58,7 @@ class OptimizerSurface:
 
     @property
     def state(self) -> OptimizerState:
-        """The inner optimizer's state; see [Note: state by parameter]."""
+        """Return the inner optimizer's state; see [Note: state by parameter]."""
         return adopt(self)
 
     @state.setter
@@ -68,14 +68,14 @@ class OptimizerSurface:
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:
-        """See `bit16_groups`."""
+        """Return `bit16_groups`."""
         return self.bit16_groups
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's shard of each flat group that is updated: 1-D, in the dtype of the master.
+        """Return this rank's shard of each updated flat group: 1-D, in the dtype of the master.
 
-        Shards in memory are given as they are, shards on a disk as a copy. A write is not detected:
+        Shards in memory are returned directly, shards on a disk as a copy. Writes are not detected:
         `safe_set_full_fp32_param` sets masters.
         """
         partitions = []
@@ -94,7 +94,7 @@ class OptimizerSurface:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups: the same dicts that the client created."""
+        """Return the inner optimizer's groups: the same dicts that the client created."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -103,64 +103,64 @@ class OptimizerSurface:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
+        """Return the inner optimizer's defaults."""
         return self.optimizer.defaults
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss (1 when losses are not scaled)."""
+        """Return the factor on the loss (1 if losses are not scaled)."""
         return self.window.loss_scale
 
     cur_scale = loss_scale
 
     @property
     def clip_grad(self) -> float:
-        """The clipping limit, 0 for none."""
+        """Return the clipping limit, 0 for none."""
         return self.settings.clip
 
     @property
     def dp_process_group(self) -> Any:
-        """The process group of the ranks with the same slice of the model, over which gradients are averaged."""
+        """Return the process group of the ranks with the same model slice, over which gradients are averaged."""
         group = self.reducer.axes.dp_sp_group.group
         return get_own_group() if group is None else group
 
     @property
     def real_dp_process_group(self) -> list[Any]:
-        """`dp_process_group` for each group of the optimizer."""
+        """Return `dp_process_group` for each group of the optimizer."""
         return [self.dp_process_group for _ in self.bit16_groups]
 
     @property
     def param_names(self) -> dict[Parameter, str]:
-        """The name of each parameter that is updated."""
+        """Return the name of each updated parameter."""
         managed: list[Any] = [param for group in self.bit16_groups for param in group if is_managed(param)]
         return {param: param._ds_member.name for param in managed}
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """Return whether the loss scale is dynamic."""
         return bool(getattr(self.scaler, "dynamic", False))
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether masters and moments rest outside of the device."""
+        """Return whether masters and moments are stored outside of the device."""
         return any(group.updated.memory is None or group.updated.memory.device != group.device for group in self.groups)
 
     @property
     def partition_gradients(self) -> bool:
-        """Whether a rank keeps the gradients of its shards only."""
+        """Return whether a rank stores only the gradients of its shards."""
         return any(group.policy.reduces_as_gradients_arrive for group in self.groups)
 
     @property
     def allgather_bucket_size(self) -> int:
-        """Most elements that one all-gather of updated parameters fills: those of the largest group."""
+        """Return the maximum number of elements in one all-gather of updated parameters: those of the largest group."""
         return max((group.full.numel() for group in self.groups), default=0)
 
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """The parameters of each flat group as they lie in memory, one after the other: 1-D, in their dtype.
+        """Return the parameters of each flat group as stored in memory: 1-D, concatenated, in their dtype.
 
         Raises:
-            NotAvailableError: at stage 3, where nobody has them whole.
+            NotAvailableError: at stage 3, where no rank has the whole group.
         """
         if any(group.policy.gathers_before_use for group in self.groups):
             raise NotAvailableError("bit16_groups_flat: at stage 3 no rank has flat parameters; see GatheredParameters")
@@ -168,7 +168,7 @@ class OptimizerSurface:
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """The shard of each rank in each of `bit16_groups_flat`: views of it."""
+        """Return the shard of each rank in each of `bit16_groups_flat`, as views."""
         bounds = [group.layout.cuts for group in self.groups]
         return [
             [flat[low:high] for low, high in zip(cuts, cuts[1:], strict=False)]
@@ -176,14 +176,14 @@ class OptimizerSurface:
         ]
 
     def update_lp_params(self) -> None:
-        """Round the masters into the parameters of the model. All ranks call together."""
+        """Round the masters into the parameters of the model. All ranks must call this."""
         all_gather_updated(self.groups)
 
     def check_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether a gradient of this window is not finite on any rank. All ranks call together, before `step`.
+        """Return whether a gradient of this window is not finite on any rank. All ranks must call this before `step`.
 
         Args:
-            partition_gradients: accepted: shards are looked at where there are shards.
+            partition_gradients: accepted without effect: sharded gradients are checked by shard.
         """
         finite = True
         for bucket in self.reducer.buckets:
@@ -193,7 +193,7 @@ class OptimizerSurface:
         return not all(all_gather_objects(self.reducer.axes.model_replica_group, finite))
 
     def quantize_nontrainable_params(self) -> None:
-        """Not available: frozen parameters stay in their dtype.
+        """Raise an error: frozen parameters cannot be quantized, and stay in their dtype.
 
         Raises:
             NotAvailableError: always.
@@ -204,33 +204,34 @@ class OptimizerSurface:
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
-        """Move training state from the device to host memory, as `engine.offload_states` does.
+        """Move training state from the device to host memory, like `engine.offload_states`.
 
         Args:
-            include: kinds of state; None: all of them.
+            include: kinds of state; None: all kinds.
             device: "cpu".
-            pin_memory: into page-locked memory.
-            non_blocking: accepted; see the engine's.
+            pin_memory: use page-locked memory.
+            non_blocking: accepted without effect; see `engine.offload_states`.
         """
         self._attached().offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved, as `engine.reload_states` does.
+        """Restore the state that `offload_states` moved, like `engine.reload_states`.
 
         Args:
-            non_blocking: do not wait until the copies are over.
+            non_blocking: do not wait for the copies.
         """
         self._attached().reload_states(non_blocking)
 
     def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-        """The master of a parameter, or a tensor of its optimizer state. All ranks call together.
+        """Return the master of a parameter, or a tensor of its optimizer state. All ranks must call this.
 
         Args:
-            param: of the engine's model.
+            param: parameter of the engine's model.
             optim_state_key: None: the master; or `exp_avg`, `momentum_buffer`, …
 
         Returns:
-            float32, of the global shape; None for a parameter that is not updated, and before the first step for state.
+            float32 tensor of the global shape; None for parameters without updates, and for state before the first
+                step.
         """
         return self._attached().full_hp_param(param, optim_state_key)
 
@@ -246,13 +247,13 @@ class OptimizerSurface:
 
 
 class RankState(dict[str, Any]):
-    """A rank's optimizer state, in which clients also look for its masters.
+    """A rank's optimizer state, with access to its masters for clients.
 
-    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` give the masters of this moment. They are
-    among no keys and neither saved nor copied with it: the engine's checkpoint has them.
+    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` return the current masters. They are not
+    listed as keys, and neither saved nor copied with the state: the engine's checkpoint has them.
 
     Attributes:
-        of: the optimizer that has the masters; a state that somebody keeps does not keep it.
+        of: the optimizer with the masters; weakly referenced.
     """
 
     of: Callable[[], OptimizerSurface | None] = staticmethod(lambda: None)

@@ -42,7 +42,7 @@ _SAME = frozenset(["detach", "data", "contiguous", "detach_", "requires_grad_"])
 
 
 class ReadOnly(torch.Tensor):
-    """A copy of a view of state that rests in another tier: a write, which would be lost, raises."""
+    """A read-only copy of a view of offloaded state: a write, which would be lost, raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,16 +56,16 @@ class ReadOnly(torch.Tensor):
 
 
 class Away(torch.Tensor):
-    """Meta placeholder of a state tensor that rests in another tier; operations bring it for their time.
+    """Meta placeholder of an offloaded state tensor; operations load the values temporarily.
 
-    To be moved changes nothing, as clients move all state at their end.
+    Moves between devices have no effect, since clients move all state when they finish.
     """
 
     _ds_borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]
 
     @classmethod
     def of(cls, value: torch.Tensor, borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]) -> Away:
-        """A placeholder of shape and dtype of `value`; `borrow` lends the values, to be changed or not."""
+        """Create a placeholder with the shape and dtype of `value`; `borrow` provides the values, writable or not."""
         placeholder = torch.empty_like(value, device="meta").as_subclass(cls)
         placeholder._ds_borrow = borrow
         return placeholder
@@ -88,7 +88,7 @@ class Away(torch.Tensor):
 
     @staticmethod
     def _with_values(func: Any, args: Any, kwargs: Any, first: Away | None, writes: bool) -> Any:
-        """Call `func` on the values that placeholders stand for."""
+        """Call `func` on the values of the placeholders."""
         lent: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:
 
@@ -117,14 +117,14 @@ class Away(torch.Tensor):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a state tensor that this rank has.
+    """This rank's part of a state tensor.
 
     Args:
-        member: the parameter that it belongs to.
-        key: its name in the state.
-        local: the elements; empty where this rank has none.
-        shape: of the whole tensor.
-        start: first element, counted in the flattened tensor; None where the tensor is not cut as the parameter is.
+        member: the tensor's parameter.
+        key: name in the state.
+        local: the elements; empty if this rank has none.
+        shape: shape of the whole tensor.
+        start: first element in the flattened tensor; None if the tensor is not sharded like the parameter.
     """
 
     member: ParamRecord
@@ -135,12 +135,12 @@ class Piece:
 
     @property
     def device(self) -> torch.device:
-        """The device of the elements while they are used."""
+        """Return the device of the elements during use."""
         group = self.member.group
         return group.tiers.optimizer.lends_on(group.device) if isinstance(self.local, Away) else self.local.device
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of an operand that meets this rank's elements; it has, or broadcasts to, the whole shape."""
+        """Return the part of an operand that matches this rank's elements; it broadcasts to the whole shape."""
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:
@@ -152,7 +152,7 @@ class Piece:
         return part.to(self.device).view(self.local.shape)
 
     def local_operand(self, name: str, value: Any) -> Any:
-        """The argument of an operation `name` on the local part."""
+        """Return the argument of an operation `name` for the local part."""
         if isinstance(value, StateTensor):
             other = value._ds_piece
             if other.member is not self.member or other.start != self.start or other.shape != self.shape:
@@ -161,7 +161,7 @@ class Piece:
         return self.cut(value) if isinstance(value, torch.Tensor) else value
 
     def wrap(self, first: StateTensor | None, value: Any) -> Any:
-        """Show a result of the local part's shape as a state tensor; anything else as it is."""
+        """Wrap a result of the local part's shape as a state tensor; other results are returned unchanged."""
         if not isinstance(value, torch.Tensor) or value.shape != self.local.shape:
             return value
         if first is not None and value is first._ds_piece.local:
@@ -169,7 +169,7 @@ class Piece:
         return StateTensor.of(replace(self, local=value))
 
     def assignment(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], str]:
-        """Turn `tensor[index] = value` into an elementwise operation: by a mask, or on everything."""
+        """Convert `tensor[index] = value` to an elementwise operation: with a mask, or on all elements."""
         target, index, value = args
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             whole = isinstance(value, torch.Tensor) and value.numel() != 1
@@ -181,7 +181,7 @@ class Piece:
         raise self.refuse("assignment to some places")
 
     def refuse(self, what: str) -> UsageError:
-        """The error of an operation that needs the whole tensor."""
+        """Create the error for an operation that needs the whole tensor."""
         return UsageError(
             f"{what} on optimizer state {self.key!r} of parameter '{self.member.name}' needs the whole tensor, and "
             f"this rank has a part of it. deepspeed.utils.safe_get_full_optimizer_state(param, {self.key!r}) gives the "
@@ -191,7 +191,7 @@ class Piece:
 
 
 class StateTensor(torch.Tensor):
-    """A sharded state tensor: it has the shape of the whole one, and no memory of its own."""
+    """A sharded state tensor, with the shape of the whole tensor and no memory of its own."""
 
     _ds_piece: Piece
 
@@ -204,7 +204,7 @@ class StateTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an elementwise operation on the local part; anything else is refused, on every rank alike."""
+        """Run an elementwise operation on the local part; any other operation raises, on every rank."""
         name, kwargs = name_of(func), kwargs or {}
         first = args[0] if args and isinstance(args[0], StateTensor) else None
         if first is not None:
@@ -228,7 +228,7 @@ class StateTensor(torch.Tensor):
 
     @staticmethod
     def _base(name: str) -> str:
-        """The name of an operation without the marks of operators, reflection and in-place."""
+        """Return the name of an operation without operator, reflection and in-place marks."""
         if name.startswith("__") and name.endswith("__"):
             inner = name[2:-2]
             return inner if inner in _ELEMENTWISE or inner[:1] not in "ir" else inner[1:]

@@ -41,7 +41,7 @@ _BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
 
 
 class StepGuard:
-    """The engine's own pre-step hook, which may refuse the step; `_is_watched` does not count it."""
+    """The engine's pre-step hook, which can raise; `_is_watched` does not count it."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -66,7 +66,7 @@ class UpdateStep:
             shard.bucket.total.prefetch()
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """A span of the recorder, named by the group where one is updated alone."""
+        """Return a recorder span, named after the group if only one is updated."""
         if not recorder.on:
             return contextlib.nullcontext()
         alone = self.shards[0].group if len(self.shards) == 1 else None
@@ -74,7 +74,7 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Bring state and set the gradient of every touched leaf; yields whether the step rounds the masters too."""
+        """Load state and set the gradient of every touched leaf; yields whether the step also rounds the masters."""
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
@@ -109,7 +109,7 @@ class UpdateStep:
         factor: float,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Let one pass over memory scale gradients, update, and round; see `HostOptimizer.folds`."""
+        """Scale gradients, update and round in one pass over memory; see `HostOptimizer.folds`."""
         rounded: dict[int, torch.Tensor] = {}
         groups = [shard.group for shard in self.shards if shard.group.master is not None]
         keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some have no gradient
@@ -139,7 +139,7 @@ def waves_of(
     late: bool = False,
     at_once: bool = False,
 ) -> list[UpdateStep]:
-    """The waves of a step, after `finish`: only groups with a gradient on some rank take part."""
+    """Return the waves of a step, after `finish`: only groups with a gradient on some rank take part."""
     resting: list[UpdateStep] = []
     waves: list[UpdateStep] = []
     for shard in shards:
@@ -163,7 +163,7 @@ def waves_of(
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks, or a wrapped `step`, see its steps and expect one with all gradients."""
+    """Return whether hooks or a wrapped `step` observe the optimizer's steps and expect one with all gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
     if not all(isinstance(hook, StepGuard) for hook in hooks):
@@ -172,7 +172,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` is wrapped; a wrapper of torch's schedulers, which only counts steps, does not matter."""
+    """Return whether `step` is wrapped; the wrapper of torch's schedulers, which only counts steps, is ignored."""
     step = vars(optimizer).get("step")
     if step is None:
         return False
@@ -181,7 +181,7 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
-    """Join the groups into at most so many waves, of about as many elements each."""
+    """Join the groups into at most `pieces` waves with similar numbers of elements."""
     sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
     total, before, steps = sum(sizes), 0, dict[int, UpdateStep]()
     for wave, size in zip(waves, sizes, strict=True):
@@ -202,18 +202,18 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and all-gather what it updated.
+    """Run the inner optimizer over all waves and all-gather the updated values.
 
     Args:
         optimizer: any torch optimizer over the leaves.
         waves: at least one.
-        factor: of all gradients.
+        factor: factor on all gradients.
         updated: called with the groups of a wave before their masters are all-gathered.
         late: new values may arrive after the step.
-        call: what to run instead of `optimizer.step()`, for optimizers whose update has other names (SAM).
+        call: function to run instead of `optimizer.step()`, for optimizers with other update methods (SAM).
 
     Returns:
-        Messages under way that the step waits for.
+        Pending messages that the step waits for.
     """
     handles: list[Handle] = []
     before = [Counters.of(optimizer)] if len(waves) > 1 else []
@@ -223,7 +223,7 @@ def update(
 
     @contextlib.contextmanager
     def at_hand(index: int) -> Iterator[None]:
-        """Prepare one wave for the optimizer's step inside, and all-gather what it updated."""
+        """Prepare one wave for the optimizer's step inside, and all-gather its updated values."""
         wave = waves[index]
         if index + 1 < len(waves):
             waves[index + 1].prefetch()
@@ -253,7 +253,7 @@ def update(
 def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
-    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls."""
+    """Call a wrapped `step` once and run all waves inside; the last one runs in the inner `step` that it calls."""
     places = list[str]()  # of the own step: "begun", "ended"
 
     def begins(*_: Any) -> None:  # the last hook of those before the step
@@ -285,7 +285,7 @@ def _inside(
 
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
-    """Run step hooks, of this optimizer and global ones, before the first wave and after the last only."""
+    """Run step hooks, of this optimizer and global ones, only before the first wave and after the last."""
     if first and last:
         yield
         return
@@ -301,13 +301,13 @@ def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Call
 
 
 def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
-    """Run no hooks of that kind until the stack ends."""
+    """Disable hooks of that kind until the stack ends."""
     stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Round updated masters, unless that is done, and start their all-gathers; returns those to be waited for now."""
+    """Round updated masters unless done, and start their all-gathers; returns those that the step must wait for."""
     handles = []
     for group in groups:
         if not rounded:

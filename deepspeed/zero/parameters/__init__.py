@@ -1,1 +1,1 @@
-"""All-gathers and reshards parameters, with the module hooks. Independent of gradients."""
+"""All-gather and resharding of parameters, with the module hooks. Independent of gradients."""

@@ -1,6 +1,6 @@
 """Statistics of all-gathers: calls, elements and time, in the format of upstream's profiler.
 
-The timeline (`deepspeed/profiling/timeline`) gives more; this is for scripts that count calls.
+The timeline (`deepspeed/profiling/timeline`) has more detail; this module is for scripts that count calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deepspeed.zero.parameters.prefetch import PrefetchScheduler
 
 
 class PartitionedParameterProfiler:
-    """Counts and times events by name; `watch` records the gathers of a stage-3 model. Off until then.
+    """Counts and times events by name; `watch` records the gathers of a stage-3 model. Inactive until then.
 
-    Events of a watched model are `forward_fetch_submit` (gathers that a unit started as it needed them),
-    `forward_fetch_wait` (groups whose arrival was awaited), `forward_prefetch_submit` (gathers started ahead of use)
+    Events of a watched model are `forward_fetch_submit` (gathers that a unit started when it needed them),
+    `forward_fetch_wait` (groups that were waited for), `forward_prefetch_submit` (gathers started ahead of use)
     and the same with `backward_`.
 
     Args:
-        timers: where the times are kept, as `engine.timers`; None counts nothing.
+        timers: storage of the times, such as `engine.timers`; None: count nothing.
 
     Example:
         >>> profiler = PartitionedParameterProfiler(engine.timers)
@@ -36,18 +36,18 @@ class PartitionedParameterProfiler:
 
     @dataclass
     class EventCounter:
-        """How often an event was, and of how many elements in all."""
+        """Number of occurrences of an event, and their total elements."""
 
         name: str
         count: int = 0
         num_elem: int = 0
 
         def reset(self) -> None:
-            """Back to none."""
+            """Reset the counter to zero."""
             self.count = self.num_elem = 0
 
         def increment(self, numel: int) -> None:
-            """The event was once more, of `numel` elements."""
+            """Count an event of `numel` elements."""
             self.count += 1
             self.num_elem += numel
 
@@ -57,23 +57,23 @@ class PartitionedParameterProfiler:
         self._watched: list[PrefetchScheduler] = []
 
     def reset_events(self) -> None:
-        """Forget counts and times."""
+        """Reset counts and times."""
         for name, counter in self.event_counters.items():
             counter.reset()
             if self.timers is not None:
                 self.timers(name).reset()
 
     def start_event(self, name: str) -> None:
-        """An event begins."""
+        """Start an event."""
         if self.timers is not None:
             self.event_counters.setdefault(name, self.EventCounter(name))
             self.timers(name).start()
 
     def stop_event(self, name: str, num_elem: int) -> None:
-        """An event that has begun is over.
+        """End an event.
 
         Raises:
-            UsageError: no event of that name has begun.
+            UsageError: no event of that name was started.
         """
         if self.timers is None:
             return
@@ -83,7 +83,7 @@ class PartitionedParameterProfiler:
         self.event_counters[name].increment(num_elem)
 
     def log_events(self) -> None:
-        """Log times, then counts, on rank 0; they go on."""
+        """Log times, then counts, on rank 0, without a reset."""
         if self.timers is None:
             return
         self.timers.log(self.event_counters, reset=False)
@@ -98,10 +98,10 @@ class PartitionedParameterProfiler:
     # -- of a model ------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """The gathers of a model (or an engine) at stage 3 are events from now on, until it is laid out anew.
+        """Record the gathers of a stage-3 model (or engine) as events, until it gets a new layout.
 
         Raises:
-            UsageError: none of its parameters is sharded.
+            UsageError: none of the model's parameters is sharded.
         """
         groups = {param._ds_member.group for param in model.parameters() if is_managed(param)}  # type: ignore[attr-defined]
         hooks = {group.lifecycle for group in groups if isinstance(group.lifecycle, ModuleHooks)}
@@ -112,7 +112,7 @@ class PartitionedParameterProfiler:
             self._watched.append(prefetcher)
 
     def stop(self) -> None:
-        """Watch no longer; what was counted stays."""
+        """Stop recording; the counts remain."""
         for prefetcher in self._watched:
             prefetcher.profile = None
         self._watched.clear()

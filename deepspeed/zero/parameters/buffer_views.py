@@ -48,7 +48,7 @@ from deepspeed.zero.parameters.record import (
 
 
 class LentGroup(ParameterGroup, Protocol):
-    """What `BufferViews` asks of a group."""
+    """Interface of a group for `BufferViews`."""
 
     users: int
     editors: int
@@ -69,7 +69,7 @@ class LentGroup(ParameterGroup, Protocol):
 
 
 class BufferViews:
-    """The memory of a group's unsharded buffer, and the tensors over it that are not the group's own."""
+    """Memory of a group's unsharded buffer, and the foreign tensors over it."""
 
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
@@ -92,7 +92,7 @@ class BufferViews:
         return references(self.key) - self._own - self.saved
 
     def saves(self, member: ParamRecord) -> bool:
-        """Whether autograd has saved the gathered parameter itself, where no place or prehook provides its values."""
+        """Return whether autograd saved the gathered parameter itself, without a place or prehook for its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
         if count == 1 and param.requires_grad and not (member.accumulates and torch._C._current_graph_task_id() != -1):
@@ -113,18 +113,18 @@ class BufferViews:
             yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
     def gather_for(self, node: Any) -> None:
-        """Gather the group when the backward of a function written in Python runs, whatever leads to it."""
+        """Gather the group when the backward of a Python autograd function runs, by whatever path."""
         if not any(reference() is node for reference in self.functions):
             group = self._group
             self.functions.append(weakref.ref(node))
             node.register_prehook(lambda _grads: group.wait_all_gather())
 
     def may_be_saved(self) -> bool:
-        """Whether autograd may have saved a gathered parameter itself."""
+        """Return whether autograd may have saved a gathered parameter itself."""
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
 
     def forget_saved(self) -> None:
-        """Undo `saved` of all members: torch refuses a backward through parameters saved before the change."""
+        """Reset `saved` of all members: torch raises in backward through parameters saved before the change."""
         if not self.saved:
             return
         for member in self._group.members:
@@ -135,22 +135,22 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Whether more tensors lie over the memory than the group's own: somebody may hold one."""
+        """Return whether foreign tensors share the memory, so that writes must be tracked."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
 
     def outlived(self) -> bool:
-        """Whether somebody holds the memory of a whole group that a parameter has left by `param.data = …`."""
+        """Return whether other code holds the memory of a whole group that a parameter has left by `param.data = …`."""
         away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
         return self._quiet is not None and self.others() > self._quiet - away
 
     def held(self) -> bool:
-        """Whether somebody holds a view of the freed group."""
+        """Return whether other code holds a view of the freed group."""
         return self.lent and self.others() > 0
 
     def grow(self) -> None:
-        """Allocate the memory; the values are unspecified unless it was there."""
+        """Allocate the memory; new memory is uninitialized."""
         if self._storage.nbytes() != self._bytes:
             with own_pages() if self._group.own_pages else nullcontext():
                 self._storage.resize_(self._bytes)
@@ -158,7 +158,7 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Free the memory of the freed group, unless it is retained or somebody holds a view of it."""
+        """Free the memory of the freed group, unless it is retained or other code holds a view."""
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
         for member in self._group.members:
@@ -174,30 +174,30 @@ class BufferViews:
             self.shrink()
 
     def shrink(self) -> None:
-        """Free the memory; nobody may hold it."""
+        """Free the memory; no other code may hold it."""
         self._storage.resize_(0)
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
     def mark_data_exposed(self, member: ParamRecord) -> None:
-        """Remember the values, since writes through `param.data` are not counted."""
+        """Copy the values for a later comparison, since writes through `param.data` are not counted."""
         group, member.exposed = self._group, True
         self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """Remember the new values of the buffer, which are no lost write."""
+        """Copy the new values of the buffer for a later comparison."""
         for member in members or self._group.members:
             if member.snapshot is not None:
                 member.snapshot = member.flat().clone()
 
     def written(self, member: ParamRecord) -> bool:
-        """Whether a write through `param.data` has changed the values."""
+        """Return whether a write through `param.data` has changed the values."""
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def check_no_unsaved_writes(self) -> None:
-        """Raise when a view of the freed group was written to. The memory is left to its holder as it is."""
+        """Raise if a view of the freed group was written to. The view keeps the memory."""
         if not self.lent or self._gathered:
             return
         written = [m for m in self._group.members if m.current_version != m.version or self.written(m)]
@@ -213,7 +213,7 @@ class BufferViews:
         )
 
     def _leave(self) -> None:
-        """Leave this memory to its holders, and allocate other memory."""
+        """Leave this memory to the holders of views, and allocate new memory."""
         group, before, saved = self._group, self._group.full, self.saved
         group.new_buffer()
         if saved:
@@ -225,7 +225,7 @@ class BufferViews:
             group.buffer_views.shrink()
 
     def check_no_stale_views(self) -> None:
-        """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
+        """Raise if views are held on this rank and only a collective of all ranks could update their values."""
         group = self._group
         if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():
             return
@@ -239,7 +239,7 @@ class BufferViews:
 
 @dataclass(frozen=True)
 class _Place:
-    """A view that autograd saved, as a place in the full buffer."""
+    """A view that autograd saved, as a position in the full buffer."""
 
     group: LentGroup
     member: ParamRecord
@@ -249,7 +249,7 @@ class _Place:
     offset: int
 
     def view(self) -> torch.Tensor:
-        """A view of the full buffer with the current values, or a copy when the group has to be gathered for it."""
+        """Return a view of the full buffer with the current values, or a copy if the group must be gathered for it."""
         group = self.group
         if self.version is not None and self.version != self.member.current_version:
             raise ShardedParameterError(
@@ -261,12 +261,12 @@ class _Place:
             return view if group.users else view.clone()
 
     def keep(self, saved: Any) -> None:
-        """Let autograd keep the place instead of what it has saved."""
+        """Make autograd store the position instead of its saved tensor."""
         saved.register_hooks(lambda _view: self, _Place.view)
 
     @staticmethod
     def keep_view(saved: Any, view: Any, groups: dict[int, LentGroup]) -> None:
-        """Let autograd keep a place instead of a view of one of these groups, which are keyed by their memory."""
+        """Make autograd store a position instead of a view of one of these groups, which are keyed by their memory."""
         if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
             return
         group = groups.get(view.untyped_storage()._cdata)
@@ -280,7 +280,7 @@ class _Place:
         place.keep(saved)
 
     def _source(self) -> torch.Tensor:
-        """The full buffer, as a tensor whose version is not raised by the next gather."""
+        """Return the full buffer as a tensor whose version does not change with the next gather."""
         param = self.member.param
         if self.version is not None and param.untyped_storage()._cdata == self.group.buffer_views.key:
             return param.detach()  # a backward through what is made of it now is refused after a step
@@ -304,7 +304,7 @@ def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[Le
 
 
 def keep_parameters(node: Any, since: int) -> None:
-    """Make autograd keep places instead of parameters, before a backward through `node` that makes a graph."""
+    """Make autograd save positions instead of parameters, before a backward through `node` with `create_graph`."""
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
             param: Any = None if saved.unpack_hook is not None else saved.data
@@ -316,5 +316,5 @@ def keep_parameters(node: Any, since: int) -> None:
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
+    """Return whether two contiguous tensors of one dtype have the same bits; NaN equals itself."""
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Orders collectives that carry no tags, and checks that all ranks all-gather in the same order.
+"""Order of collectives without tags, and checks that all ranks all-gather in the same order.
 
 [Note: launch order] NCCL matches calls by their order alone, and gradients may be complete in different orders on
 different ranks. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of
@@ -27,7 +27,7 @@ Item = tuple[Any, Any, int]  # bucket, round, sequence number
 
 
 class LaunchOrder:
-    """Launches rounds in one order; `buckets` are in the order in which backward completes them, on all ranks."""
+    """Launches rounds in a fixed order; `buckets` are in the order in which backward completes them, on all ranks."""
 
     def __init__(self, buckets: Sequence[Any], depart: Callable[[Any, Any, int], None]) -> None:
         self._all, self._depart = buckets, depart
@@ -37,7 +37,7 @@ class LaunchOrder:
         self._rare: defaultdict[int, deque[Item]] = defaultdict(deque)
 
     def add(self, item: Item, usual: bool) -> None:
-        """Queue a complete round; `usual`: it has the dtype in which its group is usually sent."""
+        """Queue a complete round; `usual`: the round has its group's usual dtype."""
         (self._usual if usual else self._rare)[id(item[0])].append(item)
         cycle = self._expected()
         while cycle and (waiting := self._usual[id(cycle[self._at % len(cycle)])]):
@@ -48,7 +48,7 @@ class LaunchOrder:
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
     def flush(self, used: Sequence[Any] | None = None) -> None:
-        """Launch what waits, at a point where all ranks have as many rounds of each group. `used` is expected next."""
+        """Launch queued rounds when all ranks have equal counts for each group. `used` are the groups expected next."""
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
         while waiting:
@@ -82,9 +82,9 @@ class GatherOrder:
     """Compares the order of an engine's all-gathers over ranks.
 
     Args:
-        axis: ranks that gather alike.
+        axis: ranks that gather in the same order.
         always: compare every gather (`stage3_check_order`).
-        promised: the user says that ranks do not differ (`stage3_fixed_graph`): compare where ranks meet only.
+        promised: the user guarantees equal order (`stage3_fixed_graph`): compare only at other synchronizations.
     """
 
     def __init__(self, axis: Axis, always: bool = False, promised: bool = False) -> None:
@@ -98,7 +98,7 @@ class GatherOrder:
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a pass; what the last one gathered is expected of its kind from now on."""
+        """Begin a pass; the gathers of the last pass of a kind are expected for the next one."""
         shorter = len(self._now) < len(self._usual.get(self._kind, ()))
         changed = kind != self._kind or shorter
         self._usual.pop(self._kind, None)
@@ -112,7 +112,7 @@ class GatherOrder:
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
-        """Compare, where necessary, the group that is gathered next; raises `OrderError` on all ranks."""
+        """Compare the next gathered group if necessary; raises `OrderError` on all ranks."""
         usual, place = self._usual.get(self._kind, ()), len(self._now)
         self._as_usual = self._as_usual and place < len(usual) and usual[place] is group
         self._now.append(group)
@@ -125,7 +125,7 @@ class GatherOrder:
         self._steps += 1
 
     def meet(self, what: str) -> None:
-        """Compare the number of gathers where ranks synchronize for something else."""
+        """Compare the number of gathers when ranks synchronize for another reason."""
         last = f", the last of {self._last}" if self._last else ""
         self.lockstep.compare(f"{what} after {self._count} gathers{last}")
 

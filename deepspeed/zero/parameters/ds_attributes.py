@@ -16,7 +16,7 @@ from deepspeed.zero.parameters.record import ParamRecord, ZeroParamStatus
 
 
 class ZeroParamType(enum.Enum):
-    """The tier of a parameter's values between uses."""
+    """Storage tier of a parameter's values between uses."""
 
     NORMAL = 1  # whole on every rank
     PARTITIONED = 2  # a fragment on every rank
@@ -24,14 +24,14 @@ class ZeroParamType(enum.Enum):
 
 
 class GatherHandle:
-    """Stands for an all-gather that is over."""
+    """Handle of an all-gather that is already complete."""
 
     def wait(self, **_: Any) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class ClientSurface:
-    """The public attributes of a managed parameter; no field is added, so that parameters may change their class."""
+    """Public methods of a managed parameter. The class adds no fields, so that parameters can change their class."""
 
     __slots__ = ()
 
@@ -39,27 +39,27 @@ class ClientSurface:
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The true shape."""
+        """Return the original shape."""
         return self._ds_member.shape
 
     @property
     def ds_numel(self) -> int:
-        """The true number of elements."""
+        """Return the original number of elements."""
         return self._ds_member.shape.numel()
 
     @property
     def ds_id(self) -> int:
-        """A number that identifies the parameter among all managed ones of the process."""
+        """Return an id that is unique among all managed parameters of the process."""
         return self._ds_member.uid
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether the values are here."""
+        """Return whether the values are gathered on this rank."""
         return self._ds_member.group.status
 
     @property
     def ds_param_type(self) -> ZeroParamType:
-        """Where the values live between uses."""
+        """Return the storage tier of the values between uses."""
         if self.ds_persist:
             return ZeroParamType.NORMAL
         here = self._ds_member.group.tiers.parameters is RESIDENT
@@ -67,23 +67,23 @@ class ClientSurface:
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's fragment: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
+        """Return this rank's fragment: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
         values = self._ds_member.own_values()
         values.ds_numel = values.numel()  # type: ignore[attr-defined]
         return values
 
     @property
     def ds_persist(self) -> bool:
-        """Whether the parameter stays whole (persistence threshold)."""
+        """Return whether the parameter stays whole (persistence threshold)."""
         return not self._ds_member.group.policy.gathers_before_use
 
     @property
     def ds_process_group(self) -> Any:
-        """The process group of the ranks that hold the fragments."""
+        """Return the process group of the ranks that hold the fragments."""
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
-        """Gather this parameter (or those of `param_list`) until `partition`; all ranks must call together."""
+        """Gather this parameter (or those of `param_list`) until `partition`. All ranks must call this."""
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()
@@ -91,17 +91,17 @@ class ClientSurface:
             group.editors += 1
 
     def all_gather_coalesced(self, params: list[Any], **_: Any) -> GatherHandle:
-        """Gather parameters until `partition`, as `all_gather` does; the returned handle is already complete.
+        """Gather parameters until `partition`, like `all_gather`; the returned handle is already complete.
 
         Args:
-            params: they are gathered by groups.
+            params: parameters, which are gathered by groups.
         """
         self.all_gather(params)
         return GatherHandle()
 
     @property
     def param_idx_in_group(self) -> int:
-        """Position among the parameters of its group of the optimizer."""
+        """Return the position among the parameters of its optimizer group."""
         owner: Any = self._ds_member.owner
         groups: list[list[Any]] = [] if owner is None else owner.bit16_groups
         for group in groups:
@@ -111,11 +111,11 @@ class ClientSurface:
         raise AttributeError(f"'{self._ds_member.name}' is updated by no optimizer")
 
     def partition(self, param_list: list[Any] | None = None, has_been_updated: bool = False) -> None:
-        """End what `all_gather` began.
+        """End the gather that `all_gather` began.
 
         Args:
-            param_list: the parameters that it named.
-            has_been_updated: every rank has changed them alike, and the change stays.
+            param_list: the parameters of that call.
+            has_been_updated: whether every rank has made the same changes, which are kept.
         """
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             group.users, group.editors = max(0, group.users - 1), max(0, group.editors - 1)
@@ -125,13 +125,13 @@ class ClientSurface:
                 group.reshard(edits_allowed=has_been_updated)
 
     def convert_to_zero_parameters(self, param_list: list[Any]) -> None:
-        """Shard plain parameters as this one is, with the values of its first rank; all its ranks call together.
+        """Shard plain parameters like this one, with the values of its first rank. Collective over its ranks.
 
         Args:
-            param_list: parameters that are to become part of the model; those that are sharded already are left.
+            param_list: parameters to add to the model; sharded ones are ignored.
 
         Raises:
-            UsageError: this parameter has an engine, which would not know the new ones.
+            UsageError: this parameter has an engine, which does not know the new ones.
         """
         member = self._ds_member
         if member.reducer is not None or member.group.lifecycle is not None:
@@ -151,23 +151,23 @@ class ClientSurface:
             type(group)(group.ranks, policy_for(3), layout, [record], tiers=group.tiers)
 
     def partition_numel(self) -> int:
-        """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".
+        """Return the elements of an equal share of the parameter, rounded up; clients sum this number over parameters.
 
-        A group of parameters is cut where its equal shards fall, so `ds_tensor`, this rank's own part, may have more or
-        fewer.
+        A whole group is divided equally, not each parameter, so `ds_tensor`, this rank's part, may have more or fewer
+        elements.
         """
         return -(-int(self.ds_numel) // self._ds_member.group.axis.size)
 
     def aligned_size(self) -> int:
-        """Elements with padding: shards are cut where they fall, so there is none."""
+        """Return the elements with padding; equal to `ds_numel`, since there is no padding."""
         return self.ds_numel
 
     def padding_size(self) -> int:
-        """Elements of padding."""
+        """Return the elements of padding."""
         return 0
 
     def ds_summary(self) -> dict[str, Any]:
-        """What there is to know about the parameter's state, for logs."""
+        """Return the parameter's state as a dict, for logs."""
         return {
             "id": self.ds_id,
             "name": self._ds_member.name,
@@ -178,5 +178,5 @@ class ClientSurface:
 
     @property
     def ds_active_sub_modules(self) -> set[Any]:
-        """Kept for clients that clear it; use counts live in the group."""
+        """Return a set for clients that clear it; the group counts uses itself."""
         return self._ds_member.active_modules

@@ -1,9 +1,9 @@
 """Support for torch.func: transforms get dense copies, and all-gathers run outside of them.
 
 `torch.vmap`, `torch.func.grad` and similar functions wrap their arguments below every hook that a tensor's class has,
-so they would compute with the placeholder of a sharded parameter. Their wrapping functions are therefore given dense
-copies (`functionalize` writes its arguments back, so it refuses). Inside a transform a new tensor belongs to it, also
-one that is to be sent to another rank: so code that gathers or reads leaves all transforms for that time.
+so they would compute with the placeholder of a sharded parameter. Their wrapping functions therefore get dense
+copies (`functionalize` raises, since it writes to its arguments). Tensors created inside a transform belong to it, also
+those that are sent to another rank: so code that gathers or reads parameters leaves all transforms meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_transform(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a transform's wrapper, which has no memory of its own."""
+    """Return whether `tensor` is a transform's wrapper, which has no memory of its own."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def outside_transforms(method: Method) -> Method:
-    """Decorate a function that moves memory, to run as if no transform were active."""
+    """Decorate a function that moves memory to run as if no transform were active."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Which parameters form one `ShardGroup`, and so travel in one collective.
+"""Division of parameters into groups (`ShardGroup`), which are communicated in one collective.
 
 At stages 0 to 2 groups are size-limited buckets in backward order. At stage 3 there is one group for each unit of the
-module tree (`zero/layout/units.py`), and more where its parameters are of several kinds (`GroupKey`).
+module tree (`zero/layout/units.py`), and more if its parameters are of several kinds (`GroupKey`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GroupingPlan:
     persist_total: int = 1 << 62
 
     def layout_for(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
-        """Where the concatenation of a group's parameters is cut into one shard for each rank."""
+        """Return the layout that cuts a group's concatenated parameters into one shard per rank."""
         if self.one_owner and policy.owns_a_shard:
             return by_first(numels, ranks)
         if self.whole_tensors and policy.owns_a_shard:
@@ -62,7 +62,7 @@ class GroupingPlan:
 
 
 class GroupKey(NamedTuple):
-    """What all parameters of a group have in common."""
+    """Properties that all parameters of a group share."""
 
     policy: Policy
     unit: nn.Module | None  # None in buckets
@@ -74,7 +74,7 @@ class GroupKey(NamedTuple):
 
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
-    """All parameters, each under the first of its names; those in `extra`, which only the optimizer has, come last."""
+    """Return all parameters by their first name; those in `extra`, which only the optimizer has, come last."""
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
         names.setdefault(param, f"optimizer parameter {index}")
@@ -85,7 +85,7 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Split items into consecutive lists of at most `limit` elements; an item that is larger has a list of its own."""
+    """Split items into consecutive lists of at most `limit` elements; a larger item has a list of its own."""
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -107,15 +107,15 @@ def plan_groups(
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
     alone: Collection[Parameter] = (),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """Divide a model's parameters into groups, each with its policy; all parameters of a group have one `GroupKey`.
+    """Divide a model's parameters into groups with policies; all parameters of a group have the same `GroupKey`.
 
     Args:
         names: all parameters, in the order of the model.
-        updated: those that the optimizer updates.
-        policy: of the stage; at stage 3 small parameters get another one, by which they stay whole.
-        dtypes: the dtype that a parameter is computed in, where that is not its own.
-        signatures: how a parameter lies on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
-        alone: parameters that this rank alone has, such as experts under ep: there is nothing to gather.
+        updated: parameters that the optimizer updates.
+        policy: policy of the stage; at stage 3 small parameters get another one, with which they stay whole.
+        dtypes: compute dtype of parameters for which it differs from their own.
+        signatures: placement of parameters on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
+        alone: parameters that only this rank has, such as experts under ep, and that need no gather.
     """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
@@ -150,7 +150,7 @@ def plan_groups(
 
 
 def unshard(params: Iterable[Any]) -> None:
-    """Make parameters of zero.Init whole, ordinary ones again. All ranks that hold shards call together."""
+    """Convert parameters of zero.Init to ordinary whole ones. Collective over all ranks that hold shards."""
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
@@ -171,7 +171,7 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """Make one `ShardGroup`; parameters that zero.Init has sharded are gathered and sharded again."""
+    """Create one `ShardGroup`; parameters that zero.Init has sharded are gathered and sharded again."""
     away = tiers is not None and tiers.parameters is not RESIDENT
     # Where host memory is tight, buffers are allocated with mmap, so that each old buffer returns to the OS when freed.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():

@@ -5,8 +5,8 @@ of updated parameters. A group whose all-gather is in flight is *arriving*: its 
 `ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
 the stream of the step, after the message. Hooks do the same for a whole unit before its forward
 (`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer use the properties of
-`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key promise not to do what no
-class can detect: use addresses from before, replay a captured graph, pass a parameter to a kernel without torch.
+`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key must avoid uses that no
+class detects: old addresses, replays of a captured graph, parameters passed to a kernel without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.zero.parameters.record import ParamRecord, Tiers
 
 
 class ArrivingParameter(ManagedParameter):
-    """A whole parameter whose all-gather is in flight: the first read or write of it waits on its stream."""
+    """A whole parameter whose all-gather is in flight; its first read or write waits on its stream."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,18 +45,18 @@ class ArrivingParameter(ManagedParameter):
 
 
 def arrived(value: Any) -> Any:
-    """Wait for `value` before it is wrapped below its class, as transforms of torch.func do; returns it."""
+    """Wait for `value` before a transform of torch.func wraps it below its class; returns it."""
     if isinstance(value, ArrivingParameter):
         value._ds_member.group.wait()
     return value
 
 
 class DeferredAllGather:
-    """The side of a group whose all-gather may be in flight: every access to the buffer is ordered behind it.
+    """Buffer access of a group whose all-gather may be in flight: every access is ordered after the all-gather.
 
     Attributes:
         full: the full buffer.
-        views: the parameters' places in it.
+        views: views of the parameters in the full buffer.
         values: this rank's shard.
     """
 
@@ -68,7 +68,7 @@ class DeferredAllGather:
 
     @property
     def full(self) -> torch.Tensor:
-        """The full buffer: one flat tensor of the compute dtype."""
+        """Return the full buffer: one flat tensor of the compute dtype."""
         if self._arriving is not None:
             self.wait()
         return self._full
@@ -79,7 +79,7 @@ class DeferredAllGather:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size."""
+        """Return the parameters' views of the full buffer, in their shapes; valid whenever the buffer has memory."""
         if self._arriving is not None:
             self.wait()
         return self._views
@@ -90,7 +90,7 @@ class DeferredAllGather:
 
     @property
     def values(self) -> StoredTensor:
-        """This rank's shard of the values."""
+        """Return this rank's shard of the values."""
         if self._arriving is not None:
             self.wait()
         return self._values
@@ -100,14 +100,14 @@ class DeferredAllGather:
         self._values = values
 
     def arrive(self, all_gather: Handle) -> None:
-        """Note an all-gather of new values that nobody has waited for; the current stream is the one of the step."""
+        """Record a pending all-gather of new values; the current stream is that of the step."""
         self._arriving = all_gather, get_accelerator().current_stream()
         for member in self.members:
             if member.param.__class__ is ManagedParameter:
                 member.param.__class__ = ArrivingParameter
 
     def wait(self) -> None:
-        """Order the stream of the step, and the current one, behind the values."""
+        """Order the stream of the step and the current stream after the values."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return
@@ -126,11 +126,11 @@ class DeferredAllGather:
 
 
 class LocalShard(DeferredAllGather):
-    """The side of a group that rests in storage tiers. Its `values` are a view of the full buffer where that stays.
+    """This rank's shard of a group in storage tiers. `values` is a view of the full buffer if that is permanent.
 
     Attributes:
-        master: the copy of it that the optimizer updates; None where the shard itself is updated.
-        low: first element this rank updates, counted in the group.
+        master: the copy that the optimizer updates; None if it updates the shard itself.
+        low: first element of the group that this rank updates.
         high: one past the last.
     """
 
@@ -157,18 +157,18 @@ class LocalShard(DeferredAllGather):
 
     @property
     def overlaps_all_gather(self) -> bool:
-        """Whether the all-gather of updated values overlaps computation."""
+        """Return whether the all-gather of updated values overlaps computation."""
         return self.policy.all_gathers_after_step and self.between_devices
 
     @property
     def between_devices(self) -> bool:
-        """Whether streams, not the host, wait for its messages."""
+        """Return whether streams, not the host, wait for its messages."""
         return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
     # -- the own shard, to its place in the full buffer -----------------------------------------------------------
 
     def expect_own(self) -> None:
-        """Start to bring the shard from its tier, straight into its place where nothing else needs it."""
+        """Start to load the shard from its tier, directly into the full buffer if it is the only target."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -176,7 +176,7 @@ class LocalShard(DeferredAllGather):
             self.values.prefetch()
 
     def bring_own(self) -> PendingCopy | None:
-        """Copy the shard into its place; from another device, returns the pending copy."""
+        """Copy the shard into the full buffer; from another device, returns the pending copy."""
         self.owes_own = False
         if self._brings:
             self._brings = False
@@ -208,7 +208,7 @@ class LocalShard(DeferredAllGather):
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Copy those values of a whole member into the master that differ from the rounded master."""
+        """Copy the values of a whole member that differ from the rounded master into the master."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -219,21 +219,21 @@ class LocalShard(DeferredAllGather):
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
-        """The parameter values that a master is rounded to."""
+        """Return the parameter values to which a master is rounded."""
         seen = master.to(self.dtype, copy=self.value_mask is not None)
         if self.value_mask is not None:
             self.value_mask(seen)
         return seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
-        """Allocate the master, of zeros, unless the values themselves can be updated where they rest."""
+        """Allocate a master of zeros, unless the values themselves can be updated in their tier."""
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
             self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
 
     def split_master(self) -> bool:
-        """Make a master apart from the values although they have its dtype; returns whether it was made now."""
+        """Create a master separate from the values although they have its dtype; returns whether it was created now."""
         if self.master is not None:
             return False
         label = f"master of {self.name}"
@@ -244,17 +244,17 @@ class LocalShard(DeferredAllGather):
 
     @property
     def _apart(self) -> bool:
-        """Whether the values rest in another tier than what the optimizer updates."""
+        """Return whether the values are in another tier than the updated copy."""
         rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
         return rests is not self.tiers.optimizer
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """The memory of the optimizer's leaves; None for a frozen group without a master in its tier."""
+        """Return the memory of the optimizer's leaves; None for a frozen group without a master in its tier."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
-        """Make the master of a group that was frozen, from its values."""
+        """Create the master of a group that was frozen, from its values."""
         if self.master is not None:
             return
         new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
@@ -264,11 +264,11 @@ class LocalShard(DeferredAllGather):
 
     @property
     def updated(self) -> StoredTensor:
-        """What the optimizer updates: the master copy, or the values themselves when they are their own master."""
+        """Return the copy that the optimizer updates: the master, or the values themselves without a master."""
         return self.values if self.master is None else self.master
 
     def round_masters(self) -> None:
-        """Cast updated masters into the compute dtype."""
+        """Cast updated masters to the compute dtype."""
         if self.master is not None:
             with self.master.borrowed() as master, self.values.borrowed(changed=True, read=False) as values:
                 if values.device == master.device or self.tiers.optimizer.pool is None:
@@ -278,7 +278,7 @@ class LocalShard(DeferredAllGather):
         self.mask_values()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
-        """A host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
+        """Return a host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:
             return None
@@ -289,7 +289,7 @@ class LocalShard(DeferredAllGather):
         return self._staged
 
     def deliver_staged(self) -> None:
-        """Copy what was staged to the values, without waiting; the current stream is ordered behind it."""
+        """Copy the staged values asynchronously; the current stream is ordered after the copy."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             with self.values.borrowed(changed=True, read=False) as values:
@@ -304,7 +304,7 @@ class LocalShard(DeferredAllGather):
             self.tiers.optimizer.pool.put(staged)
 
     def mask_values(self) -> None:
-        """Mask the values that were made of the master."""
+        """Mask the values that were derived from the master."""
         if self.value_mask is not None and self.master is not None:
             with self.values.borrowed(changed=True) as values:
                 self.value_mask(values)

@@ -36,7 +36,7 @@ _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it use
 
 
 class Hook:
-    """A hook that does nothing in a deep copy of the module: the copy is a plain module."""
+    """A hook that does nothing in a deep copy of the module, since the copy is a plain module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
@@ -58,7 +58,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a unit, until its backward is over."""
+    """One forward of a unit, until its backward has finished."""
 
     unit: nn.Module
     inputs: int  # how many have a gradient that marks the end of the unit's backward
@@ -70,12 +70,12 @@ class _Call:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
+    """Return whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 class ModuleHooks:
-    """Gathers and frees the groups of one module tree."""
+    """Hooks that gather and free the groups of one module tree."""
 
     def __init__(
         self, module: nn.Module, prefetcher: PrefetchScheduler, gather_order: GatherOrder | None = None
@@ -113,7 +113,7 @@ class ModuleHooks:
         visit(self.module, None)
 
     def bound(self) -> str:
-        """Say how many elements may be gathered at a time, and what decides it."""
+        """Describe the maximum number of gathered elements, and the setting that determines it."""
         limits = self.prefetcher.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
         units = [
@@ -132,7 +132,7 @@ class ModuleHooks:
         return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
 
     def attach(self) -> None:
-        """Put the hooks on (again)."""
+        """Add the hooks (again)."""
         vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
@@ -159,11 +159,11 @@ class ModuleHooks:
 
     @property
     def param_coordinator(self) -> ModuleOrder:
-        """The order of the last pass, which clients forget after a pass of another kind."""
+        """Return the order of the last pass, which clients reset after a pass of another kind."""
         return self.prefetcher.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """Gather `group`, which is not below `module`, with it too."""
+        """Gather `group`, which is not below `module`, together with the module."""
         if group in self.units.get(module, ()):
             return
         known = module in self.units
@@ -194,7 +194,7 @@ class ModuleHooks:
             self._turned = True  # without a backward to come, what follows is another pass
 
     def _begin_pass(self, first: nn.Module) -> None:
-        """Begin a pass that is expected to use groups as the last one of its kind did."""
+        """Begin a pass that is expected to use groups like the last one of its kind."""
         kind = (first, torch.is_grad_enabled())
         self.prefetcher.trace.restart(kind)
         if self.gather_order is not None:
@@ -203,9 +203,9 @@ class ModuleHooks:
         self._alone.clear()
 
     def _run_alone(self, unit: nn.Module) -> None:
-        """Begin a pass where a unit is driven through a child or a method, without a forward of the root.
+        """Begin a pass if a unit is called through a child or a method, without a forward of the root.
 
-        It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
+        The pass begins with the first unit after a backward, in another autograd mode, or that runs a second time.
         """
         if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
             if not torch.is_grad_enabled():
@@ -247,7 +247,7 @@ class ModuleHooks:
                 self.prefetcher.release(group)
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
-        """Free memory until backward that autograd has saved of a unit's groups."""
+        """Free memory that autograd has saved from a unit's groups until backward."""
         groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
         viewed = any(group.buffer_views.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
@@ -314,14 +314,14 @@ class ModuleHooks:
             self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
-        """End the backward of units without inputs to differentiate, when all gradients of a group have arrived."""
+        """End the backward of units without differentiable inputs, after all gradients of a group have arrived."""
         for call in self._open_ended.pop(id(group), ()):
             call.open.discard(id(group))
             if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
-        """End the window: nothing is in use, everything is freed."""
+        """End the window: no group is in use, and all are freed."""
         self._open_ended.clear()
         self._turned = True
         self.running.clear()
@@ -336,9 +336,9 @@ class ModuleHooks:
 
 
 class DeferredAllGatherHooks:
-    """Lets the values of whole groups arrive after `step`: each unit waits for its own before its forward.
+    """Hooks that let the values of whole groups arrive after `step`: each unit waits for its own before its forward.
 
-    See [Note: arriving] in `deepspeed/zero/parameters/local_shard.py`. Groups between devices take part.
+    See [Note: arriving] in `deepspeed/zero/parameters/local_shard.py`. Only groups between devices take part.
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
@@ -353,7 +353,7 @@ class DeferredAllGatherHooks:
 
     @property
     def allowed(self) -> bool:
-        """Whether values may arrive late on this rank: a compiled module would be traced with a class that goes."""
+        """Return whether values may arrive late on this rank: tracing a compiled module needs permanent classes."""
         for module in (self._module, *self._units):
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 self.detach()
@@ -374,7 +374,7 @@ class DeferredAllGatherHooks:
         self._wait_for(self._groups)
 
     def detach(self) -> None:
-        """Take the hooks off, with nothing on its way."""
+        """Remove the hooks after all pending values have arrived."""
         self.wait()
         for hook in self._hooks:
             hook.remove()

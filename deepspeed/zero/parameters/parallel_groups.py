@@ -1,7 +1,7 @@
-"""The mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
+"""Mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
 
 A signature is the part of a parameter's row (`zero/layout/placement`) about the model dims of the mesh; parameters of
-one group share it. Relations turn signatures into ranks.
+one group share it. Relations determine the ranks of a signature.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "", 1)
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
-    """The relations that parameters of one group have in common; a tied weight has a group of its own."""
+    """Return the relations that parameters of one group share; a tied weight has a group of its own."""
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) and placement.ep == 1 or any(getattr(tensor, mark, False) for mark in _SLICED)
     tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
@@ -62,7 +62,7 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
 
 
 def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
-    """The name by which ranks compare a parameter: `*` stands for the index of an expert, which differs by rank."""
+    """Return the name by which ranks compare a parameter: `*` replaces an expert's index, which differs by rank."""
     if placement_of(tensor).relations.get("ep") is not Relation.ABSENT:
         return name
     return re.sub(r"(?<=deepspeed_experts\.)\d+", "*", name)
@@ -71,17 +71,17 @@ def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
 def find_mesh(
     config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
 ) -> Mesh:
-    """Build the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks call together.
+    """Create the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks must call this.
 
     Args:
-        config: as `DeepSpeedConfig.for_init` reads it, or None.
+        config: as in `DeepSpeedConfig.for_init`, or None.
         mpu: a client's model-parallel unit, or None.
         mesh_param: sizes by axis name, or (data-parallel ranks, ranks of a sequence), or None.
-        device: where messages start.
-        also: further sizes, with what names them.
+        device: device for messages.
+        also: further sizes, with their origins.
 
     Raises:
-        MeshError: they contradict one another, or the ranks do not make such a mesh.
+        MeshError: the sizes contradict each other, or do not match the number of ranks.
     """
     sizes = [*(config.mesh_sizes() if config is not None else ())]
     if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2:
@@ -101,15 +101,15 @@ def find_mesh(
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """The ranks of an engine's mesh by what they share.
+    """Axes of an engine's mesh by the state that their ranks share.
 
     Args:
-        mesh: all of it.
+        mesh: the whole mesh.
         everyone: all ranks.
-        dp_sp_group: ranks with the same slice of the model, whose gradients are summed.
-        data: those of them that see other samples.
-        shard: those of them that hold one copy of the split state together.
-        model_replica_group: ranks that hold one copy of the whole model's state together.
+        dp_sp_group: ranks with the same model slice, whose gradients are summed.
+        data: ranks of `dp_sp_group` with different samples.
+        shard: ranks of `dp_sp_group` that together hold one copy of the sharded state.
+        model_replica_group: ranks that together hold one copy of the whole model's state.
     """
 
     mesh: Mesh
@@ -121,7 +121,7 @@ class ParallelGroups:
 
     @property
     def whole_model_agrees(self) -> bool:
-        """Whether the ranks that agree on a window hold a whole copy of the model: no other slices or stages exist."""
+        """Return whether the ranks that agree on a window hold whole copies of the model, without slices or stages."""
         return set(self.model_replica_group.ranks) <= set(self.dp_sp_group.ranks)
 
 
@@ -132,18 +132,18 @@ def axes_of(mesh: Mesh) -> ParallelGroups:
 
 @dataclass(frozen=True, eq=False)
 class GroupRanks:
-    """The ranks around one group of parameters.
+    """Ranks of one group of parameters.
 
     Args:
-        shard: those that split its state.
-        everyone: all that have these parameters, with equal values.
-        copies: those with the same shard, whose gradients are parts of one sum; None where a shard exists once.
-        counted: whether this rank's shard is the one, of equal ones on several model ranks, that stands in norms.
-        first: whether it is the one, of all equal ones, that stands in checkpoints.
-        channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
-        peers: for any rank, the ranks that stand to it as `everyone` stands to this one.
-        slices: ranks that have the other slices of the same tensors (tp, ep); None where a tensor is whole.
-        across_stages: other stages of a pipeline have copies: those are elsewhere in their schedule.
+        shard: ranks that shard the group's state.
+        everyone: all ranks that have these parameters with equal values.
+        copies: ranks with the same shard, whose gradients are parts of one sum; None if a shard exists once.
+        counted: whether norms include this rank's shard; of equal shards on several model ranks, one counts.
+        first: whether checkpoints include this rank's shard; of all equal shards, one counts.
+        channels: message channels along `shard` and `copies`, if opened beforehand; None: opened on demand.
+        peers: for any rank, the ranks that correspond to `everyone` of this one.
+        slices: ranks that have the other slices of the same tensors (tp, ep); None for whole tensors.
+        across_stages: other pipeline stages, which run other parts of the schedule, have copies.
     """
 
     shard: Axis
@@ -158,28 +158,28 @@ class GroupRanks:
 
     @property
     def summing(self) -> list[Axis]:
-        """The axes along which a round of gradients is reduced."""
+        """Return the axes along which a round of gradients is reduced."""
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """Index in `everyone` of the rank that corresponds to a global rank."""
+        """Return the index in `everyone` of the rank that corresponds to a global rank."""
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")
         return row.index(rank)
 
     def open_channels(self) -> tuple[int, int]:
-        """Channel numbers for one group's messages along `shard` and `copies`."""
+        """Open message channels for one group along `shard` and `copies`; returns their numbers."""
         return self.channels or (self.shard.channel(), self.copies.channel() if self.copies is not None else 0)
 
 
 def alone(axis: Axis) -> GroupRanks:
-    """The ranks of a group where those of one axis hold everything together."""
+    """Return the ranks of a group whose state only the ranks of one axis hold."""
     return GroupRanks(axis, axis)
 
 
 class RankResolver:
-    """Resolves signatures to ranks, on one mesh. All ranks make it together."""
+    """Resolves signatures to ranks, on one mesh. Its creation is collective."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class RankResolver:
 
 
 def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter, Signature]:
-    """The signature of every parameter."""
+    """Return the signature of every parameter."""
     if mesh.is_data_parallel and all(placement_of(param).ep == 1 for param in names):
         return dict.fromkeys(names, DATA_PARALLEL)
     return {param: signature_of(param, name) for param, name in names.items()}
@@ -248,7 +248,7 @@ def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter,
 def find_tied(
     mesh: Mesh, names: Mapping[Parameter, str], signatures: Mapping[Parameter, Signature]
 ) -> dict[str, frozenset[int]]:
-    """The stages that hold each tied weight, by its name. All ranks call together."""
+    """Return the stages that hold each tied weight, by name. All ranks must call this."""
     if mesh.is_data_parallel:
         return {}
     local_names = [
@@ -287,7 +287,7 @@ def equalise(
     signatures: Mapping[Parameter, Signature],
     tied: Mapping[str, frozenset[int]],
 ) -> None:
-    """Broadcast parameters that several model ranks hold from the first of them. All ranks call together."""
+    """Broadcast parameters that several model ranks hold from the first of them. All ranks must call this."""
     label = "broadcast of a copied parameter"
     copied = [p for p in names if signatures[p][0][0] in _COPIED and not is_managed(p)]
     if mesh.size("tp") > 1:

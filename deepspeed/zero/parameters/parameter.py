@@ -1,7 +1,7 @@
-"""The parameter classes: unsharded, or sharded with its true shape and checked reads and writes.
+"""Parameter classes: unsharded, or sharded with the original shape and checked reads and writes.
 
 [Note: sharded parameters] A parameter of a freed group keeps its identity, shape and dtype; only its class and its data
-change. Its data is one NaN expanded to the true shape (no memory, never a view of freed storage), and its class is
+change. Its data is one NaN expanded to the original shape (no memory, never a view of freed storage), and its class is
 `ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes and raw storage, and passes a dense
 copy to every other function. While gathered the class is `ManagedParameter`, which intercepts only `.data` and `.grad`:
 there is no cost per operation. Reads of a freed parameter return private copies; views taken while it is gathered keep
@@ -60,12 +60,12 @@ _UNREAD = METADATA | DENSE_METADATA | {"grad", "grad=", "requires_grad="}
 
 
 def reads_values(func: Any) -> bool:
-    """Whether a torch function may read or write the values of its arguments, or hand out their memory."""
+    """Return whether a torch function can read or write the values of its arguments, or expose their memory."""
     return name_of(func) not in _UNREAD and func is not torch.autograd.grad
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd itself has set, past the property."""
+    """Return autograd's own gradient, bypassing the property."""
     if param.__class__ is ManagedParameter:  # no torch function to be kept away
         return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
@@ -73,7 +73,7 @@ def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set, or with None clear, the gradient as autograd does, past the property."""
+    """Set (None: clear) autograd's own gradient, bypassing the property."""
     if param.__class__ is ManagedParameter:
         _raw_grad.__set__(param, value)
         return
@@ -82,7 +82,7 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 class _Guarded(torch.Tensor):
-    """Intercepts every torch function of a sharded parameter, of a stand-in, and of a view of a dense copy."""
+    """Base class that intercepts every torch function of sharded parameters, stand-ins, and views of dense copies."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class _Guarded(torch.Tensor):
 
 
 class _Freed(_Guarded):
-    """A sharded parameter or a stand-in of one. `set_` and `as_subclass` never reach a torch function."""
+    """A sharded parameter or its stand-in. `set_` and `as_subclass` are not intercepted as torch functions."""
 
     __slots__ = ()
 
@@ -121,12 +121,12 @@ class _Freed(_Guarded):
 
 
 class ManagedParameter(ClientSurface, Parameter):
-    """A parameter of an engine, unsharded at the moment; `.grad` reads the engine's accumulated mean gradient."""
+    """An unsharded parameter of an engine; `.grad` returns the engine's accumulated mean gradient."""
 
     _ds_member: ParamRecord
 
     def _change_class(self, kind: type) -> None:
-        """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
+        """Change the class, which `torch.utils.swap_tensors` does first; see [Note: replaced parameters]."""
         if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
             member = self._ds_member
             if member.reducer is not None:
@@ -139,11 +139,11 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
+        """Return the mean gradient of the window so far, as in plain PyTorch under DDP.
 
-        At stages 2 and 3 every rank holds a shard only, so this gathers: all ranks read together. In-place changes of
-        the tensor handed out are taken over before more gradients are added and by `step`; one that comes after more
-        have been added is refused by `step`, on all ranks.
+        At stages 2 and 3 every rank holds only a shard, so the read is a collective gather. In-place changes of the
+        returned tensor are imported before more gradients are added and by `step`; for a change after more gradients
+        were added, `step` raises on all ranks.
         """
         if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
             return None
@@ -167,7 +167,7 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
+        """Return the values. Writes through them bypass the version counter, so the next step compares values."""
         if "_ds_member" in vars(self):
             self._ds_member.group.buffer_views.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)
@@ -177,7 +177,7 @@ class ManagedParameter(ClientSurface, Parameter):
         _raw_data.__set__(self, value)
 
     def set_(self, *source: Any, **how: Any) -> Any:
-        """As torch's; setting what lies there already is no change, as where a parametrization is registered."""
+        """Set the memory like torch; setting the current memory changes nothing, as in parametrization."""
         new = source[0] if len(source) == 1 and not how else None
         if new is self:
             return self
@@ -205,7 +205,7 @@ class ShardedParameter(_Freed, ManagedParameter):
 
 
 class StandIn(_Freed):
-    """What `detach()` and `state_dict()` give for a sharded parameter: it stays sharded and costs no memory."""
+    """Result of `detach()` and `state_dict()` for a sharded parameter, which stays sharded and needs no memory."""
 
     _ds_member: ParamRecord
 
@@ -217,7 +217,7 @@ class StandIn(_Freed):
 
 
 class ReadView(_Guarded):
-    """A view of a dense copy: reads as a tensor, but a write, which would be lost, raises."""
+    """A view of a dense copy: reads work, but a write, which would be lost, raises."""
 
     _ds_member: ParamRecord
 
@@ -229,7 +229,7 @@ class ReadView(_Guarded):
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function; of a property, with `=` where it is set."""
+    """Return the name of a torch function; for a property setter, the name with `=`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
@@ -237,14 +237,14 @@ def name_of(func: Any) -> str:
 
 
 def is_write(name: str) -> bool:
-    """Whether a torch function of that name changes its first argument."""
+    """Return whether a torch function of that name changes its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
     return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
 
 
 def reject_write(name: str, member: ParamRecord) -> None:
-    """Raise for an operation that would change or expose values that nobody keeps."""
+    """Raise for an operation that would change or expose values that are not stored."""
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
         f"a temporary copy. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
@@ -253,7 +253,7 @@ def reject_write(name: str, member: ParamRecord) -> None:
 
 
 def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
-    """Whether the unbound `torch.Tensor.set_`, which no class intercepts, has replaced what lies under `tensor`."""
+    """Return whether the unbound `torch.Tensor.set_`, which no class intercepts, replaced the memory of `tensor`."""
     return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
@@ -264,7 +264,7 @@ def _reject_targets(name: str, targets: Any) -> None:
 
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry out any torch function that meets a sharded parameter, a stand-in, or a view of a copy."""
+    """Run any torch function with a sharded parameter, a stand-in, or a view of a copy among its arguments."""
     name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init passes by name
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
@@ -294,14 +294,14 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse a write, unless a module that is made under zero.Init initializes what its children own."""
+    """Raise for a write, unless a module under construction in zero.Init initializes its children's parameters."""
     if init_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return init_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a move leads where the parameter is, or `data =` gives it its own values, as in `module.cpu()`."""
+    """Return whether a move or `data =` changes nothing: same device, or its own values, as in `module.cpu()`."""
     if isinstance(first, ReadView):
         return False
     if name == "data=":
@@ -315,7 +315,7 @@ def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` on dense copies; a write to one of them raises, views of them come back guarded."""
+    """Call `func` on dense copies; writes to them raise, and views of them are read-only."""
     copies: dict[int, tuple[torch.Tensor, ParamRecord, int]] = {}
 
     def dense(value: Any) -> Any:
@@ -352,7 +352,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class _DenseCopy(torch.autograd.Function):
-    """A dense copy whose gradient goes to the parameter."""
+    """Autograd function that returns a dense copy and passes the gradient to the parameter."""
 
     @staticmethod
     def forward(param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -380,7 +380,7 @@ def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
 
 
 def dense_copy(tensor: Any) -> Any:
-    """A dense copy of a sharded parameter or stand-in, whose gradient flows to it; anything else as it is."""
+    """Return a differentiable dense copy of a sharded parameter or stand-in; other values unchanged."""
     if not isinstance(tensor, _Freed):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -388,7 +388,7 @@ def dense_copy(tensor: Any) -> Any:
 
 
 def reject_functionalize(tensor: Any) -> Any:
-    """Raise for a sharded parameter, since `functionalize` writes to its arguments; return anything else."""
+    """Raise for a sharded parameter, since `functionalize` writes to its arguments; other values are returned."""
     _reject_targets("functionalize", tensor)
     return tensor
 
@@ -416,10 +416,10 @@ def map_nested(change: Any, value: Any) -> Any:
 
 @functools.cache
 def _feed_parameters() -> None:
-    """Make `nn.Parameter(tensor)` accept managed parameters and what is read of them.
+    """Make `nn.Parameter(tensor)` accept managed parameters and values read from them.
 
-    As torch's, it shares the memory of a parameter that is whole for good; of one that is sharded, or gathered for a
-    while, it takes a copy.
+    As in torch, the result shares the memory of a permanently whole parameter; of a sharded or temporarily gathered
+    one, it is a copy.
     """
     new = Parameter.__new__
 
@@ -446,5 +446,5 @@ def unmanage(param: Parameter) -> None:
 
 
 def is_managed(param: Any) -> bool:
-    """Whether `param` belongs to an engine or to zero.Init."""
+    """Return whether `param` belongs to an engine or to zero.Init."""
     return isinstance(param, ManagedParameter)

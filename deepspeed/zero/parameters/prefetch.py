@@ -1,8 +1,8 @@
-"""Prefetches all-gathers by the module order of the last pass, within the limits of the JSON.
+"""Prefetch of all-gathers by the module order of the last pass, within the limits of the JSON.
 
 [Note: costs] A pass uses every group a few times, so no operation on one group may iterate over all groups. Sums are
-maintained as groups come and go, positions in the last pass are looked up, and two heaps give the next sharded group to
-start and the idle one that is needed last. A heap entry is only a hint: it is checked when it is popped.
+updated incrementally, positions in the last pass are looked up, and two heaps return the next sharded group to start
+and the idle one that is needed last. A heap entry is only a hint, which is checked when it is popped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class PrefetchLimits:
     """Limits in elements, not bytes, as in the JSON.
 
     Args:
-        live: gathered at once (`stage3_max_live_parameters`).
-        reuse: a group is kept if it is used again within so many gathered elements (`stage3_max_reuse_distance`).
-        prefetch: on their way ahead of use (`stage3_prefetch_bucket_size`), or the next unit if that is larger; 0:
-            nothing is gathered ahead.
+        live: maximum of gathered elements (`stage3_max_live_parameters`).
+        reuse: a group is kept if its next use is within this number of gathered elements (`stage3_max_reuse_distance`).
+        prefetch: maximum of elements gathered ahead of use (`stage3_prefetch_bucket_size`), or the next unit if that is
+            larger; 0: no prefetch.
     """
 
     live: int = 1_000_000_000
@@ -46,8 +46,8 @@ class _GatherOrder:
     """Groups in the order in which they were needed.
 
     Args:
-        groups: one entry for each use.
-        units: by entry, which of the pass's gathers it was part of.
+        groups: one entry per use.
+        units: by entry, the index of its gather in the pass.
     """
 
     groups: list[ShardGroup] = field(default_factory=list)
@@ -56,14 +56,14 @@ class _GatherOrder:
     before: list[int] = field(default_factory=lambda: [0])  # elements needed before each entry
 
     def index(self) -> None:
-        """Build the look-ups when the pass is over."""
+        """Build the lookup tables after the pass."""
         for place, group in enumerate(self.groups):
             self.places.setdefault(id(group), []).append(place)
             self.before.append(self.before[-1] + group.numel)
 
 
 class ModuleOrder:
-    """The order of use of groups in the last pass of a kind, and the position of the running pass in it."""
+    """Order of the groups' uses in the last pass of a kind, and the position of the running pass in it."""
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, _GatherOrder] = {}
@@ -87,7 +87,7 @@ class ModuleOrder:
         self.restarts += 1
 
     def used(self, *groups: ShardGroup) -> range:
-        """Note that one unit needs these groups now; returns the skipped entries of the last pass."""
+        """Record that one unit needs these groups now; returns the skipped entries of the last pass."""
         unit = self._now.units[-1] + 1 if self._now.units else 0
         reached, skipped = self._at, 0
         for group in groups:
@@ -100,11 +100,11 @@ class ModuleOrder:
         return range(reached, self._at if skipped else reached)
 
     def coming(self) -> list[ShardGroup]:
-        """The groups that the last pass needed from here on, nearest first."""
+        """Return the groups that the last pass needed from here on, nearest first."""
         return self._last.groups[self._at :]
 
     def place(self, group: ShardGroup) -> int | None:
-        """The entry of the last pass in which `group` is needed next; None when it is not, or not known."""
+        """Return the entry of the last pass in which `group` is needed next; None if there is none or it is unknown."""
         places = self._last.places.get(id(group), ())
         index = bisect_left(places, self._at)
         return places[index] if index < len(places) else None
@@ -116,19 +116,19 @@ class ModuleOrder:
         return place < self._at
 
     def next_unit(self) -> list[ShardGroup]:
-        """The groups that the next unit will need."""
+        """Return the groups that the next unit will need."""
         units, end = self._last.units, self._at
         while end < len(units) and units[end] == units[self._at]:
             end += 1
         return self._last.groups[self._at : end]
 
     def distance(self, group: ShardGroup) -> int | None:
-        """Elements needed before `group` is needed again; None when it is not, or not known."""
+        """Return the elements needed before the next use of `group`; None if there is none or it is unknown."""
         place = self.place(group)
         return None if place is None else self._last.before[place] - self._last.before[self._at]
 
     def is_invalid_trace(self) -> bool:
-        """Whether there is no last pass to go by, under the name clients ask for."""
+        """Return whether there is no recorded last pass; the name is that of upstream."""
         return not self.known
 
     def _invalidate_trace(self) -> None:
@@ -146,7 +146,7 @@ class ModuleOrder:
 
 
 class PrefetchScheduler:
-    """Applies the limits: reshards what may not stay, all-gathers ahead what will be needed."""
+    """Applies the limits: reshards groups that exceed them, and all-gathers groups ahead of use."""
 
     def __init__(self, groups: list[ShardGroup], limits: PrefetchLimits) -> None:
         self.groups, self.limits, self.trace = groups, limits, ModuleOrder()
@@ -174,7 +174,7 @@ class PrefetchScheduler:
         return self._live
 
     def note(self, group: ShardGroup) -> None:
-        """Account for a possible change of a group's state."""
+        """Update the bookkeeping after a possible change of a group's state."""
         key, state = id(group), group.state
         if state is not State.INFLIGHT and self._ahead.pop(key, None) is not None:
             self._on_the_way -= group.numel
@@ -188,7 +188,7 @@ class PrefetchScheduler:
             self._queue(group)
 
     def _queue(self, group: ShardGroup) -> None:
-        """Queue a group among those to be started, or those that may be freed."""
+        """Queue a group among those to start, or those that may be freed."""
         place = self.trace.place(group)
         if group.state is not State.SHARDED:
             heappush(self._idle, (-math.inf if place is None else -place, self._number[id(group)]))
@@ -196,7 +196,7 @@ class PrefetchScheduler:
             heappush(self._coming, place)
 
     def _follow(self) -> None:
-        """Rebuild the queues when the trace has begun anew."""
+        """Rebuild the queues after a new pass has begun."""
         if self._restarts != self.trace.restarts:
             self._restarts = self.trace.restarts
             self._coming.clear()
@@ -230,7 +230,7 @@ class PrefetchScheduler:
         self.note(group)
 
     def gather(self, *groups: ShardGroup) -> None:
-        """All-gather the groups of a unit, and start what comes after them."""
+        """All-gather the groups of a unit, and start the following ones."""
         self._follow()
         expected = self.trace.known and self.trace.begun
         for place in self.trace.used(*groups):
@@ -264,7 +264,7 @@ class PrefetchScheduler:
         self.peak = max(self.peak, self._live)
 
     def _prefetch(self) -> None:
-        """Start the next unit, whatever its size, and then what the limits allow."""
+        """Start the next unit, whatever its size, and then groups within the limits."""
         if self.limits.prefetch <= 0 or not self._prefetch_unit():
             return
         for group in self._sharded_to_come():
@@ -273,16 +273,16 @@ class PrefetchScheduler:
             self._start_ahead(group)
 
     def _read_ahead(self) -> None:
-        """Start to read the next group whose gather has not begun from its tier: the gather would wait for that.
+        """Start to load the next shard for a gather from its tier, so that the gather does not wait.
 
-        Where blocks are computed again the next unit is this one once more, so what follows it is looked for.
+        During recomputation the next unit is the current one again, so the search continues after it.
         """
         group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
         if group is not None:
             group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
-        """Start the next unit if it fits beside what is in use; returns whether it is gathered or in flight."""
+        """Start the next unit if it fits next to the groups in use; returns whether it is gathered or in flight."""
         unit = self.trace.next_unit()
         missing = [g for g in unit if g.state is State.SHARDED]
         if not missing:
@@ -307,7 +307,7 @@ class PrefetchScheduler:
         self._queue(group)
 
     def _sharded_to_come(self) -> Iterator[ShardGroup]:
-        """Sharded groups that will be needed, nearest first; those not taken are found again."""
+        """Yield sharded groups that will be needed, nearest first; groups that are not started are yielded again."""
         while self._coming:
             place = self._coming[0]
             if not self.trace.over(place) and self.trace.at(place).state is State.SHARDED:

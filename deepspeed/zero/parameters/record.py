@@ -1,7 +1,7 @@
-"""The record of one parameter in a group, and its references to the group, its gradients and its storage tiers.
+"""Record of one parameter in a group, with references to the group, its gradients and its storage tiers.
 
-The record uses these objects only through the roles below, so that imports, including those of types, form no cycle.
-Code that needs more of a group than its role calls `shard_group.group_of`.
+The record uses these objects only through the protocols below, so that imports, including those of types, form no
+cycle. Code that needs more of a group than its protocol calls `shard_group.group_of`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed.zero.layout.stages import Policy
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values currently are."""
+    """State of a parameter's values on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -37,11 +37,11 @@ class ZeroParamStatus(enum.Enum):
 
 @dataclass(frozen=True)
 class Tiers:
-    """In which storage tiers the state of a group rests.
+    """Storage tiers of a group's state.
 
     Args:
-        optimizer: master, gradient accumulators, moments (`offload_optimizer`).
-        parameters: the shards of parameters that are gathered before use (`offload_param`).
+        optimizer: tier of master, gradient accumulators and moments (`offload_optimizer`).
+        parameters: tier of the shards of parameters that are gathered before use (`offload_param`).
     """
 
     optimizer: Tier = RESIDENT
@@ -49,7 +49,7 @@ class Tiers:
 
 
 class Gatherer(Protocol):
-    """The hooks that gather and free the groups of an engine; see `module_hooks.ModuleHooks`."""
+    """Hooks that gather and free the groups of an engine; see `module_hooks.ModuleHooks`."""
 
     depth: int
 
@@ -61,7 +61,7 @@ class Gatherer(Protocol):
 
 
 class Gradients(Protocol):
-    """The reducer of a parameter's gradients; see `reducer.Reducer`."""
+    """Reducer of a parameter's gradients; see `reducer.Reducer`."""
 
     replaced: Any  # see `replaced.Replaced`
 
@@ -73,13 +73,13 @@ class Gradients(Protocol):
 
 
 class Exposed(Protocol):
-    """The memory of a group that users may hold; see `buffer_views.BufferViews`."""
+    """Memory of a group that users may hold; see `buffer_views.BufferViews`."""
 
     def mark_data_exposed(self, member: Any) -> None: ...
 
 
 class ParameterGroup(Protocol):
-    """The group of a parameter; see `shard_group.ShardGroup`."""
+    """Group of a parameter; see `shard_group.ShardGroup`."""
 
     members: list[Any]
     axis: Axis
@@ -122,24 +122,24 @@ class ParameterGroup(Protocol):
 
 
 class Pruner(Protocol):
-    """The masks over an optimizer's shards; see `compression/pruning/masks`."""
+    """Masks over an optimizer's shards; see `compression/pruning/masks`."""
 
     def on_gradients(self) -> None:
-        """Called when the window's gradients are complete, and not yet part of a norm."""
+        """Process the window's complete gradients before the norm is computed."""
 
     def on_update(self, groups: Iterable[Any]) -> None:
-        """Called when the masters of these groups were updated, and are not all-gathered yet."""
+        """Process the updated masters of these groups before they are all-gathered."""
 
     def fragment_state(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """Tensors that a checkpoint stores beside the optimizer's state of a fragment."""
+        """Return the tensors that a checkpoint stores besides the optimizer's state of a fragment."""
         ...
 
     def take_fragment_state(self, fragment: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Take the masks' part out of a loaded state; returns the optimizer's."""
+        """Remove the masks' tensors from a loaded state; returns the optimizer's entries."""
         ...
 
     def arriving(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """The tensors of that part, which a load fills."""
+        """Return the masks' tensors of a fragment, which a load fills."""
         ...
 
 
@@ -152,7 +152,7 @@ memories: set[int] = set()  # of all groups, by identity of the storage: what li
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """Count the tensors over the memory of `tensor`, itself included."""
+    """Return the number of tensors over the memory of `tensor`, itself included."""
     return references(tensor.untyped_storage()._cdata) - 1  # the object that it is asked by counts too
 
 
@@ -192,7 +192,7 @@ class ParamRecord:
 
     @property
     def offset(self) -> int:
-        """First element in the group."""
+        """Return the first element in the group."""
         return self.group.offsets[self.index]
 
     @property
@@ -201,16 +201,16 @@ class ParamRecord:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Strides of a contiguous tensor of its shape."""
+        """Return the strides of a contiguous tensor of its shape."""
         return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def padded(self) -> bool:
-        """Whether some of its elements are no part of the global tensor."""
+        """Return whether some elements are padding, outside of the global tensor."""
         return any(cut.padding for cut in self.placement.cuts)
 
     def without_padding(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of values of its shape, with zeros for padding."""
+        """Return a copy of values of the parameter's shape, with zeros for padding."""
         values = values.clone()
         for cut in self.placement.cuts:
             offset = 0
@@ -222,51 +222,51 @@ class ParamRecord:
 
     @property
     def current_version(self) -> int:
-        """The version counter of the parameter, also while it is freed."""
+        """Return the version counter of the parameter, freed or not."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.param._version
 
     def lay_where_it_rests(self) -> None:
-        """Point the freed parameter at its placeholder, or at the full buffer where autograd has saved it."""
+        """Set the freed parameter's data to its placeholder, or to the full buffer if autograd has saved it."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self.param, self.under(self.param))  # type: ignore[attr-defined]
 
     def flat(self) -> torch.Tensor:
-        """The place in the full buffer, 1-D; valid while that has its memory."""
+        """Return the parameter's slice of the full buffer, 1-D; valid while the buffer has memory."""
         return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
-        """Make the placeholder of a freed parameter: true shape, no memory, every element NaN (or large)."""
+        """Create the placeholder of a freed parameter: original shape, no memory, every element NaN (or large)."""
         dtype = self.group.dtype
         integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         value = torch.iinfo(dtype).max if integral else torch.nan
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def under(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The data of the freed parameter, or of a stand-in of it."""
+        """Return the data of the freed parameter, or of its stand-in."""
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
-        """The place of this rank's part of the values in the group's shard; possibly empty."""
+        """Return the slice of this rank's part of the values in the group's shard; may be empty."""
         group, cuts = self.group, self.group.layout.cuts_of(self.index)
         rank = group.axis.rank
         low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
     def own_values(self) -> torch.Tensor:
-        """This rank's part of the values, 1-D: a view of the shard where that rests in memory, else a copy."""
+        """Return this rank's part of the values, 1-D: a view of the shard if that is in memory, else a copy."""
         values = self.group.values
         with values.borrowed() as lent:
             own = lent[self.own_span()]
             return own if values.memory is not None else own.clone()
 
     def copy_foreign_values(self) -> None:
-        """Copy values that were put under the parameter, and may be another parameter's memory."""
+        """Copy values that were assigned to the parameter and may share another parameter's memory."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
 
     def warn_if_copied(self) -> None:
-        """Warn that values put under the parameter are copied, when somebody holds the tensor that they come from."""
+        """Warn that values assigned to the parameter are copied, if other code holds their source tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
             if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
@@ -278,7 +278,7 @@ class ParamRecord:
                 )
 
     def restore_view(self) -> None:
-        """Copy values that were put under the gathered parameter by `param.data = …` back into the full buffer."""
+        """Copy values that were assigned to the gathered parameter by `param.data = …` back into the full buffer."""
         view, param = self.group.views[self.index], self.param
         self.address = view.data_ptr()
         if param.data_ptr() == self.address and param.dtype == view.dtype:
@@ -299,5 +299,5 @@ class ParamRecord:
             )
 
     def dense(self) -> torch.Tensor:
-        """A private dense copy. Where shards are not served one-sidedly, all ranks of the axis call together."""
+        """Return a private dense copy. Collective over the axis if shards are not served one-sidedly."""
         return self.group.read(self)

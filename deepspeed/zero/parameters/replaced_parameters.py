@@ -1,4 +1,4 @@
-"""Copies the values of tensors that replaced a managed parameter, or rejects them.
+"""Import of tensors that replaced a managed parameter: their values are copied, or an error is raised.
 
 [Note: replaced parameters] A parameter keeps its identity under an engine: optimizer, gradients and shards refer to it.
 `torch.utils.swap_tensors`, which torch's conversions of modules may use, keeps the object and exchanges its contents;
@@ -34,7 +34,7 @@ Table = dict[str, Parameter | None]
 
 
 class Replaced:
-    """Finds parameters that were replaced in a model under an engine."""
+    """Finds parameters that were replaced in an engine's model."""
 
     def __init__(self, listen: Callable[[ParamRecord, bool], None], arrived: Callable[[ParamRecord], None]) -> None:
         self._listen, self._arrived = listen, arrived
@@ -43,7 +43,7 @@ class Replaced:
         self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
 
     def watch(self, module: nn.Module) -> None:
-        """Note where a model names its parameters."""
+        """Record the modules and names of a model's parameters."""
         tables = [child._parameters for child in module.modules() if isinstance(child._parameters, dict)]
         named = [(table, name, param) for table in tables for name, param in table.items()]
         self._places = [
@@ -54,7 +54,7 @@ class Replaced:
         self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
     def leaves(self, member: ParamRecord, kind: type) -> None:
-        """Check that `swap_tensors` may put a tensor of class `kind` under a parameter; before anything is swapped."""
+        """Check, before a swap, that `swap_tensors` may exchange a parameter with a tensor of class `kind`."""
         if member.group.policy.gathers_before_use:
             reject_write("swap_tensors", member)
         if kind is not Parameter:
@@ -65,7 +65,7 @@ class Replaced:
         self._left[member.uid] = member, dict(vars(member.param))
 
     def settle(self) -> None:
-        """Adopt what was replaced on this rank; raises for another shape or dtype, or for a sharded parameter."""
+        """Import replaced parameters on this rank; raises for another shape or dtype, or for a sharded parameter."""
         while self._left:
             uid, (member, marks) = next(iter(self._left.items()))
             member.check_fit()
@@ -81,7 +81,7 @@ class Replaced:
                 self._look()
 
     def _look(self) -> None:
-        """Adopt parameters in whose place others stand."""
+        """Find replaced parameters and import their values."""
         others = defaultdict[int, list[tuple[Table, str, ParamRecord]]](list)
         for place in self._places:
             table, name, member = place

@@ -1,7 +1,7 @@
 """Parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
 
 [Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to zero
-bytes, gathering grows and refills it. While a view is alive it is not shrunk, see
+bytes, gathering grows and refills it. While a view is alive, the storage is not shrunk; see
 `deepspeed/zero/parameters/buffer_views.py`.
 """
 
@@ -46,7 +46,7 @@ from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroP
 
 
 class State(enum.Enum):
-    """The state of the full buffer of a group."""
+    """State of the full buffer of a group."""
 
     SHARDED = "sharded"
     INFLIGHT = "in flight"
@@ -61,17 +61,17 @@ _STATUS = {
 
 
 class ShardGroup(LocalShard):
-    """A group of parameters under one policy.
+    """A group of parameters with the same policy.
 
     Args:
-        ranks: the ranks around it.
-        policy: what is split.
-        layout: how the concatenation is cut.
+        ranks: ranks of the group.
+        policy: sharding policy.
+        layout: shard boundaries of the concatenated parameters.
         members: the parameters, in the order of the layout, with their values in `param.data`.
         dtype: compute dtype; None: that of the parameters.
-        master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
-            the values are the master.
-        tiers: where shard, master and gradient accumulators rest; None: on the device.
+        master: dtype of the master copy that the optimizer updates; None, or the compute dtype: no master copy, the
+            optimizer updates the values.
+        tiers: tiers of shard, master and gradient accumulators; None: on the device.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class ShardGroup(LocalShard):
 
     @property
     def status(self) -> ZeroParamStatus:
-        """The public name of the state."""
+        """Return the public name of the state."""
         return _STATUS[self.state]
 
     def new_buffer(self) -> None:
-        """Allocate the full buffer, of zeros, with no views over it."""
+        """Allocate the full buffer, of zeros, without views over it."""
         padded, dtype = self.layout.padded, self.dtype
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
@@ -224,7 +224,7 @@ class ShardGroup(LocalShard):
     def _all_gather(self, label: str) -> Handle:
         """Start the collective that brings every shard to all ranks of the axis.
 
-        Raises `OrderError`, on all ranks, when they are about to gather different groups where messages carry no names.
+        Raises `OrderError`, on all ranks, if they are about to gather different groups over messages without tags.
         """
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         meet_before(self.axis, label)
@@ -260,7 +260,7 @@ class ShardGroup(LocalShard):
                 reject_write("set_", member)
 
     def gather_together(self) -> None:
-        """Gather by a collective of all ranks of the axis, whatever each rank has already."""
+        """Gather with a collective over the axis, whatever each rank already has."""
         fetch, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
@@ -284,10 +284,10 @@ class ShardGroup(LocalShard):
         self.buffer_views.snapshot()
 
     def retain(self) -> None:
-        """Keep the memory of the full buffer allocated; freed values are out of reach all the same.
+        """Keep the memory of the full buffer allocated; values of a freed group are inaccessible anyway.
 
-        Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
-        rest elsewhere, the device is short of memory, and nothing is kept.
+        Growing a buffer costs a page fault per page, more than the gather itself on small models. With offloaded
+        parameters the device is short of memory, and no memory is retained.
         """
         if self.tiers.parameters is not RESIDENT:
             return
@@ -323,7 +323,7 @@ class ShardGroup(LocalShard):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the group inside, on this rank; freed after it unless it was gathered or is used."""
+        """Gather the group on this rank inside the context; afterwards, free it unless it was gathered or is used."""
         was = self.state
         self.wait_all_gather()
         yield
@@ -331,7 +331,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """Copy updated shards into the gathered buffer, in place, so that views of it have the new values too."""
+        """Copy updated shards into the gathered buffer, in place, so that views also get the new values."""
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
@@ -345,7 +345,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def edited_members(self) -> list[ParamRecord]:
-        """Members of a gathered group whose values may have been changed, or replaced, by the user."""
+        """Return members of a gathered group whose values the user may have changed or replaced."""
         dtype, changed = self.dtype, []
         for member in self.members:
             param = member.param
@@ -378,16 +378,16 @@ class ShardGroup(LocalShard):
         return whole[span].clone().view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All-gather one member's fragments, as every rank holds them in `of`.
+        """All-gather one member's fragments from `of` on every rank. All ranks must call this.
 
         Args:
             member: the parameter.
             of: 1-D over this rank's shard: values, master, gradients or optimizer state.
             kind: kind of message.
-            label: for reports.
+            label: label for reports.
 
         Returns:
-            1-D dense tensor of the member on the device, dtype of `of`; all ranks call together.
+            1-D dense tensor of the member on the device, in the dtype of `of`.
         """
         dense = torch.empty(member.numel, dtype=of.dtype, device=self.device)
         cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
@@ -410,20 +410,20 @@ class ShardGroup(LocalShard):
         self.advance()
 
     def advance(self) -> None:
-        """Count new values of the shard: ranks that ask for this version are served now."""
+        """Increment the version of the shard and serve ranks that have requested it."""
         self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """All-gather the updated shards after the step; None when nothing is sent."""
+        """All-gather the updated shards after the step; returns None if nothing is sent."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
 
     def serve(self, any_graph: bool) -> None:
-        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory."""
+        """Gather one-sidedly from now on, if ranks may need groups in different orders or share memory."""
         shared, memory = self.axis.shared, self.values.memory
         if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
             memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
@@ -441,11 +441,11 @@ class ShardGroup(LocalShard):
     def attach(
         self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
     ) -> None:
-        """Let an engine's hooks gather the group; `observer` is called when its state has changed."""
+        """Let an engine's hooks gather the group; `observer` is called after changes of the group's state."""
         self.lifecycle, self.gather_order, self._observer = lifecycle, gather_order, observer
 
     def dissolve(self) -> None:
-        """Leave the engine: whole parameters become plain ones, sharded ones stay as zero.Init makes them."""
+        """Remove the group from the engine: whole parameters become plain, sharded ones belong to zero.Init again."""
         self.wait()
         if self.state is State.INFLIGHT:
             self.wait_all_gather()
@@ -468,7 +468,7 @@ class ShardGroup(LocalShard):
             member.reducer = member.owner = None
 
     def drop(self) -> None:
-        """Free the buffers of a group whose parameters are in other groups now."""
+        """Free the buffers of a group whose parameters have moved to other groups."""
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
@@ -476,12 +476,12 @@ class ShardGroup(LocalShard):
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
-    """The group of a parameter as a `ShardGroup`."""
+    """Return the group of a parameter as a `ShardGroup`."""
     return cast(ShardGroup, member.group)
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Wait until peers have pulled what they need: shards change outside of `step` next. All ranks call together."""
+    """Wait until peers have finished their pulls, before shards change outside of `step`. All ranks must call this."""
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:
