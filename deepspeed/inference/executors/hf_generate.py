@@ -1,7 +1,7 @@
-"""Fallback: unsupported models use their own `generate`.
+"""Fallback for models that no executor supports: each request runs the model's own `generate`.
 
-`model.generate` of each request runs in a thread, which is blocked until a step lets it produce one token. So options,
-outputs and cancelling work as for every other request, and only one thread runs at a time.
+`model.generate` runs in one thread per request. The thread waits until `step` lets it produce one token. Options,
+outputs and cancelling therefore work as for other requests, and only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TURNED_OFF = (
 
 
 class _Cancelled(BaseException):
-    """Ends a thread's `generate`."""
+    """Exception that ends `generate` in a thread."""
 
 
 class Thread:
-    """One request inside `model.generate`, of at most `new` tokens after the prompt; `choose` returns the next token
-    from logits [vocabulary], or None when the request has ended."""
+    """One request inside `model.generate`, for at most `new` tokens after the prompt. `choose` maps logits [vocabulary]
+    to the next token, or to None at the end of the request."""
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
@@ -47,7 +47,7 @@ class Thread:
         self.done = False
 
     def step(self) -> None:
-        """Let it make one token; raises what `generate` raised."""
+        """Produce one token; exceptions of `generate` are re-raised here."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
             self._thread.start()
@@ -58,7 +58,7 @@ class Thread:
             raise self._error
 
     def cancel(self) -> None:
-        """End it; its memory is free when this returns."""
+        """End the thread and wait for it, so that its memory is free on return."""
         self._stop = True
         if self._thread is not None and not self.done:
             self._turn.release()
@@ -66,7 +66,7 @@ class Thread:
         self.done = True
 
     def let_go(self) -> None:
-        """End it without waiting, as whoever collects garbage has to: it may be any thread."""
+        """End the thread without waiting; safe in a finalizer, which may run in any thread."""
         self._stop = True
         self._turn.release()
 
@@ -107,7 +107,7 @@ class Thread:
         )
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Called by `generate` with the next logits: choose, let others run, go on with what was chosen."""
+        """Logits processor inside `generate`: choose a token, wait for the next step, then force this token."""
         token = self._choose(scores[0])
         if token is None:
             raise _Cancelled
