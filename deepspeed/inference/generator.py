@@ -270,8 +270,9 @@ class Generator:
         """Queue a request; later calls of `step` return its tokens.
 
         Raises:
-            RequestError: prompt and answer exceed the limit of the model or of the cache, an empty prompt, tokens
-                outside the vocabulary, an ident in use, or stop strings without a tokenizer.
+            RequestError: prompt and answer exceed the limit of the model or of the cache (the message has both
+                numbers), the prompt is empty, tokens are outside of the vocabulary, the ident is in use, or there are
+                stop strings but no tokenizer.
         """
         tokens, sampling = list(request.tokens), request.sampling
         with self._lock:
