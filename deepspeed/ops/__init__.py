@@ -1,4 +1,4 @@
-"""Optimizer kernels, one package each; every kernel has a plain-torch form."""
+"""Optimizer kernels and other operators; every kernel also has a plain-torch form."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runs operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
+"""Operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
 
-[Note: without values] A tensor of such a run is an ordinary CPU tensor whose memory is never touched, so the system
-allocates no pages for it: a model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a
-real run. Output shapes come from torch's meta kernels. Integers and booleans keep their values unless they are computed
-from a tensor without values, because models branch on masks and positions. So do small floating-point tensors.
+[Note: without values] A tensor of such a run is an ordinary CPU tensor with untouched memory, so the system allocates
+no pages for it. A model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a real run.
+Output shapes come from torch's meta kernels. Integers and booleans keep their values unless they are computed from a
+tensor without values, because models branch on masks and positions. Small floating-point tensors keep theirs too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _INDICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max",
 
 
 class Valueless(DispatchMode):
-    """Inside, operators on large floating-point tensors cost no arithmetic and touch no memory."""
+    """Context in which operators on large floating-point tensors do no arithmetic and touch no memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self._without: dict[int, Any] = {}  # storages without values, by identity
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds what it would hold."""
+        """Whether a tensor holds its real values."""
         return tensor.untyped_storage()._cdata not in self._without
 
     def stand_ins(self, nest: Any) -> Any:
-        """The same nest, with tensors that have no values for large floating-point ones."""
+        """Replace the large floating-point tensors of a nest by tensors without values."""
         return map_tensors(lambda t: t.clone() if t.is_floating_point() and t.numel() > _SMALL else t, nest)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +88,7 @@ class Valueless(DispatchMode):
         return tuple(written[: len(returned)])
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives, on the meta device; None where torch cannot say."""
+        """Compute a call's outputs on the meta device; None if torch cannot."""
         named = {key: _mapped(value, _to_meta) for key, value in kwargs.items() if key != "pin_memory"}
         if any(argument.name == "device" for argument in func._schema.arguments):
             named["device"] = torch.device("meta")
@@ -125,19 +125,19 @@ class Valueless(DispatchMode):
 
 
 def dispatches(types: Iterable[Any]) -> bool:
-    """Whether tensors of a class with a dispatch of its own are among the arguments (DTensor): what it makes of the
-    call comes back as calls on plain tensors."""
+    """Whether the arguments include tensor subclasses with their own dispatch (DTensor). Such a subclass turns the call
+    into calls on plain tensors, which are intercepted instead."""
     plain: Any = torch.Tensor
     return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
 
 
 def is_fake(types: Iterable[Any]) -> bool:
-    """Whether torch asks only for shapes (as DTensor does once for each operator): nothing of it happens."""
+    """Whether torch only computes shapes (FakeTensor, as DTensor does once per operator), so nothing really runs."""
     return any(kind.__name__ == "FakeTensor" for kind in types)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape, on the meta device."""
+    """Return an empty meta tensor of the same shape."""
     if tensor.layout != torch.strided:
         raise TypeError("sparse")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -153,7 +153,7 @@ def _mapped(tree: Any, change: Any) -> Any:
 
 @functools.cache
 def _kind(func: Any) -> str:
-    """`write`: changes an argument; `view`: gives an alias of one; `new`: gives new tensors."""
+    """Classify an operator: `write` changes an argument, `view` returns an alias, `new` returns new tensors."""
     schema = func._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return "write"
@@ -162,7 +162,7 @@ def _kind(func: Any) -> str:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that a call changes, in the order of the schema."""
+    """Return the tensors that a call changes, in the order of the schema."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -176,7 +176,7 @@ _ONE_KERNEL = ("_fused_rms_norm", "_fused_rms_norm_backward")
 
 @contextlib.contextmanager
 def device_kernels() -> Generator[None]:
-    """Inside, the CPU's tensors stay in one piece there too; only where operators have no values (`Valueless`)."""
+    """Context in which CPU tensors are treated as on a device, in one piece; only with operators without values."""
     library = torch.library.Library("aten", "IMPL")
     for name in _ONE_KERNEL:
         library.impl(name, _without_values, "CPU")

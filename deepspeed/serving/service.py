@@ -1,4 +1,4 @@
-"""Runs requests on the engine: admission, tokenization, streaming of answers, timeouts and cancellation."""
+"""Request handling: admission, tokenization, streaming of answers, timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LONG = 20_000  # characters from which a prompt is cut into tokens beside the e
 
 
 class PendingRequest:
-    """One request on its way: its choices, and the queue in which their parts arrive. `leads` are the texts that go
-    before the answers to each of the prompts."""
+    """Request in progress: its choices, and the queue of their chunks. `leads` are the texts before each prompt's
+    answers."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PendingRequest:
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
-        """Hand every choice to the engine."""
+        """Submit every choice to the engine."""
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
             ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
             self._idents[choice.index] = ident
@@ -72,7 +72,7 @@ class PendingRequest:
         self._wake()
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Cancel unfinished choices."""
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
         self._idents.clear()
         for ident in gone:
@@ -81,9 +81,9 @@ class PendingRequest:
             self._service.metrics.cancelled.inc()
 
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
-        """Parts as they come; what came while the reader was slow comes together.
+        """Yield chunks as they arrive; chunks that arrived since the last read come together.
 
-        A future and one timer: `asyncio.wait_for` makes a task for each token.
+        Uses one future and one timer, because `asyncio.wait_for` would create a task per token.
         """
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.deadline - time.monotonic(), self._out_of_time)
@@ -120,7 +120,7 @@ class PendingRequest:
 
 
 class Service:
-    """What the endpoints share; the engine is started."""
+    """State shared by the endpoints; the engine must be started."""
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
@@ -130,7 +130,7 @@ class Service:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def admit(self, choices: int) -> None:
-        """Refuse what would only wait: 503 while the server ends, 429 when enough wait already."""
+        """Refuse requests that would only wait: 503 during shutdown, 429 if too many are waiting."""
         if self.draining:
             raise APIError(503, "the server is ending", code="draining", retry_after=5)
         if not self.engine.alive:
@@ -144,7 +144,7 @@ class Service:
             )  # fmt: skip
 
     async def call(self, request: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
-        """A request with its prompts as tokens, handed to the engine."""
+        """Tokenize a request's prompts and submit them to the engine."""
         if request.model != self.options.name:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
@@ -213,7 +213,7 @@ class Service:
         return tokens
 
     def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
-        """Tokens that the answer may have."""
+        """Return the maximum number of tokens of the answer."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
         wanted = request.wanted_tokens()
         if limit is None:
@@ -232,7 +232,7 @@ class Service:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def answer(self, call: PendingRequest) -> dict[str, Any]:
-        """The whole answer; cancelled with its caller."""
+        """Return the whole answer; cancelled together with the caller."""
         try:
             async for parts in call.parts():
                 for choice, part in parts:
@@ -244,7 +244,7 @@ class Service:
             call.close()
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
-        """Server-sent events; an error after the first is an event too."""
+        """Yield server-sent events; errors after the first event are sent as events too."""
         options = call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
@@ -259,7 +259,7 @@ class Service:
             call.close()
 
     def _events(self, call: PendingRequest, parts: list[tuple[ResponseChoice, TokenChunk]]) -> list[str]:
-        """Events of parts: those of one choice that came together are one."""
+        """Create events from chunks; chunks of the same choice that arrived together form one event."""
         new: dict[int, tuple[str, list[Any]]] = {}
         events = []
         for choice, part in parts:
@@ -277,7 +277,7 @@ class Service:
     # -- health ---------------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and what the engine last reported; nothing here is made up by the web process."""
+        """Return the status and the engine's last report."""
         engine, age = self.engine, time.monotonic() - self.engine.last_step
         stuck = bool(engine.live) and age > self.options.step_timeout
         if not engine.alive:

@@ -1,4 +1,4 @@
-"""The engine's process: a model, its generator, and a pipe. It ends when the pipe closes."""
+"""Engine process: a model, its generator, and a pipe. The process ends when the pipe closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEAT = 0.5  # seconds between two signs of life while there is nothing to do
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
-    """The model in evaluation mode, and its tokenizer."""
+    """Load the model in evaluation mode, and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -50,7 +50,7 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
 
 
 def main(options: EngineOptions, pipe: Connection) -> None:
-    """Load, then serve the pipe until it ends. Signals of the terminal are for the web process."""
+    """Load the model, then serve the pipe until it closes. Terminal signals are left to the web process."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     try:
@@ -85,7 +85,7 @@ class _Engine:
         )
 
     def run(self) -> None:
-        """Take messages, make one step, report it; until a `Stop`."""
+        """Loop until `Stop`: read messages, run one step, report it."""
         while True:
             self._take()
             if not self.generator.idle:
@@ -99,7 +99,7 @@ class _Engine:
                 self._report([], idle=True)
 
     def _take(self) -> None:
-        """All messages that are there; with nothing to do, wait for one as long as a beat."""
+        """Read all available messages; without work, wait for one until the next heartbeat."""
         wait = BEAT if self.generator.idle and not self.ending else 0
         while self.pipe.poll(wait):
             message = self.pipe.recv()
