@@ -1,7 +1,7 @@
-"""Records the trace of a step: operators, copies and waits, with their streams and memory.
+"""Recorder of a step: operators, copies and waits, with their streams and memory.
 
-A CPU has one stream, for which `StepRecorder` is enough. The calls of a device (streams, events, messages) are recorded
-by `benchmarks/device_recorder.py`, a recorder for the emulated device.
+A CPU has one stream, for which `StepRecorder` is sufficient. `benchmarks/device_recorder.py`, a recorder for the
+emulated device, also records device calls (streams, events, messages).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SMALL = 1 << 16  # bytes of host memory whose arithmetic is part of the host's 
 
 
 class StepRecorder(DispatchMode):
-    """Inside, a step is written down. Enter it inside `Valueless`, so that recording costs no arithmetic.
+    """Context that records a step. Enter it inside `Valueless`, so that recording needs no arithmetic.
 
     Args:
-        recording: that is filled.
-        device: type of the device whose operators are kernels.
+        recording: the recording to fill.
+        device: type of the device with operators that count as kernels.
 
     Attributes:
-        on: whether entries are added; memory is followed anyway.
+        on: whether entries are recorded; memory is always tracked.
     """
 
     def __init__(self, recording: Recording, device: str = "cpu") -> None:
@@ -128,32 +128,32 @@ class StepRecorder(DispatchMode):
             self._last[entry.stream] = len(self.recording.entries) - 1
 
     def mark(self, name: str) -> None:
-        """Name what follows."""
+        """Set the mark of the following entries."""
         self._mark = name
         self.add(HostEvent(MARK, name))
 
     # -- streams and events ------------------------------------------------------------------------------------------
 
     def current(self) -> int:
-        """The stream that is current in this thread."""
+        """Current stream of this thread."""
         return 0
 
     def behind(self, stream: int | None = None) -> int:
-        """The last entry of a stream; None: of the current one."""
+        """Return the last entry of a stream; None: of the current stream."""
         return self._last.get(self.current() if stream is None else stream, NOTHING)
 
     def order(self, after: int, stream: int | None = None) -> None:
-        """A stream goes on behind an entry."""
+        """Record that a stream waits for an entry."""
         if after != NOTHING:
             self.add(HostEvent(ORDER, "order", self.current() if stream is None else stream, after=after))
 
     def wait(self, after: int) -> None:
-        """The host goes on behind an entry."""
+        """Record that the host waits for an entry."""
         if after != NOTHING:
             self.add(HostEvent(WAIT, "wait", after=after))
 
     def wait_all(self) -> None:
-        """The host goes on behind all streams."""
+        """Record that the host waits for all streams."""
         for stream in list(self._last):
             self.wait(self._last[stream])
 
@@ -196,7 +196,7 @@ class StepRecorder(DispatchMode):
     # -- the context -------------------------------------------------------------------------------------------------
 
     def watch(self, undo: contextlib.ExitStack) -> None:
-        """Have what is no operator recorded too, until `undo` is closed: the resizing of storages."""
+        """Also record resizes of storages, which are no operators, until `undo` is closed."""
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
@@ -208,7 +208,7 @@ class StepRecorder(DispatchMode):
         undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
 
     def message(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operator that sends gives; here it sends."""
+        """Record a communication operator and return its result."""
         return func(*args, **kwargs)
 
     def __enter__(self) -> Any:
@@ -223,7 +223,7 @@ class StepRecorder(DispatchMode):
 
     @staticmethod
     def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
-        """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
+        """Return the bytes of tensors changed in place that are read before they are written."""
         if name in _OVERWRITES or "out" in kwargs:
             return 0.0
         schema = zip(func._schema.arguments, args, strict=False)
@@ -247,7 +247,7 @@ def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference
 
 
 def _traffic(tensors: list[torch.Tensor]) -> float:
-    """Bytes of tensors, each place once: broadcast dimensions are read once, and a storage is not longer than it is."""
+    """Return the bytes of tensors, without repetition: broadcast dims count once, a storage at most its size."""
     bytes_by_view: dict[tuple[int, int, int], float] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:

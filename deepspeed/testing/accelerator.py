@@ -1,10 +1,10 @@
-"""The contract of an accelerator: every name of the protocol is called, and its effect is asserted.
+"""Contract tests of an accelerator: each name of the protocol is called, and its effect is asserted.
 
     @pytest.mark.parametrize("check", accelerator_checks(), ids=str)
     def test_the_contract(check):
         check(MyAccelerator())
 
-A check raises `ContractError` with what was expected. Checks restore what they change: device, stream, seed.
+A failed check raises `ContractError` with the expected behaviour. Checks restore device, stream and seed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BYTES = 64 * 1024**2  # of a tensor whose size must show in the figures of memo
 
 @dataclass(frozen=True)
 class AcceleratorCheck:
-    """One group of names that are shown together.
+    """Check of several related names.
 
     Args:
-        names: what it calls, every one of them.
-        run: gets the accelerator; raises `ContractError`.
+        names: all names that the check calls.
+        run: called with the accelerator; raises `ContractError`.
     """
 
     names: tuple[str, ...]
@@ -37,10 +37,10 @@ class AcceleratorCheck:
         return self.run.__name__.removeprefix("_")
 
     def __call__(self, accelerator: Any) -> None:
-        """Run it.
+        """Run the check.
 
         Raises:
-            ContractError: a name is missing, or does not do what the protocol says.
+            ContractError: a name is missing, or does not behave as the protocol specifies.
         """
         missing = [name for name in self.names if not callable(getattr(accelerator, name, None))]
         expect(not missing, f"methods {', '.join(missing)}")
@@ -52,10 +52,10 @@ def expect(holds: object, what: str) -> None:
 
     Args:
         holds: the condition.
-        what: what the contract asks for, in words.
+        what: the requirement, in words.
 
     Raises:
-        ContractError: it does not hold.
+        ContractError: the condition is false.
     """
     if not holds:
         raise ContractError(f"an accelerator must have {what}; see docs/accelerators.md")
@@ -73,7 +73,7 @@ def _shows(*names: str) -> Callable[[Callable[[Any], None]], Callable[[Any], Non
 
 
 def accelerator_checks() -> list[AcceleratorCheck]:
-    """All checks; together they call every name of the protocol."""
+    """Return all checks; together they call every name of the protocol."""
     return list(_CHECKS)
 
 
