@@ -1,7 +1,7 @@
-"""Modules that compute with quantized weights and inputs: the module stays the same object, with another class.
+"""Modules that compute with fake-quantized weights and inputs.
 
-Parameters, hooks, ties and subclasses are kept: the class of a module becomes a subclass of its previous one, and a
-quantized weight shadows the parameter during forward.
+The class of a module becomes a subclass of its previous class; the object, its parameters, hooks and ties stay. During
+forward, a quantized weight hides the parameter of the same name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from deepspeed.compression.utils import quantize, straight_through
 
 
 class Compressed:
-    """Adds quantizers to a module, which a schedule switches on."""
+    """Mixin that adds quantizers to a module; a schedule switches them on."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward, on quantized weight and input."""
+        """Run the module's own forward with quantized weight and input."""
         module: Any = self
         input_quantizer: QuantAct | None = module.__dict__.get("_activation")
         if input_quantizer is not None and inputs and isinstance(inputs[0], torch.Tensor):
@@ -34,19 +34,19 @@ class Compressed:
 
 
 class LinearLayer_Compress(Compressed, nn.Linear):  # noqa: N801
-    """`nn.Linear`."""
+    """`nn.Linear` with quantizers."""
 
 
 class Conv2dLayer_Compress(Compressed, nn.Conv2d):  # noqa: N801
-    """`nn.Conv2d`."""
+    """`nn.Conv2d` with quantizers."""
 
 
 class Embedding_Compress(Compressed, nn.Embedding):  # noqa: N801
-    """`nn.Embedding`."""
+    """`nn.Embedding` with quantizers."""
 
 
 class BNLayer_Compress(Compressed, nn.BatchNorm2d):  # noqa: N801
-    """`nn.BatchNorm2d`; nothing of it is quantized."""
+    """`nn.BatchNorm2d`; none of its tensors are quantized."""
 
 
 _CLASSES = (LinearLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, BNLayer_Compress)
@@ -54,7 +54,7 @@ _compressed_classes: dict[type, type] = {}  # by the class that a module had
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Give a module the class with quantizers; gives the module."""
+    """Change a module's class to one with quantizers; returns the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module
@@ -69,7 +69,7 @@ def compress_module(module: nn.Module) -> nn.Module:
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Undo `compress_module`; gives the module."""
+    """Undo `compress_module`; returns the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
         module.__dict__.pop("_weight_quantizer", None)
@@ -78,12 +78,12 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 
 class WeightQuantizer:
-    """Fake quantization of one weight.
+    """Fake quantizer of one weight.
 
     Args:
         kind: `symmetric` or `asymmetric`.
-        groups: of the flattened weight.
-        stochastic: rounding.
+        groups: number of groups of the flattened weight.
+        stochastic: whether rounding is stochastic.
     """
 
     def __init__(self, kind: str, groups: int, stochastic: bool) -> None:
@@ -101,12 +101,12 @@ class WeightQuantizer:
 
 
 class QuantAct:
-    """Fake quantization of inputs: a range per token, or a running one.
+    """Fake quantizer of inputs, with a range per token or a running range.
 
     Args:
-        bits: levels.
+        bits: number of bits.
         kind: `symmetric` or `asymmetric`.
-        running: keep a range with momentum 0.95, as a buffer of the module.
+        running: keep a running range with momentum 0.95, in a buffer of the module.
         owner: the module.
     """
 

@@ -1,4 +1,4 @@
-"""Compression of an engine: which masks, quantizers and removals become active after which applied step."""
+"""Compression of an engine: schedule of masks, quantizers and removals by applied optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLED = "_ds_compression"  # on a model: the section it was prepared with by th
 
 
 class Compression:
-    """`compression_training` while an engine trains; the model's parameters are managed already."""
+    """State of `compression_training` while an engine trains; the model's parameters are managed already."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Compression:
         self._form_masks(0)
 
     def _describe(self, rule: CompressionRule) -> str:
-        """The plan of a rule: what goes, from which tensors, when."""
+        """Describe a rule: the units or weights it removes, their tensors, and the steps."""
         when = f"after step {rule.offset}" + (f" to {rule.end}" if rule.end is not None else "")
         if rule.weights:
             total = sum(self.masks.of(name).numel for name in rule.weights)
@@ -92,13 +92,13 @@ class Compression:
         return f"{text}: {size}, {4 * sum(cut.values()) / 2**20:.1f} MiB in fp32, {work}"
 
     def step(self) -> list[CompressionRule]:
-        """An optimizer step was applied: gives the rules whose units leave now. All ranks call together."""
+        """Advance by one applied optimizer step; returns rules with units to remove now. All ranks call together."""
         self.training_steps += 1
         self.quantizers.at_step(self.training_steps)
         return [rule for rule in self._form_masks(self.training_steps) if rule.physical and rule.removable]
 
     def leaving(self) -> Removal | None:
-        """Layers that leave the engine now, after the units that leave. All ranks call together."""
+        """Return the layers to remove now, after the units. All ranks call together."""
         return None if self.depth is None else self.depth.after_step(self.training_steps, self._all_samples)
 
     def _form_masks(self, step: int) -> list[CompressionRule]:
@@ -110,19 +110,19 @@ class Compression:
         return ended
 
     def removal(self, rules: list[CompressionRule]) -> Removal:
-        """The units of these rules that leave the engine."""
+        """Return the removal of these rules' units from the engine."""
         chosen = [pair for rule in rules for pair in zip(rule.families, self.masks.units[rule.name], strict=True)]
         removal = self.plan.removal_of(chosen)
         removal.rules = [rule.name for rule in rules]
         return removal
 
     def removed(self, removal: Removal, optimizer: ZeroOptimizer | None, names: Mapping[str, str]) -> None:
-        """Units or layers have left the engine, which has a new optimizer; the masks of other rules are formed anew.
+        """Update after a removal: the engine has a new optimizer, and the masks of other rules are rebuilt.
 
         Args:
-            removal: what left.
-            optimizer: of the engine.
-            names: of parameters, by their names before; without those that left.
+            removal: the removed units or layers.
+            optimizer: the engine's new optimizer.
+            names: new names of the remaining parameters, by their old names.
         """
         state = self.masks.state_dict()
         ended = set(removal.rules)
@@ -145,9 +145,9 @@ class Compression:
 
     @staticmethod
     def _rename_rule(rule: CompressionRule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
-        """Give a rule the names that its parameters have after layers left; whether any of them stays.
+        """Rename a rule's parameters after a removal of layers; returns whether any parameter remains.
 
-        Flags and scores of families that left are taken out of `state`, the state dict of the masks.
+        Flags and scores of removed families are deleted from `state`, the state dict of the masks.
         """
         families = [removal.renamed(family, names) for family in rule.families]
         stay = [index for index, family in enumerate(families) if family is not None]
@@ -162,7 +162,7 @@ class Compression:
         return bool(rule.families or rule.weights)
 
     def left(self, removal: Removal) -> None:
-        """Layers have left: they do not leave again."""
+        """Record that layers have been removed, so that they are not removed again."""
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
 
@@ -179,7 +179,7 @@ class Compression:
         return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that all ranks share."""
+        """Return the state common to all ranks."""
         return {
             "training_steps": self.training_steps,
             "masks": self.masks.state_dict(),
@@ -188,7 +188,7 @@ class Compression:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load it, after the tensors of a checkpoint were read. All ranks call together."""
+        """Load a state, after the tensors of a checkpoint were read. All ranks call together."""
         self.training_steps = saved["training_steps"]
         self.quantizers.load_state_dict(saved["quantizers"])
         self.masks.load_state_dict(saved["masks"])
@@ -196,7 +196,7 @@ class Compression:
             self.depth.load_state_dict(saved.get("layers"), self.training_steps)
 
     def remove(self) -> None:
-        """Take hooks and quantizers off the model."""
+        """Remove hooks and quantizers from the model."""
         self._input_norms.remove()
         if self.depth is not None:
             self.depth.remove()
@@ -206,7 +206,7 @@ class Compression:
 
 
 class _InputNorms:
-    """Adds up the squares of the inputs of modules with activation-weighted rules."""
+    """Sums of squared inputs, for modules with activation-weighted rules."""
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -227,9 +227,9 @@ class _InputNorms:
             raise CompressionError(f"criterion activation of {blind[0]}: an embedding has no inputs; leave it out")
 
     def of_all_ranks(self, exchange: Exchange) -> dict[str, tuple[torch.Tensor, int]]:
-        """(sums of squares [inputs], fp64, and the axis of inputs) by weight.
+        """Return (sums of squares [inputs] in fp64, axis of inputs) by weight, summed over ranks.
 
-        All ranks call together, whatever modules each has used.
+        All ranks call together, even if they have used different modules.
         """
         names = sorted(self._inputs)
         if not names:
@@ -255,7 +255,7 @@ class _InputNorms:
     def followed(
         self, model: nn.Module, rules: list[CompressionRule], removal: Removal, names: Mapping[str, str]
     ) -> _InputNorms:
-        """The same of a model after a removal, with the sums of the inputs that stay."""
+        """Return the sums for the model after a removal, with the remaining inputs."""
         self.remove()
         norms = _InputNorms(model, rules)
         modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Channel groups of convolutional networks, by torch-pruning's graph, verified on a copy."""
+"""Channel groups of convolutional networks, from torch-pruning's graph, verified on a copy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | None = None) -> list[Family]:
-    """Coupled channels: of convolutions, their norms, and modules that read them; sums and concatenations couple too.
+    """Find coupled channels: of convolutions, norms, and modules that read them, also across sums and concatenations.
 
-    Channels of the model's outputs stay. Families whose removal is not their masking are left out.
+    Channels of the model's outputs are excluded, and families for which removal and masking differ.
 
     Args:
         model: plain or sharded; a whole copy is traced.
         example: inputs of forward: a tensor or a tuple.
-        refused: takes the reason for every convolution that is left out.
+        refused: filled with the reason for every excluded convolution.
 
     Raises:
         NotAvailableError: torch-pruning is not installed.
@@ -64,14 +64,14 @@ def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | N
 
 
 def _cpu_inputs(example: Any) -> Any:
-    """Inputs of the twin: on the CPU, floating ones in fp32."""
+    """Convert inputs for the copy: on the CPU, floating-point tensors in fp32."""
     if isinstance(example, tuple):
         return tuple(map(_cpu_inputs, example))
     return example.detach().cpu().float() if example.is_floating_point() else example.detach().cpu()
 
 
 def whole_twin(model: nn.Module) -> Any:
-    """A copy in fp32 on the CPU without zeros and ones, which would hide differences; no parameter is gathered."""
+    """Copy a model in fp32 to the CPU, with random values (constants would hide differences); nothing is gathered."""
     generator = torch.Generator().manual_seed(4)
     copied: dict[int, Any] = {}
     for name, param in model.named_parameters():
@@ -90,7 +90,7 @@ def whole_twin(model: nn.Module) -> Any:
 
 
 def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
-    """The coupled elements, and the number of equal runs in which equally many channels have to stay."""
+    """Return the coupled elements, and the number of equal blocks that must keep equal numbers of channels."""
     tables: dict[tuple[str, int], torch.Tensor] = {}
     grouped: dict[str, Any] = {}  # convolutions whose outputs read some of the inputs each, by weight
     for item in group:
@@ -123,12 +123,12 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
 
 
 def not_proven(model: nn.Module, family: Family, run: Run) -> str:
-    """Why removal is not masking of half of the units: outputs of the model, or unknown coupled tensors; else empty.
+    """Compare removal with masking for half of the units; return "" if equal, else the reason.
 
     Args:
-        model: of `whole_twin`.
-        family: of that model.
-        run: gives the outputs of such a model.
+        model: from `whole_twin`.
+        family: a family of that model.
+        run: computes the outputs of such a model.
     """
     if family.size // family.blocks < 2:
         return "it has one unit per group"
@@ -158,9 +158,9 @@ def not_proven(model: nn.Module, family: Family, run: Run) -> str:
 
 
 def runner(model: nn.Module) -> Run | None:
-    """A function that gives the outputs of a copy of the model, on its own inputs; None where they are not known.
+    """Return a function that computes the outputs of a copy of the model on known inputs; None if no inputs are known.
 
-    The model has an `example_input_array`, a tensor or a tuple, or is of Transformers.
+    Inputs are known for models with an `example_input_array` (a tensor or a tuple) and for models of Transformers.
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:

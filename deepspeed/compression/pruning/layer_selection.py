@@ -1,4 +1,4 @@
-"""Removes layers: by name from a model; from a running engine, by name or by block influence."""
+"""Removal of layers: from a model, by index; from a running engine, by index or by block influence."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LOOKS = 8  # applied steps over which influence is measured, the last ones befor
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
-    """Take layers out of a model, in place; per-layer lists of the config and every `layer_idx` follow.
+    """Remove layers from a model, in place; per-layer lists of the config and every `layer_idx` are updated.
 
     Args:
-        model: a plain one, or a wrapper of a model of Transformers. Of an engine's, only the modules change here: an
-            engine removes parameters by itself (`compression_training.layer_reduction`).
-        prefix: name of its list of blocks; the list stays the object it is.
-        keep: indices that stay, in order.
+        model: a plain model, or a wrapper of a Transformers model. In an engine's model only the modules change here:
+            engines remove parameters themselves (`compression_training.layer_reduction`).
+        prefix: name of its list of blocks; the list stays the same object.
+        keep: indices of the kept layers, in order.
 
     Returns:
         The model.
 
     Raises:
-        CompressionError: there is no such list, an index is out of range, or the smaller model cannot be built.
+        CompressionError: the list does not exist, an index is out of range, or the smaller model cannot be built.
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
@@ -57,14 +57,14 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
 
 
 def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, nn.Module, nn.Module] | None:
-    """Check that `keep_layers` can be called with these arguments, and change nothing.
+    """Check the arguments of `keep_layers` without changes.
 
     Returns:
-        (the smaller config, a model of the config and one of the smaller, both without memory); None where no config
-        says the number of layers.
+        (smaller config, model of the config, model of the smaller config), both models without memory; None if the
+        model has no config with the number of layers.
 
     Raises:
-        CompressionError: as of `keep_layers`.
+        CompressionError: as in `keep_layers`.
     """
     blocks = block_list(model, prefix)
     bad = [index for index in keep if not 0 <= index < len(blocks)]
@@ -94,7 +94,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
 
 
 def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
-    """The config whose model has so many blocks in that list, and in no other: an encoder next to a decoder stays."""
+    """Return a config with `keep` layers in that list of blocks and unchanged other lists (such as an encoder's)."""
     named = tuple(key for key in LAYER_KEYS if getattr(config, key, None) == total)
     wanted = {name: len(blocks) for name, blocks in block_lists(on_meta(model_class, config)).items()}
     wanted[prefix] = len(keep)
@@ -120,13 +120,13 @@ def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, t
 
 
 def _block_shapes(block: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of a block's parameters by their names without adapters, which are left out."""
+    """Return the shapes of a block's parameters by name, without adapters."""
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in block.named_parameters()}
     return {name.replace(".base_layer.", "."): shape for name, shape in shapes.items() if ".lora_" not in name}
 
 
 def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
-    """Give modules the attributes that the smaller class has: of kept blocks by their new place."""
+    """Set the attributes that differ in the smaller class; kept blocks get those of their new position."""
     old = dict(base.named_modules())
     for name, module in after.named_modules():
         home = next((new for new in moved if name == new or name.startswith(f"{new}.")), None)
@@ -145,7 +145,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
 
 
 def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
-    """The list of blocks of that name."""
+    """Return the list of blocks with that name."""
     try:
         named: Any = model.get_submodule(prefix) if prefix else None
     except AttributeError:
@@ -158,9 +158,9 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
 
 
 def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
-    """Whether lists of blocks are as long already as after a removal, and too short for it.
+    """Whether the lists of blocks have already been shortened by this removal.
 
-    `layers`: by list of blocks, the indices that stay; none: False.
+    `layers`: indices of the kept layers, by list of blocks; empty: returns False.
     """
     try:
         return bool(layers) and all(
@@ -172,9 +172,9 @@ def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
 
 @torch.no_grad()
 def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]) -> list[float]:
-    """One number per block: one minus the cosine of its input and output, mean over tokens of whole batches.
+    """Return the influence of each block: one minus the cosine of input and output, mean over tokens of whole batches.
 
-    `batches`: keyword arguments of forward. Blocks with the smallest numbers are missed least.
+    `batches`: keyword arguments of forward. Blocks with the lowest influence are the best to remove.
     """
     watch, was_training = InfluenceWatch(block_list(model, prefix), training=False), model.training
     model.eval()
@@ -188,7 +188,7 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
 
 
 class InfluenceWatch:
-    """Adds up the influence of each block by hooks: one minus the cosine of input and output, in calls of one mode."""
+    """Hooks that sum each block's influence: one minus the cosine of input and output, in training or evaluation."""
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
         self._training = training
@@ -218,7 +218,7 @@ class InfluenceWatch:
         return add
 
     def means(self) -> list[float]:
-        """One number per block."""
+        """Return the mean influence of each block."""
         return (self.sums[0] / self.sums[1].clamp(min=1)).tolist()
 
     def remove(self) -> None:
@@ -227,16 +227,16 @@ class InfluenceWatch:
 
 
 def by_influence(influence: list[float], keep: int) -> list[int]:
-    """The `keep` layers that stay: the first always, and those with the largest influence."""
+    """Return the `keep` layers to keep: always the first, and those with the largest influence."""
     order = sorted(range(1, len(influence)), key=lambda index: -influence[index])
     return sorted([0, *order[: keep - 1]])
 
 
 class Depth:
-    """The layers that leave one engine, by `compression_training.layer_reduction`; parameters are managed already.
+    """Removal of layers from an engine (`compression_training.layer_reduction`); parameters are managed already.
 
     Raises:
-        CompressionError: there is no such list of blocks, or its model cannot have so few.
+        CompressionError: the list of blocks does not exist, or its model cannot have so few blocks.
     """
 
     def __init__(self, model: nn.Module, section: LayerReduction) -> None:
@@ -267,7 +267,7 @@ class Depth:
 
     @property
     def due(self) -> int:
-        """The applied step after which they leave; influence needs one step at least."""
+        """Applied step after which the layers are removed; influence needs at least one step."""
         return max(self.section.schedule_offset, 1 if self.section.teacher_layer is None else 0)
 
     def _announce(self) -> None:
@@ -286,7 +286,7 @@ class Depth:
         )
 
     def after_step(self, step: int, exchange: Exchange) -> Removal | None:
-        """The removal that is due after `step` applied steps. All ranks call together, and sum by `exchange`."""
+        """Return the removal due after `step` applied steps, or None. All ranks call together, over `exchange`."""
         if self.over:
             return None
         if self._watch is not None:
@@ -300,7 +300,7 @@ class Depth:
         return None
 
     def _measure(self, step: int) -> None:
-        """Put hooks on the blocks, if the next steps are those over which influence is measured."""
+        """Add hooks to the blocks if the next steps measure influence."""
         if self.over or self.section.teacher_layer is not None or step < self.due - LOOKS:
             return
         if self._watch is None:
@@ -323,7 +323,7 @@ class Depth:
         return Removal(layers={self.prefix: list(keep)}, text=text)
 
     def left(self) -> None:
-        """The layers have left, now or in the run that is resumed."""
+        """Record that the layers have been removed, in this run or before a resume."""
         self.over = True
         self.remove()
 
@@ -333,11 +333,11 @@ class Depth:
             self._watch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that all ranks share."""
+        """Return the state common to all ranks."""
         return {"sums": self._sums.clone()}
 
     def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
-        """Load the state after `step` applied steps; None: of a run in which no layers were to leave."""
+        """Load the state after `step` applied steps; None: from a run without layer removal."""
         self.remove()  # its sums are of another run
         self._sums.zero_()
         if saved is not None and saved["sums"].shape == self._sums.shape:
