@@ -19,7 +19,7 @@ from deepspeed.errors import CompressionError
 from deepspeed.foundation import hf_forward
 
 LIMIT_S = 1800.0
-"""Seconds that a reader may take over one answer."""
+"""Maximum seconds for one answer of a process."""
 
 # Runs alone, after the source of `hf_forward`, and answers one line of JSON for each line it is given.
 _READER = """

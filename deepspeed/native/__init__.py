@@ -30,7 +30,7 @@ _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[.\d]*$", re.MULTI
 
 
 presented: Replaceable[Callable[[ctypes.CDLL], ctypes.CDLL]] = Replaceable(lambda loaded: loaded)
-"""What callers get of the library that was loaded."""
+"""Wrapper of the loaded library; simulations replace it."""
 
 
 def library() -> ctypes.CDLL | None:

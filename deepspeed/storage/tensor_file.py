@@ -225,7 +225,7 @@ class Disk:
 
 
 disks: Replaceable[type[Disk]] = Replaceable(Disk)
-"""The kind of disk that a folder gets."""
+"""Class of the disk for a folder; simulations replace it."""
 
 
 def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:

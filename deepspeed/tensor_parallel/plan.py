@@ -161,7 +161,7 @@ class Fitted:
 Calls = dict[str, list[ModuleInputs]]
 KnownRegions = dict[Any, "Fitted | str"]
 probes: Replaceable[Callable[[Calls], tuple[Calls, KnownRegions]]] = Replaceable(lambda calls: (calls, {}))
-"""From the calls of modules, those whose values are traced, and the regions that are known from earlier traces."""
+"""Selects the module calls to trace, and returns the regions already known from earlier traces."""
 
 
 @dataclass

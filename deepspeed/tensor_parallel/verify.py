@@ -37,8 +37,8 @@ TOLERANCE = tolerance(torch.float32)  # of units
 T = TypeVar("T")
 PROBES = 4  # random vectors: a wrong row would have to be at right angles to all of them
 Sketches = dict[int, torch.Tensor]
-"""Products of a gradient (…, a, b) with random vectors along its last dim, (…, a, PROBES) by -1, and along the one
-before, (…, b, PROBES) by -2; both in units of the gradient's elements. Of one with fewer dims: itself, by 0."""
+"""Products of a gradient (…, a, b) with random vectors: key -1: along the last dim, (…, a, PROBES); key -2: along the
+dim before, (…, b, PROBES); scaled to the size of the gradient's elements. A gradient with fewer dims: key 0."""
 
 
 def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:

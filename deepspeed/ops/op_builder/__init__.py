@@ -153,7 +153,7 @@ TransformerBuilder = _builder("TransformerBuilder", "transformer", "training use
 ALL_OPS: dict[str, OpBuilder] = {
     builder.NAME: builder() for name, builder in sorted(globals().items()) if name.endswith("Builder") and builder.NAME
 }
-"""A builder of each operator, by its name."""
+"""Builders of all operators, by name."""
 
 
 def compatible_ops() -> dict[str, bool]:
