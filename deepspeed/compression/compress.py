@@ -132,8 +132,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     Masks come from the weights: masked weights are zero after training. Learned scores are not needed.
 
     Args:
-        model: whole, with trained weights; changed in place. It may come from an engine at stages 0 to 2; that engine
-            cannot train it any further.
+        model: whole, with trained weights; changed in place. A model from an engine at stages 0 to 2 is supported;
+            that engine cannot train it any further.
         deepspeed_config: as in `init_compression`.
         mpu: accepted for old scripts.
 

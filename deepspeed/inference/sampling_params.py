@@ -25,7 +25,7 @@ class SamplingParams:
         min_new_tokens: minimum number of new tokens before an end token.
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most probable tokens; 0 is off.
-        top_p: sample from the most probable tokens whose sum reaches p; 1 is off.
+        top_p: sample from the smallest set of most probable tokens with a total of p; 1 is off.
         min_p: sample from tokens with at least min_p times the largest probability; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens already seen; 1 is off.
         presence_penalty: subtracted from the logits of tokens already generated.

@@ -41,7 +41,7 @@ class Valueless(DispatchMode):
         return tensor.untyped_storage()._cdata not in self._without
 
     def stand_ins(self, nest: Any) -> Any:
-        """Replace the large floating-point tensors of a nest by tensors without values."""
+        """Replace the large floating-point tensors in nested arguments by tensors without values."""
         return map_tensors(lambda t: t.clone() if t.is_floating_point() and t.numel() > _SMALL else t, nest)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Executor of a stage's part of any schedule; it also checks that a window is complete on all stages."""
+"""Executor of a stage's part of any schedule, with a check that all stages have completed an accumulation window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _APART = 1e-5  # relative; kernels may round the ends of differently aligned sli
 
 
 class Count(NamedTuple):
-    """Counters of one rank for one window.
+    """Counters of one rank for one accumulation window (the micro-batches of one update).
 
     Args:
         loss: mean loss of this rank; 0 without losses.
@@ -159,7 +159,7 @@ class ModelPart(Protocol):
 
 
 class Driver(Protocol):
-    """Engine of a stage; it has the batches, the model and the window."""
+    """Engine of a stage, with the batches, the model and the accumulation window."""
 
     @property
     def costs(self) -> list[float]:

@@ -73,7 +73,7 @@ class AbsentStages(OtherStages):
             self._let_go(sender, action)
 
     def _let_go(self, sender: SimulatedSender, action: Action) -> None:
-        """Before sending, mark earlier messages as read whose receiver has finished with them.
+        """Before sending, mark earlier messages as read if their receiver has finished with them.
 
         Messages are identified by window, micro-batch and chunk.
         """

@@ -1,6 +1,6 @@
 """Schedules with upstream's names, as lists of instructions.
 
-They are equivalent to the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step is one forward or
+The schedules match the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step is one forward or
 backward pass with its messages; the last step ends with the update.
 """
 
@@ -49,7 +49,7 @@ class BufferOpInstruction(PipeInstruction):
 
     Args:
         buffer_id: index of the micro-batch's buffer among the buffers of the stage.
-        kwargs: `micro_batch`, the index of the micro-batch in the window.
+        kwargs: `micro_batch`, the index of the micro-batch in the update.
     """
 
     buffer_id: int
@@ -94,10 +94,10 @@ _UPDATE = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 
 
 class PipeSchedule:
-    """Instructions of one stage in a window; iteration yields the steps.
+    """Instructions of one stage for the micro-batches of one update; iteration yields the steps.
 
     Args:
-        micro_batches: number of micro-batches in the window.
+        micro_batches: number of micro-batches per update.
         stages: number of stages.
         stage_id: index of the stage, from 0.
 
@@ -131,7 +131,7 @@ class PipeSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches in the window."""
+        """Number of micro-batches per update."""
         return self.micro_batches
 
     @property

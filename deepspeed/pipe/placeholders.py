@@ -92,7 +92,7 @@ class Final(_StandIn):
 
 
 def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """Copy a nest with NaN in floating-point tensors (in `dtype`, if given) and 0 in others."""
+    """Copy nested tensors, with NaN in floating-point ones (in `dtype`, if given) and 0 in others."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()

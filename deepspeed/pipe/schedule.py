@@ -124,7 +124,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Pipel
             "zero_bubble": 1f1b with weight gradients deferred into waiting times (ZB-H1 of Qi et al., "Zero Bubble
             Pipeline Parallelism", 2023); "inference": no backward.
         stages: number of ranks along `pp`.
-        micros: number of micro-batches in a window.
+        micros: number of micro-batches per update.
         chunks: chunks per stage; 1 for 1f1b and zero_bubble.
 
     Raises:

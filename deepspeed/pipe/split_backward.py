@@ -1,10 +1,10 @@
 """Split of a backward pass: input gradients first, weight gradients of matrix products later.
 
 [Note: what is put off] The autograd graph of a micro-batch is analysed before its backward. Consider a product `x @ w`
-with a right factor that leads only to parameters, and let no other node of the graph lead to them. Backward skips this
-edge, so autograd does not compute the weight gradient. The product's output gradient and `x` are kept. `weights` later
-multiplies them as autograd would and continues along the same edge, so casts, transpositions and parameter hooks run as
-usual, once. The model needs no change. All other gradients are computed immediately: biases, norms, embeddings, a
+with a right factor that depends on parameters only, without another use of them in the graph. Backward skips this edge,
+so autograd does not compute the weight gradient. The product's output gradient and `x` are kept. `weights` later
+multiplies them as autograd would and continues along the same edge, so casts, transpositions and parameter hooks run
+as usual, once. The model needs no change. All other gradients are computed immediately: biases, norms, embeddings, a
 weight with other or very many uses, products of three dims, recomputed blocks (their saved tensors can be read only
 once; with torch's older checkpoint, the whole part), compiled pieces, and all products of a part without input
 gradient, because no stage waits for one.
@@ -53,7 +53,7 @@ class _Product:
 
     @classmethod
     def of(cls, node: Node, edge: GradientEdge) -> _Product:
-        """Create from a product node of the graph."""
+        """Create a product from its node in the graph."""
         left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
         rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
         return cls(edge, left, strides[0] == 1 and strides[1] == rows)

@@ -121,7 +121,7 @@ class ModuleInputs:
 
     @staticmethod
     def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleInputs:
-        """Create from positional and keyword arguments."""
+        """Create an instance from the arguments of a call."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
         named = [names[index] if index < len(names) else f"*{index}" for index in range(len(args))]
@@ -255,7 +255,7 @@ class _Reads:
 
     Attributes:
         tensors: captured inputs of the row-parallel layers.
-        inputs: floating-point inputs of the region's home in its first call; the home gets copies, which it may modify.
+        inputs: floating-point inputs in the first call of the region's home module, which gets copies to modify.
     """
 
     def __init__(self, module: nn.Module, region: ShardableRegion) -> None:
@@ -310,7 +310,7 @@ def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
 def share_out(
     module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], units: Sequence[int], ranks: int
 ) -> ChannelDependencies | None:
-    """Find the sharding of a region with the smallest largest rank; None if no sharding splits anything.
+    """Find the sharding of a region with the least bytes on the largest rank; None if nothing can be split.
 
     `units` are candidate numbers of equal units in the channels, such as heads; the dense `module` is copied.
     """

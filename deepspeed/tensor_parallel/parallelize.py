@@ -257,7 +257,7 @@ def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> 
 
 
 def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit]]:
-    """Group units for joint comparison, up to `most` per group.
+    """Group units (modules with regions) for joint comparison, up to `most` per group.
 
     A unit that shares parameters with an earlier unit gets its own group: those parameters are sliced already.
     """
@@ -278,7 +278,7 @@ def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit
 def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
-    """Split some units, and compare each with its dense form."""
+    """Split some units (modules with regions), and compare each with its dense form."""
     unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():

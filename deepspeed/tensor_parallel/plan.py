@@ -439,7 +439,7 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
 
 
 def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableRegion]]:
-    """Group regions by their common module: the outermost home; packed experts are units of their own."""
+    """Group regions by the module that is split at once: the outermost home; packed experts form their own groups."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
     outermost = {home: next(outer for outer in around(home) if outer in others) for home in others}

@@ -1,7 +1,7 @@
 """Plan files: a plan is written for a model, can be edited by hand, and replaces the search.
 
 A file is always verified: names, shapes and shares are compared with the model, and split units with their dense forms
-(`verify`). Equal units are written once; `*` in their names matches any number.
+(`verify`). Equal units (modules with regions) are written once; `*` in their names matches any number.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class ShardableRegion:
     """Channels that can be split over ranks.
 
     Args:
-        home: innermost module that contains all layers of the region.
+        home: name of the innermost module that contains all layers of the region.
         columns: layers with split outputs.
         rows: layers that read these outputs.
         inner: columns that read other columns.

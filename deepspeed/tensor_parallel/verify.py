@@ -160,7 +160,7 @@ class Watch:
 
 @dataclass
 class UnitResult:
-    """Results of one call of a unit.
+    """Results of one call of a unit (a module that is split and compared as a whole).
 
     Args:
         outputs: all outputs.

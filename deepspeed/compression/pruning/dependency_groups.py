@@ -49,7 +49,7 @@ class ParameterSlice:
         return cls(name, (axis,), index % units if interleaved else index // (size // units), scored)
 
     def laid(self, layout: int) -> ParameterSlice:
-        """Return the slice with another candidate table."""
+        """Return a copy with another candidate table."""
         tables = self.layouts or (self.table,)
         return replace(self, table=tables[min(layout, len(tables) - 1)])
 
@@ -99,11 +99,11 @@ class Family:
     config: bool | None = None
 
     def laid(self, layout: int) -> Family:
-        """Return the family with another candidate layout of its axes."""
+        """Return a copy with another candidate layout of the axes."""
         return replace(self, slots=[slot.laid(layout) for slot in self.slots])
 
     def scored_by(self, names: Collection[str]) -> Family:
-        """Return the family with scores from these parameters only."""
+        """Return a copy with scores from these parameters only."""
         return replace(self, slots=[replace(slot, scored=slot.name in names) for slot in self.slots])
 
     def names(self) -> list[str]:

@@ -74,8 +74,8 @@ def count_dropped(packed: torch.Tensor) -> int:
 class Masks:
     """Masks of all rules on this rank; the ranks of `axis` share the state.
 
-    Parameters are stored under their first names. `hard`: final masks, applied to masters; `soft`: masks that are
-    applied only to copies of masters.
+    Parameters are stored under their first names. `hard`: final masks, applied to master weights; `soft`: masks that
+    are applied only to the parameters, as copies of the masters.
     """
 
     def __init__(

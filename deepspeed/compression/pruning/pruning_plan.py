@@ -74,7 +74,7 @@ class PruningPlan:
         return self._shrinks[kind]
 
     def _with_whole_names(self, shrink: Shrink) -> Shrink:
-        """Rename the parameters of a shrink from the inner model to the whole model."""
+        """Rename the parameters of a `Shrink` from the inner model to the whole model."""
         if not self.prefix:
             return shrink
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

@@ -90,7 +90,7 @@ class Removal:
         return torch.Size(sizes)
 
     def remap(self, family: Family) -> Family:
-        """Update another family to the model after this removal of units."""
+        """Return the `Family` of other units in the model after this removal of units."""
         slots = []
         for slot in family.slots:
             table = slot.table
@@ -103,7 +103,7 @@ class Removal:
         return replace(family, slots=slots)
 
     def renamed(self, family: Family, names: Mapping[str, str]) -> Family | None:
-        """Update another family to the model after this removal of layers; None if the family was in a removed layer.
+        """Return the `Family` of other units after this removal of layers; None if a removed layer contained it.
 
         `names`: new names of the remaining parameters, by their old names.
         """

@@ -72,7 +72,7 @@ class Shrink:
         return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
 
     def laid(self, layout: int) -> Shrink:
-        """Return the shrink with another layout of axes with several copies of the units; 0 is the first layout.
+        """Return a copy with another layout of the axes that hold several copies of the units; 0 is the first layout.
 
         FFN layouts: copies one after the other; copies interleaved. Head layouts: query, key, value one after the
         other; grouped by key-value group.
@@ -80,7 +80,7 @@ class Shrink:
         return replace(self, families=[family.laid(layout) for family in self.families])
 
     def joined(self) -> Shrink:
-        """Return the shrink with one choice of units for all layers of a stack, for biases that layers share."""
+        """Return a copy with one choice of units for all layers of a stack, for biases that layers share."""
         stacks: dict[str, list[Family]] = {}
         for family in self.families:
             parts = re.split(r"\.\d+", family.label)  # the last part tells two attentions of one block apart

@@ -139,16 +139,16 @@ def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Ten
 
 
 def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
-    """Find the layout of a shrink for which a small copy with removed units equals the copy with masked units.
+    """Find the layout of a `Shrink` for which a small copy with removed units equals the copy with masked units.
 
     Args:
         model_class: class of the model.
         config: its config.
-        find: returns the shrinks of a model and its config.
-        shrink: one of them.
+        find: returns the list of `Shrink` for a model and its config.
+        shrink: an element of that list.
 
     Returns:
-        The shrink with that layout, and the relative difference.
+        The `Shrink` with that layout, and the relative difference.
 
     Raises:
         CompressionError: no layout fits.
@@ -216,7 +216,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
 
 
 def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Any, nn.Module, Shrink]:
-    """Return (config, small copy, the same shrink of the copy); arguments are those of `prove`."""
+    """Return (config, small copy, `Shrink` of the copy); arguments are those of `prove`."""
     config = twin_config(model_class, config)
     twin = build(model_class, config)
     same = next((other for other in find(twin, config) if set(other.unit) == set(shrink.unit)), None)

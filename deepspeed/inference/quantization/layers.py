@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the matrix, unpacked anew at each access."""
+        """Return the matrix; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the table, unpacked anew at each access."""
+        """Return the table; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class PackedEmbedding(nn.Module):
 
 
 class _Whole(nn.Module):
-    """Mixin for layers in 12 bits whose `state_dict` has the unpacked matrix."""
+    """Mixin for layers in 12 bits; their `state_dict` has the unpacked matrix."""
 
     packed: Any
 
