@@ -112,7 +112,7 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
     base_dir: str | None = None
 
 
-# Deprecated names, and the block (with its other name) and key that took their place.
+# Deprecated keys, and the section (with its alias) and key that replace them.
 _MOVED = {
     "mp_size": ("tensor_parallel", "tp", "tp_size"),
     "mpu": ("tensor_parallel", "tp", "mpu"),
@@ -125,7 +125,7 @@ _MOVED = {
 _DEPRECATED: dict[str, Any] = {
     name: {"deprecated": True, "new_param": f"{block}.{key}"} for name, (block, _, key) in _MOVED.items()
 }
-# key: why a value beside the default changes nothing
+# key: reason why other values than the default have no effect
 MOOT = {
     "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
     "use_triton": "torch's and the native kernels are used",
@@ -186,7 +186,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     def __init__(self, **keys: Any) -> None:
         fields = DeepSpeedInferenceConfig.model_fields
-        # Deprecated keys that ask for nothing, as of defaults handed back, are left out.
+        # Deprecated keys with a value that requests nothing, such as a default, are dropped.
         keys = {key: value for key, value in keys.items() if key not in _MOVED or value != fields[key].default}
         for old, (block, alias, key) in _MOVED.items():
             if old not in keys or keys[old] == "auto":

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_LONGEST_PENDING = 32  # tokens without certain text, after which they are decoded in parts
-_CHARACTER = 4  # bytes of the longest character; a token has at least one
-_CONTEXT = 6  # tokens before the first new one that are decoded with it
-_REPLACEMENT = "\ufffd"  # of half a character
+_LONGEST_PENDING = 32  # maximum tokens without complete text; then they are decoded in parts
+_CHARACTER = 4  # maximum bytes of a character; a token has at least one byte
+_CONTEXT = 6  # context tokens before the first new one
+_REPLACEMENT = "\ufffd"  # text of an incomplete character
 
 
 class Detokenizer:
@@ -18,7 +18,7 @@ class Detokenizer:
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens: list[int] = list(before)
-        self._begun, self._shown = 0, len(self._tokens)  # tokens decoded as context, and up to which text was given
+        self._begun, self._shown = 0, len(self._tokens)  # start of the decoded context, and end of the returned text
 
     def push(self, tokens: Sequence[int], final: bool = False) -> str:
         """Append tokens and return the new text; an incomplete character is returned only with `final`."""
@@ -28,7 +28,7 @@ class Detokenizer:
         if len(self._tokens) - self._shown <= _LONGEST_PENDING:
             return ""
         # Tokens that gave nothing for so long will give nothing more, or are no characters: else each new token would
-        # decode all of them again.
+        # token would be slow.
         for end in range(len(self._tokens) - 1, len(self._tokens) - _CHARACTER, -1):
             if text := self._decode_to(end, final=False):
                 return text
@@ -64,7 +64,7 @@ class TextStream:
         self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = (), skip_special_tokens: bool = False
     ) -> None:
         options = {"skip_special_tokens": True} if skip_special_tokens else {}
-        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # the text as it is, not made prettier
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # keep the exact text
             options["clean_up_tokenization_spaces"] = False
         self._detokenizer = Detokenizer(functools.partial(tokenizer.decode, **options), before[-_CONTEXT:])
         self._stops = tuple(stops)

@@ -26,13 +26,13 @@ from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
 from deepspeed.tensor_parallel.init import tp_model_init
 
-# What a call or a generation config may hold: what is read here, and what decides nothing where tokens are not drawn.
+# Supported arguments of a call or generation config, and those without effect on greedy generation.
 _READ = {
     "inputs", "input_ids", "attention_mask", "generation_config", "max_new_tokens", "max_length", "min_new_tokens",
     "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _IDLE = {"bos_token_id", "use_cache", "temperature", "top_k", "top_p", "transformers_version", "_from_model_config"}
-_NOTHING: tuple[Any, ...] = (None, False)  # values that ask for nothing
+_NOTHING: tuple[Any, ...] = (None, False)  # values that request nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
@@ -135,7 +135,7 @@ class InferenceEngine(ModuleWrapper):
         """Choose the dtype of weights and products; CPUs do not use fp16, in which their products are very slow."""
         held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
         wanted = self._config.dtype
-        if wanted == torch.int8:  # of the matrices; the rest stays floating
+        if wanted == torch.int8:  # of the matrices; other tensors stay floating point
             wanted = torch.bfloat16 if held == {torch.bfloat16} or get_accelerator().is_bf16_fast() else torch.float32
             return torch.float32 if held == {torch.float32} else wanted
         if wanted != torch.float16 or device.type != "cpu" or not held:
@@ -166,7 +166,7 @@ class InferenceEngine(ModuleWrapper):
         if dtype == torch.float16:
             in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
         for owner_name, owner in model.named_modules():
-            if isinstance(owner, PackedWeight):  # its products have the dtype, its scales stay what they are
+            if isinstance(owner, PackedWeight):  # products get the dtype, scales keep theirs
                 owner.to(dtype)
                 continue
             for name, param in owner._parameters.items():
@@ -344,7 +344,7 @@ class NativeGenerate:
         try:
             from deepspeed.inference.executors.native import FusedExecutor
             from deepspeed.inference.generator import Generator
-        except ImportError as error:  # Transformers, which plain modules do without
+        except ImportError as error:  # Transformers is optional for plain modules
             warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
             return None
         why = "it has no generate"

@@ -38,17 +38,17 @@ from deepspeed.inference.scheduler import Scheduler, TokenSequence
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
-SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # bytes of the cache where none are given
+SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
 _NO_NUMBERS = (
     "after {} new tokens the model's logits are not finite, so no token can be chosen: its weights hold NaN, or this "
     "text overflows its dtype; try bf16 or fp32"
 )
-CHUNK = (16, 32)  # rows of prompts beside others' tokens: a pass of some streams is to take three times theirs at most
-# Of speculative decoding.
-LONGEST, SHORTEST = 3, 2  # tokens that have to be equal
-TRIAL, PAYS = 12, 0.3  # guesses before the first judgement, and the part of them that has to hold
-REST = 64  # tokens without guesses after a bad judgement
-DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
+CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
+# Speculative decoding.
+LONGEST, SHORTEST = 3, 2  # lengths of the matched n-grams
+TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that is needed
+REST = 64  # tokens without drafts after a negative decision
+DRAFTING_STREAMS = 8  # more sequences make a pass compute-bound, and a draft as expensive as a token
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EngineStats:
     preemptions: int = 0
 
 
-Load = EngineStats  # the former name, still importable
+Load = EngineStats  # former name, still importable
 
 
 class NgramProposer:
@@ -226,8 +226,8 @@ class Generator:
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
         self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
         self._live: dict[Hashable, _LiveSequence] = {}
-        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # through `generate`
-        # Their threads stand still and hold the model: who drops the generator lets them end.
+        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # requests that run `generate`
+        # Their threads wait and hold the model; a finalizer ends them with the generator.
         weakref.finalize(self, self._end_threads, self._fallback_requests).atexit = False
         self._ready: list[Output] = []
         self._arrivals = 0
@@ -316,7 +316,7 @@ class Generator:
                     for sequence in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
                         outputs.append(self._generate_step(sequence))
             except BaseException:
-                self._ready = outputs  # of other requests, for the next step
+                self._ready = outputs  # outputs of other requests, for the next step
                 raise
             return outputs
 
@@ -442,7 +442,7 @@ class Generator:
             plain = sequence.sampler.plain
             try:
                 accepted.append(sequence.take(None if plain else logits[place], token if plain else None))
-            except Exception as error:  # its tokenizer or its options
+            except Exception as error:  # errors of the tokenizer or the options
                 sequence.fail(error)
                 break
             if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
@@ -458,7 +458,7 @@ class Generator:
         """Produce one token of a request that runs in the model's own `generate`."""
         try:
             sequence.thread.step()  # type: ignore[union-attr]
-        except Exception as error:  # whatever the model's own generate raises is this request's alone
+        except Exception as error:  # any error of the model's own generate concerns only this request
             sequence.fail(error)
         except BaseException:
             self._forget(sequence)

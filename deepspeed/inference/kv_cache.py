@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.errors import MemoryExhaustedError, UsageError
 
-MOST_LOOKED_AT = 8  # pages that begin alike, compared for a partial hit
+MOST_LOOKED_AT = 8  # pages with a common first token, compared for a partial match
 
 
 @dataclass(eq=False)

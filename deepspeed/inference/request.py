@@ -13,7 +13,7 @@ from deepspeed.errors import LengthError
 from deepspeed.foundation.transformers_model import LENGTH_KEYS, text_config
 from deepspeed.inference.sampling_params import SamplingParams
 
-CHANGING = ("dynamic", "longrope")  # rotations that depend on the length of the sequence, which a pass has many of
+CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence length
 
 
 def length_limit(model: nn.Module) -> int | None:
@@ -54,7 +54,7 @@ def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
     settings = [kwargs]
     for config in (kwargs.get("generation_config"), own):
         lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
-        if lengths["max_length"] == 20:  # the default of the class, which nobody has set
+        if lengths["max_length"] == 20:  # the class default
             lengths["max_length"] = None
         settings.append(lengths)
     for lengths in settings:

@@ -12,7 +12,7 @@ import torch
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 
-COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
+COLDEST = 1e-30  # lower temperatures underflow in fp32; this one is already greedy
 
 
 class Sampler:
@@ -30,7 +30,7 @@ class Sampler:
         self._generator: torch.Generator | None = None
         if sampling.temperature:
             self._generator = torch.Generator()
-            # A seed of its own: the process's random numbers are the user's, who may train with them.
+            # A separate generator: the process's random state belongs to the user, who may train with it.
             seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
             self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63)
 
@@ -90,11 +90,11 @@ class Sampler:
         """Draw one token. Each draw consumes one uniform random number, whatever the options."""
         options = self.sampling
         scores, order = scores.sort(descending=True, stable=True)
-        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # in this order nothing overflows
+        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # this order cannot overflow
         if options.top_k:
             scores = scores[: options.top_k]
         chances = scores.softmax(-1)
-        if options.top_p < 1:  # the first whose sum reaches p stays
+        if options.top_p < 1:  # keep the first tokens with a total of p
             chances = chances[: int((chances.cumsum(-1) < options.top_p).sum()) + 1]
         if options.min_p:
             relative = options.min_p * chances[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.errors import RequestError
 
-_MOST = 3e38  # a bias has to be a number of fp32
+_MOST = 3e38  # a bias must be finite in fp32
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ class SamplingParams:
             raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
 
 
-Sampling = SamplingParams  # the former name, still importable
+Sampling = SamplingParams  # former name, still importable

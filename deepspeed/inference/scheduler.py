@@ -21,12 +21,12 @@ class TokenSequence:
 
     ident: Hashable
     tokens: list[int]
-    arrival: int  # its number in the order of arrival: the lowest is the oldest
+    arrival: int  # number in order of arrival: the lowest is the oldest
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     prefix: PrefixBlock | None = None  # in the pool's tree; the next full block is registered behind it; None: nowhere
-    registered: int = 0  # leading blocks that were offered to the pool, to be found by other sequences
-    reused: int = 0  # tokens that were computed for other sequences, when this one was admitted
+    registered: int = 0  # number of leading blocks added to the prefix tree
+    reused: int = 0  # number of tokens reused from other sequences on admission
 
     @property
     def pending(self) -> int:
@@ -69,8 +69,8 @@ class Scheduler:
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
         self.min_chunk, self.max_chunk = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[TokenSequence] = []  # by arrival
-        self.waiting: deque[TokenSequence] = deque()  # by arrival
+        self.running: list[TokenSequence] = []  # in order of arrival
+        self.waiting: deque[TokenSequence] = deque()  # in order of arrival
         self.preemptions = 0
 
     @property
@@ -112,16 +112,16 @@ class Scheduler:
             if self.preemptions > before and sequence not in self.running:  # preempted in this plan
                 continue
             if sequence.decodes:
-                spare = left - (len(order) - number)  # this sequence, and each behind it, has a row
+                spare = left - (len(order) - number)  # a row for this sequence and for each later one
                 guesses = drafts(sequence, spare) if drafts is not None and spare > 0 else ()
                 self._schedule(sequence, 1, guesses, slices)
             else:
                 chunk -= self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
-            if self.preemptions > before:  # a preempted sequence gives its rows back: count anew
+            if self.preemptions > before:  # a preempted sequence frees its rows: count again
                 left = self.max_tokens - sum(len(rows.tokens) for rows in slices.values())
             elif sequence in slices:
                 left -= len(slices[sequence].tokens)
-        if self.preemptions == before:  # else the pool is short of blocks, and nobody is admitted
+        if self.preemptions == before:  # otherwise blocks are short, and no sequence is admitted
             self._admit(slices, left, chunk)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
 
@@ -158,19 +158,19 @@ class Scheduler:
             return 0
         start = sequence.computed
         if drafts and self._pages_for(start + count + len(drafts)) - len(sequence.pages) > self.pool.available:
-            drafts = ()  # nobody is preempted for guesses
+            drafts = ()  # no preemption for drafts
         need = self._pages_for(start + count + len(drafts))
         while need - len(sequence.pages) > self.pool.available:
             youngest = self.running[-1]
             self._preempt(youngest)
-            slices.pop(youngest, None)  # it may be in this pass already
+            slices.pop(youngest, None)  # the victim may be in this pass already
             if youngest is sequence:
                 return 0
         while len(sequence.pages) < need:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
         # Logits choose the token after a row, so no chunk of a prefill but the last wants any; a draft is compared with
-        # the choice before it.
+        # the token chosen before it.
         logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
         slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
         return count
@@ -185,7 +185,7 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=lambda other: other.arrival)
             self._reuse(sequence)
             scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
-            if not scheduled:  # preempted: the copy of a shared block took what it needs; the next plan has room
+            if not scheduled:  # preempted: the copy of a shared block used the last block; the next plan has room
                 return
             left, chunk = left - scheduled, chunk - scheduled
 
@@ -211,7 +211,7 @@ class Scheduler:
         sequence.prefix = match.nodes[-1] if match.nodes else self.pool.root
         if match.tail is not None:
             source = match.tail.page
-            self.pool.share(source)  # so that `take` does not evict it
+            self.pool.share(source)  # protects it from eviction in `take`
             if self.pool.available:
                 copy = self.pool.take()
                 self._copy(source, copy)
@@ -230,6 +230,6 @@ class Scheduler:
 
     def _drop(self, sequence: TokenSequence) -> None:
         """Release the blocks of a sequence to the pool."""
-        for page in reversed(sequence.pages):  # so that the last block is evicted first, and prefixes stay long
+        for page in reversed(sequence.pages):  # last block first, so that it is evicted first and prefixes stay long
             self.pool.release(page)
         sequence.pages, sequence.computed, sequence.prefix, sequence.registered = [], 0, None, 0

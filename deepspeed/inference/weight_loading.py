@@ -30,7 +30,7 @@ from deepspeed.inference.quantization.compressed_tensors import unpacked_from
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
+Named = Iterator[tuple[str, torch.Tensor]]  # the tensors have no other owner
 _BYTES_PER_READ = 1 << 26
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -128,10 +128,10 @@ def _of_folder(folder: Path) -> Named:
     config_file = folder / "config.json"
     try:
         config = json.loads(config_file.read_text())
-    except (OSError, ValueError):  # a folder of weights alone
+    except (OSError, ValueError):  # a folder of weights only
         config = None
     section = config.get("quantization_config") if isinstance(config, Mapping) else None
-    if isinstance(section, Mapping) and section.get("transform_config"):  # matrices and inputs that are transformed
+    if isinstance(section, Mapping) and section.get("transform_config"):  # transforms of matrices and inputs
         raise NotAvailableError(
             f"checkpoint: {config_file} names a transform_config: its weights mean nothing without those "
             "transforms, which are not made here; give a folder that was quantized without them"
@@ -173,7 +173,7 @@ def _of_files(paths: list[Path]) -> Named:
 def _of_safetensors(path: Path) -> Named:
     """Read a safetensors file without mmap: mapped pages count as process memory, in addition to the tensors."""
     try:
-        with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
+        with safe_open(str(path), framework="pt"):  # checks the header and the size
             pass
     except SafetensorError as error:
         raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
@@ -203,7 +203,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
     prefix = getattr(module, "base_model_prefix", "")
     left, strange = {*own, *buffers}, list[str]()
     for stored, value in tensors:
-        # Files of a bare model lack the model's prefix, those of a whole one may have it.
+        # Files of a bare model lack the model's prefix; files of a whole model may have it.
         spellings = (stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}."), stored.removeprefix("module."))
         name = next((name for name in spellings if name in own or name in buffers), stored)
         target = own.get(name, buffers.get(name))
@@ -250,7 +250,7 @@ def restore_buffers(module: Any, device: torch.device) -> None:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):  # parameters take no memory
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):  # parameters on the meta device
         buffers = dict(type(module)(config).named_buffers())
     for name in lost:
         home, _, last = name.rpartition(".")

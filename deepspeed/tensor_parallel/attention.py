@@ -48,7 +48,7 @@ def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelD
     bounds = partition_uniform(heads, ranks)
     rows = [(low * width, (high - low) * width) for low, high in zip(bounds, bounds[1:], strict=False)]
     whole = attention.embed_dim
-    # Queries, keys and values of its heads, one after the other.
+    # Queries, keys and values of the rank's heads, one after the other.
     parts: list[Segments] = [tuple((part * whole + low, length) for part in range(3)) for low, length in rows]
     shares = ChannelDependencies(region, [(row,) for row in rows])
     for name in (*_columns(attention), _BIAS):
@@ -138,7 +138,7 @@ class HeadParallel(nn.MultiheadAttention):
         return added
 
     def _as_added(self, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if mask.dtype != torch.bool:  # it may be learned
+        if mask.dtype != torch.bool:  # a learned mask
             return enter(mask, self.slot.axis, f"gradient of a mask of {self.slot.name}").to(like.dtype)
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
 
@@ -154,7 +154,7 @@ def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: S
     attention.__class__ = _classes[kind]
     attention.slot = slot
     attention.sizes = [sum(length for _, length in row) // attention.head_dim for row in shares.rows]
-    # Encoder layers of torch have a path that reads the whole matrices; they take it where this is true.
+    # torch's encoder layers have a fast path that reads whole matrices if this is True.
     attention._qkv_same_embed_dim = False
     params = dict(attention.named_parameters())
     home = shares.region.home

@@ -25,8 +25,8 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.trace import ShardableRegion, owner
 
-DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
-MOST_DRAWS = 30  # while a column's output was shut in all: of many thousands of a ReLU, some are shut in six
+DRAWS = 6  # random draws: a channel that an activation zeroes in one draw is nonzero in another
+MOST_DRAWS = 30  # maximum draws while a column is zero in all: of many thousands of ReLU channels, some are zero in six
 Segments = tuple[tuple[int, int], ...]
 
 
@@ -56,7 +56,7 @@ class TensorSharding:
 
     def is_local(self, tensor: torch.Tensor, rank: int) -> bool:
         """Whether an argument has only this rank's channels, as the output of another split unit."""
-        if tensor.shape[self.dim] == 1:  # the same for all channels, as most masks are
+        if tensor.shape[self.dim] == 1:  # the same for all channels, like most masks
             return True
         size, here = tensor.shape[self.dim], length_of(self.segments[rank])
         whole = 1 + max(start + length - 1 for segments in self.segments for start, length in segments)
@@ -184,7 +184,7 @@ class ModuleInputs:
             return value
         try:
             return copy.deepcopy(value)
-        except Exception:  # what has no copy is handed on
+        except Exception:  # objects that cannot be copied are passed as they are
             return value
 
     def run(self, module: nn.Module) -> Any:
@@ -199,7 +199,7 @@ class ModuleInputs:
             if not tensor.is_floating_point():
                 return tensor
             tensors[path] = tensor.detach().float().clone().requires_grad_(grad)
-            # A unit may change what it is given in place, which autograd forbids for a leaf.
+            # A unit may change its inputs in place, which autograd forbids for a leaf.
             return tensors[path].view_as(tensors[path]) if grad else tensors[path]
 
         return self.mapped(change), tensors
@@ -240,7 +240,7 @@ def same_draws() -> Iterator[None]:
     """Context with a fixed seed, for modules that are random in evaluation too; random states are restored on exit."""
     accelerator = get_accelerator()
     states = torch.get_rng_state(), accelerator.get_rng_state()
-    torch.default_generator.manual_seed(11)  # torch.manual_seed takes a millisecond, to note who called
+    torch.default_generator.manual_seed(11)  # torch.manual_seed takes a millisecond, because it records its caller
     if accelerator.device_name() != "cpu":
         accelerator.manual_seed(11)
     try:
@@ -269,7 +269,7 @@ class _Reads:
             if name not in inner:
                 detach = lambda _module, args: (args[0].detach(), *args[1:])  # noqa: E731
                 self._handles.append(modules[name].register_forward_pre_hook(detach))
-        if region.home:  # what the unit is given may reach it under another name
+        if region.home:  # inputs of the unit may reach the home under other names
             self._handles.append(modules[region.home].register_forward_pre_hook(self._take, with_kwargs=True))
 
     def _note(self, module: nn.Module, args: Any) -> None:
@@ -329,7 +329,7 @@ def _dependence(
 ) -> ChannelDependencies | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     columns = set(region.columns)
-    barren = 0  # draws in a row that showed nothing new: what is not covered then is what nobody reads
+    barren = 0  # consecutive draws without new indices: the remaining indices are unused
     for draw in range(MOST_DRAWS):
         new = [_add(masks, _masks(module, region, call, parts, draw), columns) for call in calls]
         barren = 0 if any(new) else barren + 1
@@ -354,7 +354,7 @@ def _dependence(
         shares.tensors[name] = TensorSharding(name, dim, segments, copied=not disjoint(of_dim))
         cut = cut or len(set(segments)) > 1
     shares.bytes = shares.largest_part(module)
-    return shares if cut else None  # else every rank uses all of every column
+    return shares if cut else None  # otherwise every rank needs all of every column
 
 
 def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:

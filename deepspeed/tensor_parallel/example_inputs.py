@@ -15,7 +15,7 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.transformers_model import caching_configs
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
 
-PADDED = 3  # tokens at the end of the masked input
+PADDED = 3  # padding tokens at the end of the masked input
 
 
 def all_calls(
@@ -37,7 +37,7 @@ def all_calls(
     mask[:, -PADDED:] = 0
     try:
         others = calls_of(model, names, {**inputs, "attention_mask": mask})[0]
-    except Exception as error:  # a model's forward may raise what it likes
+    except Exception as error:  # a model's forward may raise any error
         why = describe_error(error)
         log_rank0(f"attention with padding is not traced: {type(model).__name__} ended in {why}")
         return calls, output, why
@@ -97,7 +97,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
         if call.has_states_beyond(calls[name]):
             kinds.add(type(modules[name]))
 
-    # A model may do without a cache, and raise what it likes.
+    # A model may have no cache, and raise any error.
     with evaluating(model, use_cache=True), contextlib.suppress(Exception):
         _noted(model, calls, caching, note)
     return {name for name in calls if type(modules[name]) in kinds}

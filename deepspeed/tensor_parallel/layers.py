@@ -49,11 +49,11 @@ def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int
     with torch.no_grad():
         if whole.device.type != "cpu" or math.prod(shape) * whole.itemsize < LARGE:
             tensor.data = take(whole, dim, segments)
-        else:  # not in the heap, which would keep what an engine leaves when it moves slices elsewhere
+        else:  # mapped memory: the heap would keep it when an engine moves slices elsewhere
             parts = [whole.narrow(dim, start, length) for start, length in segments]
             tensor.data = torch.cat(parts, dim, out=mapped(shape, whole.dtype))
     cut, before = Cut(dim, size, tuple(segments)), placement_of(tensor)
-    if ep > 1:  # it may be a slice of tp already
+    if ep > 1:  # the tensor may be a slice of tp already
         place(tensor, replace(before, cuts=(*before.cuts, cut), ep=ep))
     else:
         place(tensor, Placement((cut,), {"tp": Relation.SHARD}))
@@ -194,7 +194,7 @@ def is_linear(module: nn.Module) -> bool:
         return False
     if type(module).__name__ == "Conv1D" and is_transposed(module):
         return True
-    # Subclasses of Transformers spell out the same product.
+    # Subclasses in Transformers with the same product.
     return isinstance(module, nn.Linear) and (
         type(module).forward in _FORWARDS or type(module).__module__.startswith("transformers.")
     )

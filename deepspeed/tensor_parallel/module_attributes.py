@@ -39,7 +39,7 @@ from deepspeed.tensor_parallel.layers import (
 from deepspeed.tensor_parallel.trace import lies_in, owner
 
 TRIES = 600
-Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
+Numbers = dict[tuple[str, str], int]  # by (module, attribute); "config.…" for attributes of its config
 
 
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
@@ -157,7 +157,7 @@ def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
         if not lies_in(name, home):
             continue
         if is_linear(child):
-            continue  # what it reads of itself has been changed with its weights
+            continue  # its own attributes were changed together with its weights
         config = vars(child).get("config")
         watch(child, name, "")
         if config is not None and not any(config is done for done, _ in swapped) and hasattr(config, "to_dict"):
@@ -185,7 +185,7 @@ def _options(
     for key, value in numbers.items():
         smaller = sorted({int(value * ratio) for ratio in ratios if (value * ratio).denominator == 1})
         if smaller:
-            attribute = key[1]  # numbers of heads first: they are what most forwards reshape by
+            attribute = key[1]  # heads first: most forwards reshape by them
             options.append(("head" not in attribute or "dim" in attribute or "size" in attribute, key, smaller))
     return [(key, smaller) for _, key, smaller in sorted(options, key=lambda option: option[:2])]
 

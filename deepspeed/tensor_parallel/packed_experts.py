@@ -36,7 +36,7 @@ from deepspeed.tensor_parallel.trace import ShardableRegion
 
 class PackedParallel(nn.Module):
     slot: SliceLocation
-    added: Sequence[str] = ()  # parameters that are added to the result: each rank adds its part of them
+    added: Sequence[str] = ()  # parameters that are added to the result: each rank adds a fraction of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the output of the whole module, equal on all ranks."""
@@ -55,7 +55,7 @@ class PackedParallel(nn.Module):
 def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[None]:
     """Context in which parameters that are added to the output are divided by the number of ranks that sum it."""
     try:
-        for name in names:  # beside the module's own parameters, which keep their order
+        for name in names:  # set beside the module's own parameters, to keep their order
             object.__setattr__(module, name, module.get_parameter(name) / ranks)
         yield
     finally:
@@ -93,7 +93,7 @@ def share_packed(
     reads = [t for t in tensors_in(call.arguments) if t.is_floating_point()]
     width, first, last = reads[0].shape[-1], len(shapes[row]) - 2, len(shapes[row]) - 1
     if shapes[row][first] != shapes[row][last] and width in shapes[row][-2:]:
-        dim = last if shapes[row][first] == width else first  # the one that lies inside an expert
+        dim = last if shapes[row][first] == width else first  # the dim inside an expert
     else:
         dim = first if getattr(module, "is_transposed", False) else last
     size = shapes[row][dim]

@@ -46,7 +46,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
     """
     if not hasattr(model, name):
         return
-    own = f"_ds_dense_{name}"  # in the model, so that a copy has a method of its own
+    own = f"_ds_dense_{name}"  # attribute of the model, so that a copy has its own method
     if name in vars(model):
         object.__setattr__(model, own, vars(model)[name])
 
@@ -56,7 +56,7 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
             return vars(self)[own](*args, **kwargs)
         if hasattr(type(self), name):
             return getattr(type(self), name)(self, *args, **kwargs)
-        return self.__getattr__(name)(*args, **kwargs)  # a wrapper, which asks what is inside
+        return self.__getattr__(name)(*args, **kwargs)  # a wrapper that forwards attributes
 
     object.__setattr__(model, name, MethodType(guarded, model))
 
@@ -86,7 +86,7 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
     guard(model, "generate", look)
 
 
-DEALT = 2  # units that a rank runs whole, at most, before it tells the others: they wait for the slowest
+DEALT = 2  # maximum number of units that a rank runs before it sends results: the others wait for the slowest
 _MARK = "_ds_tensor_plan"
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def is_cut(model: nn.Module) -> bool:
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
     """Call `cut_model` over the ranks of `tp`; an error is raised on all ranks. All ranks of the mesh call together."""
     everyone = mesh.axis(*DIMS)
-    # Rows meet in each unit's gather: one that has ended would be waited for.
+    # tp groups meet in each unit's gather, and would wait for a group that has ended.
     born = any(map(is_managed, model.parameters()))
     in_step = everyone if born or options.get("settle") is not None else None
     return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
@@ -158,16 +158,16 @@ def cut_model(
     own_plan = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
     plan = _in_step(in_step, lambda: _agreed(own_plan, axis, specs))
     log_rank0(plan.table())
-    # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
+    # A model from `zero.Init` is whole unit by unit; a model that communicates in its forward runs on all ranks.
     alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
     together = 1 if alone else DEALT * axis.size
     for dealt in _dealt(model, plan.units, together):
         units = {model.get_submodule(unit.name): unit for unit in dealt}
         _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle))
         for unit in units.values():
-            unit.calls = []  # their tensors are needed no more
+            unit.calls = []  # the recorded tensors are not needed any more
     pad_rows_of_encoders(model)
-    get_accelerator().empty_cache()  # what plans and comparisons took
+    get_accelerator().empty_cache()  # memory of plans and comparisons
     columns = {name for name, how in plan.cuts().items() if how == "column"}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -220,7 +220,7 @@ def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParall
         return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
-    except Exception as error:  # a model's forward may raise what it likes, on one rank alone
+    except Exception as error:  # a model's forward may raise any error, on one rank only
         return f"its forward on a small input ended in {describe_error(error, 300)}"
 
 
@@ -289,7 +289,7 @@ def _cut_units(
         return
     constants = {module: _hidden(module) for module in units}
     inputs = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
-    # What a model draws before a unit may differ over ranks.
+    # Random numbers drawn before a unit may differ over ranks.
     broadcast_tensors(axis, inputs, f"inputs of {' and '.join(unit.name for unit in units.values())}")
     wholes, seen = _dense_forms(units, axis), []
     for (module, unit), dense in zip(units.items(), wholes, strict=True):
@@ -331,7 +331,7 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
     by_rank = object_exchange.current.gather_present(axis, own)
     forms: list[list[verify.UnitResult]] = []
     for position, (low, high) in enumerate(itertools.pairwise(bounds)):
-        forms += by_rank.get(position) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
+        forms += by_rank.get(position) or [[]] * (high - low)  # rank of a simulation that does not exist: no comparison
     return forms
 
 

@@ -400,7 +400,7 @@ def make_plan(
         )
     drops, declared = dropped_in(model, inputs) | _dropped_by_heads(units, modules), declared_cuts(model, shapes)
     plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)
-    for name in plan.unnamed():  # no figure leaves out the matrices of blocks that no region had
+    for name in plan.unnamed():  # matrices of blocks without region still need an entry
         node, why = trace.nodes.get(name), "no matrix product of the small input reads it"
         plan.whole[name] = why if node is None else _UNPAIRED[node.lookup]
     plan.whole = {name: why for name, why in plan.whole.items() if name not in plan.cuts()}
@@ -426,7 +426,7 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
     training = [module for module in model.modules() if module.training]
     if not training:
         return {}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # running statistics
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # preserves running statistics
     draws = Draws(model, inputs)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), draws:
@@ -456,7 +456,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
-_PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a block among the others
+_PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # attributes with the position of a block
 
 
 def _call_kind(call: ModuleInputs) -> Any:

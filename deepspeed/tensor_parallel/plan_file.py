@@ -90,7 +90,7 @@ def write_plan(
         "units": list(units.values()),
         "whole": {starred(name): why for plan in plans for name, why in plan.whole.items()},
     }  # fmt: skip
-    # What holds numbers alone stands on one line.
+    # Lists of numbers stay on one line.
     numbers = re.compile(r"\[[\s\d,\[\]]*\]")
     text = numbers.sub(lambda match: re.sub(r"\s+", " ", match[0]), json.dumps(plan, indent=1))
     Path(path).write_text(text + "\n")
@@ -100,7 +100,7 @@ def write_plan(
 def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
     shares = by_rank[0].shares
     region, numbers = shares.region, []
-    columns = [name for name in region.columns if name in shares.tensors]  # what no gradient reaches stays whole
+    columns = [name for name in region.columns if name in shares.tensors]  # tensors without gradient stay whole
     for fitted in by_rank:
         own: dict[str, dict[str, int]] = {}
         for (module, attribute), value in fitted.numbers.items():
@@ -232,7 +232,7 @@ def _planned(
     """Return the units to split, with their recorded calls."""
     left = [name for name in reader.shapes if name not in reader.taken]
     whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
-    specs = specs or Specs()  # which leave nothing whole
+    specs = specs or Specs()  # no rules by default
     for unit in units:
         for fitted in list(unit.regions):
             region = fitted.shares.region.renamed(functools.partial(join, unit.name))
@@ -262,11 +262,11 @@ class _PlanReader:
     def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
-        self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
+        self.taken: dict[str, str] = {}  # split parameters, with their location in the file
         self._inside, self._patterns = by_module(self.shapes), by_pattern(self.modules)
-        # Arguments by module, to be looked at in its calls.
+        # Arguments by module, to be checked in its calls.
         self._arguments: dict[str, list[tuple[TensorSharding, _FileEntry]]] = {}
-        self._units: dict[str, str] = {}  # where each is
+        self._units: dict[str, str] = {}  # location of each
 
     def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
         """Check that the sharded arguments of a region's module exist and have the right number of channels."""

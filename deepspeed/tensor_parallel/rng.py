@@ -122,7 +122,7 @@ class Forks:
         if left is None:
             return
         accelerator = get_accelerator()
-        if not left[1]:  # the surrounding state has moved on
+        if not left[1]:  # the surrounding state has advanced
             depth = next(depth for depth in reversed(range(len(self._around))) if self._around[depth] is not None)
             self._around[depth] = (accelerator.get_rng_state(), True)
         accelerator.set_rng_state(left[0])
@@ -147,7 +147,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
             f"'{both}' applies dropout to split and to unsplit activations in one forward: set one of its "
             f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
         )
-    draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router
+    draw_alike(axis)  # modules may draw other random numbers than dropout, such as router noise
     if not kinds:
         return None
     forks = Forks(axis)
@@ -167,6 +167,6 @@ def draw_alike(axis: Axis) -> None:
     everyone = all_gather_objects(axis, zlib.crc32(state.numpy().tobytes()))
     if len(set(everyone)) > 1:
         log_rank0("random states differ over tp: all ranks go on with that of the first, since they share activations")
-        shared = state.clone().float()  # bytes: exact
+        shared = state.clone().float()  # bytes, so the sum is exact
         broadcast(shared, axis.ranks[0], group=axis.group)
         accelerator.set_rng_state(shared.to(state.dtype))

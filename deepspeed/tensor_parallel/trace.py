@@ -45,7 +45,7 @@ class MatrixUse:
 @dataclass(frozen=True)
 class _Taint:
     sources: frozenset[str] = frozenset()
-    params: frozenset[str] = frozenset()  # of a tensor that is made of parameters alone
+    params: frozenset[str] = frozenset()  # taint of a tensor computed from parameters only
 
 
 class OpTrace(TorchFunctionMode):
@@ -56,7 +56,7 @@ class OpTrace(TorchFunctionMode):
         self.nodes: dict[str, MatrixUse] = {}
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._taints: Any = WeakTensorKeyDictionary()
-        self._written: Any = WeakTensorKeyDictionary()  # what was written into some views of a tensor
+        self._written: Any = WeakTensorKeyDictionary()  # taints written through views of a tensor
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
                 self._taints[tensor] = _Taint(frozenset({STREAM}))
@@ -243,7 +243,7 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
 
     def find(key: tuple[str, str]) -> tuple[str, str]:
         while parent.setdefault(key, key) != key:
-            parent[key] = key = parent[parent[key]]  # halves the path: chains of sources are long
+            parent[key] = key = parent[parent[key]]  # path halving: chains of sources are long
         return key
 
     writers = {node.name for node in nodes.values() if not node.lookup}
@@ -273,7 +273,7 @@ def _spans(names: Iterable[str]) -> bool:
     for name in names:
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
             if name[: match.end()] == owner(name) != block(name):
-                continue  # a layer itself, as of `Sequential(Linear, GELU, Linear)` in a block
+                continue  # a layer itself, as in `Sequential(Linear, GELU, Linear)` in a block
             seen.setdefault(name[: match.start()], set()).add(match.group(0))
     return any(len(entries) > 1 for entries in seen.values())
 
@@ -293,7 +293,7 @@ def _region(
     if STREAM in sources or any(not block(name) for name in everything) or _spans(everything):
         return None, _STREAM
     widths = {size for name in rows for size in modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape}
-    for name in tables:  # one outside of all blocks, as wide as what rows give, begins the stream, unlike one by heads
+    for name in tables:  # a matrix outside of all blocks, as wide as the rows' outputs, begins the residual stream
         if not block(name) and modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape[-1] in widths:
             return None, _STREAM
     if not rows:

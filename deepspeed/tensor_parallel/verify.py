@@ -33,9 +33,9 @@ from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.zero.layout.placement import Relation, placement_of
 
-TOLERANCE = tolerance(torch.float32)  # of units
+TOLERANCE = tolerance(torch.float32)  # tolerance of unit comparisons
 T = TypeVar("T")
-PROBES = 4  # random vectors: a wrong row would have to be at right angles to all of them
+PROBES = 4  # random vectors: a wrong row would have to be orthogonal to all of them
 Sketches = dict[int, torch.Tensor]
 """Products of a gradient (…, a, b) with random vectors: key -1: along the last dim, (…, a, PROBES); key -2: along the
 dim before, (…, b, PROBES); scaled to the size of the gradient's elements. A gradient with fewer dims: key 0."""
@@ -86,7 +86,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._handles = [param.register_hook(self._noting(name)) for name, param in self._params.items()]
-        # By the name under which modules call them; who calls them by another one has its gradient made.
+        # Names by which modules call linear products; calls by other names get a full gradient.
         self._before: tuple[Any, Any] = F.linear, torch.addmm
         F.linear, torch.addmm = self._linear, self._addmm  # type: ignore[assignment]
         return self
@@ -119,19 +119,19 @@ class Watch:
         if param is None or id(param) not in self._names or (turned and not self._is_turned(matrix, param)):
             return product(matrix)
         if not read.requires_grad or not torch.is_grad_enabled():
-            return product(matrix)  # nothing would come back
+            return product(matrix)  # no gradient would arrive
         out = product(matrix.detach())
-        factor = read.detach().reshape(-1, read.shape[-1]).clone()  # it may be changed in place
+        factor = read.detach().reshape(-1, read.shape[-1]).clone()  # the input may be changed in place
 
         def note(gradient: torch.Tensor) -> None:
             gradient = gradient.reshape(-1, gradient.shape[-1])
             left, right = (gradient, factor) if by_outputs != turned else (factor, gradient)
-            # Sketches of `left^T @ right`, (tokens, a) and (tokens, b), which is not made.
+            # Sketches of `left^T @ right`, (tokens, a) and (tokens, b), without forming the product.
             parts = {-1: left.t() @ (right @ probes(right)), -2: right.t() @ (left @ probes(left))}
             self._add(self._names[id(param)], parts, dims_of(param))
 
         out.register_hook(note)
-        return out.clone()  # what changes the result in place would take the hook from it
+        return out.clone()  # an in-place change of the result would lose the hook
 
     @staticmethod
     def _is_turned(view: torch.Tensor, param: torch.Tensor) -> bool:
@@ -144,7 +144,7 @@ class Watch:
 
         def note(gradient: torch.Tensor) -> torch.Tensor:
             self._add(name, sketches(gradient, without))
-            return gradient.new_zeros(()).expand_as(gradient)  # so that nobody keeps it
+            return gradient.new_zeros(()).expand_as(gradient)  # so that no reference remains
 
         return note
 
@@ -180,7 +180,7 @@ class UnitResult:
 
     @staticmethod
     def _on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 at least
+        low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 or wider
         return (tensor.float() if low else tensor).cpu().numpy()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -192,7 +192,7 @@ def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
     exact = (
         copy.deepcopy(module).float() if low else module
-    )  # rounding could hide a mistake, or route a token elsewhere
+    )  # rounding could hide an error, or change the routing of a token
     results: list[UnitResult] = []
     slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
     for call in unit.calls:
@@ -238,7 +238,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             held.clear()
             held.update(entries)
         for buffer, value in buffers.items():
-            if not torch.equal(buffer, value):  # some cannot be written to: they are expanded
+            if not torch.equal(buffer, value):  # expanded buffers cannot be written
                 buffer.copy_(value)
 
 
@@ -358,7 +358,7 @@ def _sketches_differ(
 
 def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: str) -> Sketches:
     """Sum the sketches over ranks: the sketch of a sum is the sum of the sketches."""
-    if parts is None:  # as the others', which are exact
+    if parts is None:  # zeros, in the precision of the others
         parts = sketches(param.new_zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)))
     return {dim: summed(part, axis, label) for dim, part in parts.items()}
 

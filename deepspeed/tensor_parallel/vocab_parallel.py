@@ -78,7 +78,7 @@ class VocabParallelEmbedding(nn.Embedding):
         here = (local >= 0) & (local < self.num_embeddings)
         padding = self.padding_idx
         rows = F.embedding(local.clamp(0, self.num_embeddings - 1), self.weight, None, scale_grad_by_freq=False)
-        if padding is not None:  # its row is read, and learns nothing
+        if padding is not None:  # its row is read, without gradient
             rows = torch.where((input == padding)[..., None], rows.detach(), rows)
         rows = rows.masked_fill(~here[..., None], 0.0)
         return reduce_from(rows, self.slot.axis, f"rows of {self.slot.name}")
@@ -199,7 +199,7 @@ class _Head:
 
     def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if self._layer.sizes is None and hasattr(output, "logits"):
-            output.logits = None  # nobody has them
+            output.logits = None  # no rank has whole logits
         self._layer.sizes = self._sizes
         return output
 

@@ -82,7 +82,7 @@ class GatheringCache(Cache):
         self.store, self.rows, self.sequences = store, rows, sequences
         longest = group.slots.shape[1]
         positions = torch.arange(longest, device=group.slots.device) - (longest - group.ends)[:, None]
-        self.seen = positions >= 0  # [sequences, longest]: what is no padding, on the left
+        self.seen = positions >= 0  # [sequences, longest]: False for the padding on the left
         self.slots = group.slots.gather(1, positions.clamp(min=0)) * self.seen
         self.layer_used: set[int] = set()
 
@@ -99,7 +99,7 @@ class GatheringCache(Cache):
         self.store.write(layer_idx, new[0], new[1], self.slots[:, -self.rows :].flatten())
         pools = self.store.layers[layer_idx]
         keys, values = (pool[self.slots].transpose(1, 2).to(key_states.dtype) for pool in pools)
-        return keys.contiguous(), values.contiguous()  # as other caches hand them out: some models view them
+        return keys.contiguous(), values.contiguous()  # contiguous as from other caches: some models call view
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of positions before the new rows, padding included."""

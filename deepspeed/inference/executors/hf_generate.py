@@ -17,8 +17,8 @@ from deepspeed.errors import UsageError
 from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
 
-# Options of a model's generation config that are turned off: here the request alone says how tokens are chosen and when
-# it ends, as it does for models that are batched.
+# Options of a model's generation config that are disabled: the request alone determines sampling and stopping,
+# as for batched models.
 _TURNED_OFF = (
     "guidance_scale", "sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
@@ -81,7 +81,7 @@ class Thread:
                 )
         except _Cancelled:
             pass
-        except BaseException as error:  # handed to the caller of step
+        except BaseException as error:  # re-raised in step
             self._error = error
         self.done = True
         self._back.release()
@@ -101,7 +101,7 @@ class Thread:
             ids,
             attention_mask=torch.ones_like(ids),
             logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]
-            eos_token_id=10**9,  # no token: the request's own rules end it
+            eos_token_id=10**9,  # no end token: the request's own rules end it
             pad_token_id=0,
             **options,
         )

@@ -38,17 +38,17 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.native import KINDS, threads
 from deepspeed.zero.parameters.parameter import is_managed
 
-LARGEST_HEAD = 512  # elements, of attention.cpp
-TABLE = 512  # positions whose rotations are computed at a time
+LARGEST_HEAD = 512  # maximum head size of attention.cpp
+TABLE = 512  # positions per rotary call
 ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
-MOVED = 32 << 20  # bytes after which freed memory is given back
-FURTHEST = 1 << 17  # position from which a row's window is looked for, where the model has no limit
-# A part's change to the stream: how far ours may be off, of its size, and of the stream that rounds it.
+MOVED = 32 << 20  # bytes after which freed memory is returned to the system
+FURTHEST = 1 << 17  # position at which the window is probed for models without length limit
+# Tolerances of a part's change to the residual stream: relative to its size, and to the rounding of the stream.
 TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
-# One matrix, in that order of its rows.
+# Joined matrix for these matrices, in this order of rows.
 JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
 FUNCTIONS = ("act_fn", "activation_fn")
 # In the order of `Activation` in decoder.cpp.
@@ -67,11 +67,11 @@ class Structure:
     layers: Any
     norm: Norm
     head: Matrix
-    table: Matrix | None = None  # the embedding where its rows are those of a matrix
-    kind: int = 0  # of the rows of a packed table
+    table: Matrix | None = None  # the embedding, if its rows can be read natively
+    kind: int = 0  # dtype code of a packed table's rows
     uneven: list[nn.Module] = field(default_factory=list)  # matrices that join several at rows no multiple of four
-    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # dicts of owners, their values
-    # The weights among these values, and their addresses.
+    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
+    # Weights among these values, and their addresses.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
     def changed(self) -> bool:
@@ -169,7 +169,7 @@ class Reader:
     def _block(self, block: Any, layer: Any) -> None:
         self._only(block, LAYER)
         attention, mlp = block.self_attn, block.mlp
-        # Each matrix by itself, or the one that joins them.
+        # Separate matrices, or the joined one.
         projections, inner = (
             (JOINED[names],) if JOINED[names] in owner._modules else names
             for owner, names in ((attention, ATTENTION_MATRICES), (mlp, FEED_FORWARD_MATRICES))
@@ -366,7 +366,7 @@ class FusedExecutor:
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
-            if moved > MOVED:  # what they leave would stay with the process
+            if moved > MOVED:  # otherwise the freed memory stays with the process
                 get_accelerator().empty_cache()
                 moved = 0
         if moved:

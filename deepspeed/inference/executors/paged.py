@@ -42,7 +42,7 @@ class KVCache:
     def _make(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         slots = (self.pages + 1) * self.size
         keys, values = (x.new_empty((slots, *x.shape[1:])) for x in (keys, values))
-        keys[: self.size] = 0  # what padding reads
+        keys[: self.size] = 0  # page of zeros, read by padding
         values[: self.size] = 0
         self.layers[layer] = (keys, values)
 
@@ -86,8 +86,8 @@ class PagedCache(Cache):
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
-        self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
-        self.scales: dict[int, float | None] = {}  # of its scores; None: what it does to them is no scale alone
+        self.rules: dict[int, Mask] = {}  # mask by layer
+        self.scales: dict[int, float | None] = {}  # scale of the scores by layer; None: not just a scale
         self.default = Mask()
         self.windows: dict[int, Mask] = {}
 
@@ -175,7 +175,7 @@ def _attend(
     sequences, rows = group.rows.shape
     k, v = (pool[group.slots].transpose(1, 2) for pool in pools)  # sequences, cached heads, longest, head size
     heads, cached = query.shape[0], k.shape[1]
-    # Query heads of one cached head become rows of it, so that keys and values need not be repeated.
+    # Query heads of one key-value head become rows, so that keys and values need not be repeated.
     q = query[:, group.rows].transpose(0, 1)  # sequences, heads, rows, head size
     q = q.reshape(sequences, cached, heads // cached * rows, -1)
     mask = group.mask(rule.function, rule)
@@ -186,7 +186,7 @@ def _attend(
     if softcap is None and sinks is None:
         attended = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         return attended.reshape(sequences, heads, rows, -1).transpose(1, 2)
-    # A cap on scores, or sinks: a score per head that takes weight and gives nothing.
+    # Soft cap of scores, or attention sinks: a score per head that receives weight but has no value.
     scores = q @ k.transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -209,13 +209,13 @@ class PagedExecutor:
     """Executor that runs a batch in one pass; the model is a causal LM of Transformers in eval mode."""
 
     kind = "packed"
-    unfused = ""  # why it has no native form
+    unfused = ""  # reason why there is no native form
 
     def __init__(self, model: nn.Module, store: KVCache) -> None:
         self.model, self.store = model, store
         self.configs = self._find_configs()
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
-        self.rules: dict[int, Mask] = {}  # of the last pass
+        self.rules: dict[int, Mask] = {}  # recorded in the last pass
         self.scales: dict[int, float | None] = {}
 
     def _find_configs(self) -> list[Any]:

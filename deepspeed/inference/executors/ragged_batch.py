@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PADDED = 1.25  # contexts of one attention call: the longest at most so many times the shortest, plus LEAST
+PADDED = 1.25  # maximum ratio of context lengths in one attention call, beyond LEAST more tokens
 LEAST = 64
 
 
@@ -51,10 +51,10 @@ class BatchSlice:
 class AttentionGroup:
     """Slices with equal numbers of rows, for one attention call."""
 
-    rows: torch.Tensor  # index of their rows in the pass, [sequences, rows]
-    positions: torch.Tensor  # of these rows, [sequences, rows]
+    rows: torch.Tensor  # row indices in the pass, [sequences, rows]
+    positions: torch.Tensor  # positions of these rows, [sequences, rows]
     ends: torch.Tensor  # lengths of the contexts, [sequences]
-    slots: torch.Tensor  # of the contexts in a layer's cache, padded with slot 0, the zeros: [sequences, longest]
+    slots: torch.Tensor  # cache slots of the contexts, padded with slot 0 (zeros): [sequences, longest]
     masks: dict[int, tuple[object, torch.Tensor | None]] = field(default_factory=dict)
 
     def mask(self, function: Callable[..., torch.Tensor], keep: object) -> torch.Tensor | None:

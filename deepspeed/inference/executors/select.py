@@ -26,7 +26,7 @@ from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.native import library
 
 PROBE_PAGE = 2
-# (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
+# Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress.
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
 FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`: of the largest logit
 NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
@@ -164,7 +164,7 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
         spans = [BatchSlice(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
         reason = prove(native, RaggedBatch(spans, PROBE_PAGE, device_of(executor.model)))
         reason = reason or _probe(native, sequences, wanted, noise)
-    except Exception as error:  # whatever a module's parts do when called alone, the model itself works
+    except Exception as error:  # any error of modules called in isolation; the model itself works
         reason = _say(error)
     if reason is None:
         return native
@@ -173,7 +173,7 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
     if device_of(executor.model).type == "cpu":
         warn_once(lost)
     else:
-        log_rank0(lost)  # native passes are of processors
+        log_rank0(lost)  # native passes exist for CPUs only
     return executor
 
 
@@ -208,7 +208,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     with exclusive_pass(model), ModuleState(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
-        except Exception as error:  # whatever a model raises, its own generate may still work
+        except Exception as error:  # any error of the model; its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
         noise = functools.cache(lambda: _noise(model, sequences, wanted))
         store = functools.partial(KVCache, 16, PROBE_PAGE)
@@ -216,11 +216,11 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
         for executor in [*candidates, *(GatheringExecutor(model, store(), even) for even in (False, True))]:
             try:
                 reason = _probe(executor, sequences, wanted, noise)
-            except Exception as error:  # the same: the next one is tried
+            except Exception as error:  # likewise: try the next candidate
                 reason = _say(error)
             if reason is None and isinstance(executor, PagedExecutor):
                 reason = executor.forgets(_windows(model))
-                if reason is not None:  # its tokens depend on how its prompt was cut: no executor can do that
+                if reason is not None:  # tokens would depend on the chunks of the prompt, so no executor is right
                     return None, reason
             if reason is None:
                 return (_fused(executor, sequences, wanted, noise) if fused else executor), why
@@ -232,7 +232,7 @@ def _windows(model: nn.Module) -> dict[int, int]:
     """Return the sliding-window size of each layer in the cache that `generate` creates; other layers are omitted."""
     try:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
-    except Exception:  # a config without layers: its cache keeps everything
+    except Exception:  # config without layers: the cache keeps everything
         return {}
     sliding = {i: layer for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
     windows = {i: getattr(layer, "sliding_window", None) for i, layer in sliding.items()}
@@ -255,4 +255,4 @@ def why_not_batchable(model: nn.Module) -> str | None:
     return None if executor is not None else why
 
 
-packable = why_not_batchable  # the former name, still importable
+packable = why_not_batchable  # former name, still importable

@@ -56,7 +56,7 @@ def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device:
         dtype: dtype of the products.
         device: device of the integers.
     """
-    packed: dict[str, dict[str, torch.Tensor]] = {}  # by layer: its parts that have come
+    packed: dict[str, dict[str, torch.Tensor]] = {}  # parts received so far, by layer
     others: list[str] = []
     replaced = 0
     for name, value in tensors:
@@ -122,7 +122,7 @@ def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
             f"checkpoint: '{layer}' packs {tuple(shape)} into {tuple(words.shape)} words of {words.dtype}; int32 words "
             "of whole rows are read, of 4 or 8 bits"
         )
-    integers = words.contiguous().view(torch.uint8)  # the first column lies lowest, as in ours
+    integers = words.contiguous().view(torch.uint8)  # the first column is in the lowest bits, as in our format
     return (integers.view(torch.int8) ^ -128 if bits == 8 else integers), bits, shape
 
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from deepspeed.errors import ArgumentError, PackingError
 from deepspeed.native import library, threads
 
-GROUP, BLOCK, PIECE = 4, 64, 96  # outputs side by side, columns of a block, its bytes: as lossless.h has them
-RAREST = 1 << 10  # one element of so many may have another exponent: each costs as much as some hundred others
-_HUGE = 2 << 20  # bytes of a huge page
+GROUP, BLOCK, PIECE = 4, 64, 96  # interleaved outputs, columns per block, bytes per block: as in lossless.h
+RAREST = 1 << 10  # maximum rate of escapes: each costs as much time as some hundred other elements
+_HUGE = 2 << 20  # size of a huge page in bytes
 _CHUNK = 32 << 20
-_CHECKED = 1 << 20  # elements that are compared at a time
+_CHECKED = 1 << 20  # elements compared at a time
 _PARTS = ("codes", "exponents", "starts", "places", "values")
 
 
@@ -45,7 +45,7 @@ class Room:
 
     def __init__(self) -> None:
         self._memory: Any = None
-        self._at = self._end = 0  # in it
+        self._at = self._end = 0  # offsets in the mapped memory
 
     def take(self, count: int) -> torch.Tensor:
         """Allocate `count` zero bytes; in huge pages, the storage cannot be resized."""
@@ -60,7 +60,7 @@ class Room:
 
     def _map(self, count: int) -> None:
         memory = mmap.mmap(-1, count + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory, self._at = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
         self._end = self._at + count
@@ -83,8 +83,8 @@ class LosslessWeight(nn.Module):
     def __init__(self, weight: torch.Tensor, room: Room | None = None) -> None:
         super().__init__()
         self.shape, self.dtype = weight.shape, torch.bfloat16
-        self._shared: Any = lambda: None  # the tensor that tied layers get
-        self._version = 0  # of it
+        self._shared: Any = lambda: None  # tensor shared by tied layers
+        self._version = 0  # version of that tensor
         self.pack(weight.detach(), room or Room(), RAREST)
 
     def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
@@ -172,7 +172,7 @@ class LosslessWeight(nn.Module):
         """Return `dense`, as one tensor while references to it exist, so tied layers share it in a `state_dict`."""
         matrix = self._shared()
         version = 0 if matrix is None or matrix.is_inference() else matrix._version
-        if matrix is None or version != self._version:  # who has written to it has not changed the packed matrix
+        if matrix is None or version != self._version:  # writes to that tensor do not change the packed matrix
             matrix = self.dense()
             self._shared, self._version = ref(matrix), 0 if matrix.is_inference() else matrix._version
         return matrix
@@ -182,7 +182,7 @@ class LosslessWeight(nn.Module):
         native = functions() if self.codes.device.type == "cpu" else None
         flat = indices.reshape(-1).long().contiguous()
         if native is None or not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]:
-            return F.embedding(indices, self.dense())  # which says what is wrong with them
+            return F.embedding(indices, self.dense())  # raises torch's error for wrong indices
         return self._unpacked(flat).view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

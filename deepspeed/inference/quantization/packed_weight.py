@@ -15,7 +15,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: clipping its outliers may round the rest better
 _FAST_GROUPS = (32, 64, 128, 256)
-# Rows up to which torch's product of packed integers is faster than unpacking and a plain product; measured.
+# Maximum rows for which torch's packed product is faster than unpacking and a plain product (measured).
 _FAST_ROWS = {8: 8, 4: 16}
 
 
@@ -72,7 +72,7 @@ class PackedWeight(nn.Module):
         if form.num_bits == 4 and weight.shape[1] % 2:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} has odd rows: 4 bits pack two columns each")
         integers, scale, offset = self._quantize(weight.detach().float(), form)
-        if form.num_bits == 8 and form.symmetric:  # signed, as torch's product takes them; the offset is zero
+        if form.num_bits == 8 and form.symmetric:  # signed, for torch's product; the offset is zero
             integers, offset = integers.view(torch.int8) ^ -128, torch.zeros_like(offset)
         if form.num_bits == 4:
             integers = integers[:, 0::2] | integers[:, 1::2] << 4
@@ -80,7 +80,7 @@ class PackedWeight(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.offset = nn.Parameter(offset, requires_grad=False)
         self._fast: Any = None
-        self._laid: Any = None  # of what `_fast` was made
+        self._laid: Any = None  # versions of the parts from which `_fast` was built
 
     @classmethod
     def of(
@@ -135,7 +135,7 @@ class PackedWeight(nn.Module):
         """Return the unpacked matrix: [rows, columns] of `dtype`."""
         groups = self.form.groups(self.shape)
         exact = self.form.num_bits == 4 or self.form.symmetric or self.dtype.itemsize > 2
-        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: its parts are larger than the sum
+        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: the two terms are larger than the sum
         values = self._unpacked(self.integers).view(groups).to(kind)
         return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
 
@@ -166,9 +166,9 @@ class PackedWeight(nn.Module):
 
     def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the matrix in the layout of torch's packed product; None if unsupported or if the parts are shared."""
-        if is_managed(self.integers):  # freed after use: a layout kept here would stay
+        if is_managed(self.integers):  # free memory after use, instead of caching the layout
             return None
-        parts = (self.integers, self.scale, self.offset)  # tensors of inference mode count no versions
+        parts = (self.integers, self.scale, self.offset)  # inference tensors have no version counter
         sources = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
         if self._fast is None or self._laid != sources:  # weights may be loaded after the first product
             self._laid = sources
@@ -206,7 +206,7 @@ class PackedWeight(nn.Module):
             own = part.device.type == "cpu" and storage.resizable() and not storage.is_shared()
             whole = 0 < storage.nbytes() == part.nbytes and part.is_contiguous()
             if own and whole and not is_managed(part):
-                with torch.inference_mode(False):  # what is made inside of it counts no writes
+                with torch.inference_mode(False):  # inference tensors have no version counter
                     part.data = take(part.nbytes).view(part.dtype).view(part.shape).copy_(part.data)
                 moved += part.nbytes
         return moved

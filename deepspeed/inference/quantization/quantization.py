@@ -117,7 +117,7 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
 def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
     """List (bytes, names of the layers that share it) for each bf16 matrix, smallest first; holds no tensor."""
     layers: dict[int, tuple[int, list[str]]] = {}
-    whole: set[int] = set()  # that some module holds which cannot be packed
+    whole: set[int] = set()  # ids of matrices with an owner that cannot be packed
     for name, module in model.named_modules(remove_duplicate=False):
         free = not (module._forward_hooks or module._forward_pre_hooks or module in left)
         for kind, param in module._parameters.items():

@@ -41,5 +41,5 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
     state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
-    # bf16 matrices in 12 bits, every bit kept; None: where the engine has loaded them itself
+    # pack bf16 matrices in 12 bits, without loss; None: only if the engine has loaded the weights itself
     lossless_weights: bool | None = None

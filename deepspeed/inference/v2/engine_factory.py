@@ -60,6 +60,6 @@ def _load(path: str, dtype: Any, config: RaggedInferenceEngineConfig | None) -> 
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     config = config or RaggedInferenceEngineConfig()
-    if config.lossless_weights is None:  # nobody else holds the model
+    if config.lossless_weights is None:  # no other owner of the model exists
         config = config.model_copy(update={"lossless_weights": True})
     return InferenceEngineV2(model, config)

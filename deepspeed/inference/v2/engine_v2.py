@@ -23,7 +23,7 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 
-BLOCK = 64  # tokens
+BLOCK = 64  # tokens per block
 ENGINE_FILE = "ds_engine.json"
 
 
