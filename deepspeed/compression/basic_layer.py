@@ -50,7 +50,7 @@ class BNLayer_Compress(Compressed, nn.BatchNorm2d):  # noqa: N801
 
 
 _CLASSES = (LinearLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, BNLayer_Compress)
-_compressed_classes: dict[type, type] = {}  # by the class that a module had
+_compressed_classes: dict[type, type] = {}  # compressed class by original class
 
 
 def compress_module(module: nn.Module) -> nn.Module:
@@ -61,7 +61,7 @@ def compress_module(module: nn.Module) -> nn.Module:
     if own not in _compressed_classes:
         plain = next((c for c in _CLASSES if c.__mro__[2] is own), None)
         base = next((c for c in _CLASSES if issubclass(own, c.__mro__[2])), Compressed)
-        # Named as before: clients look modules up by the names of their classes.
+        # Keeps the name: users look modules up by class name.
         compressed = plain or type(own.__name__, (base, own), {"__module__": own.__module__, "_plain": own})
         _compressed_classes[own] = compressed
     module.__class__ = _compressed_classes[own]
@@ -88,8 +88,8 @@ class WeightQuantizer:
 
     def __init__(self, kind: str, groups: int, stochastic: bool) -> None:
         self.kind, self.groups, self.stochastic = kind, groups, stochastic
-        self.bits = 0  # 0: not yet
-        self.dense_share = 0.0  # of the full weight that is mixed in
+        self.bits = 0  # 0: not active yet
+        self.dense_share = 0.0  # fraction of the full weight that is mixed in
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -127,7 +127,7 @@ class QuantAct:
                 per_sample = isinstance(self.owner, nn.modules.conv._ConvNd)
                 groups = dense.shape[0] if per_sample else dense.numel() // dense.shape[-1]
                 quantized = quantize(dense, self.bits, self.kind, max(groups, 1))
-            if quantized.stride() != dense.stride():  # in the layout it came in: products of 16 bits round by layout
+            if quantized.stride() != dense.stride():  # products of 16 bits round by memory layout
                 quantized = torch.empty_like(dense).copy_(quantized)
         return straight_through(values, quantized)
 

@@ -97,7 +97,7 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
         for row in kind_rows:
             if "after" in row:
                 gone = total - row["after"]
-                work = row.pop("work", gone)  # of experts a token passes as many as before
+                work = row.pop("work", gone)  # the number of experts per token does not change
                 row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * work}
             row["seconds"] = round(time.perf_counter() - started, 1)
         rows += kind_rows

@@ -21,7 +21,7 @@ from deepspeed.foundation import hf_forward
 LIMIT_S = 1800.0
 """Maximum seconds for one answer of a process."""
 
-# Runs alone, after the source of `hf_forward`, and answers one line of JSON for each line it is given.
+# Runs separately, after the source of `hf_forward`; answers each input line with one line of JSON.
 _READER = """
 import json, sys, time
 import torch, transformers

@@ -25,7 +25,7 @@ from deepspeed.config.sections.compression import CompressionTraining, LayerRedu
 from deepspeed.errors import ArgumentError, CompressionError
 from deepspeed.zero.parameters.parameter import ShardedParameter, is_managed
 
-_LAST_STEP = 1 << 40  # every schedule has ended then
+_LAST_STEP = 1 << 40  # a step after the end of every schedule
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
-CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
+CALLED = "_ds_compression"  # attribute of a model: the section with which `init_compression` prepared it
 
 
 class Compression:
@@ -41,12 +41,12 @@ class Compression:
     ) -> None:
         self.model, self.section, self._axes = model, section, axes
         self.training_steps = 0
-        self.done: list[str] = []  # rules whose units have left
+        self.done: list[str] = []  # rules with removed units
         self._masks_before: dict[str, Any] | None = None
         self.plan = PruningPlan(model)
         self.rules = rules_of(model, section, self.plan, called=left_on(model, CALLED) is not None)
         self.masks = Masks(model, self.rules, axes.shard, optimizer)
-        # Statistics of batches are summed over copies of the state too: each copy has other samples.
+        # Batch statistics are also summed over copies of the state, because each copy has other samples.
         self._all_samples = Exchange(axes.dp_sp_group, self.masks.exchange.device)
         self.quantizers = FakeQuantizers(model, section, training)
         self._input_norms = _InputNorms(model, self.rules)
@@ -74,7 +74,7 @@ class Compression:
         removal, kept_units = Removal(), 0
         for family in rule.families:
             width = family.size // family.blocks
-            keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # which units, is not known yet
+            keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # the units are not chosen yet
             kept_units += int(keep.sum())
             for slot in family.slots:
                 removal.cut_slot(slot, keep)
@@ -82,7 +82,7 @@ class Compression:
         shapes = {name: self.masks.of(name).shape for name in removal.cuts}
         cut = {name: shape.numel() - removal.shape(name, shape).numel() for name, shape in shapes.items()}
         kind = rule.families[0].kind if rule.families else "units"
-        # A convolution multiplies at each position of its output; a token passes as many experts as before.
+        # A convolution multiplies at each output position; the number of experts per token does not change.
         most = 2 if kind == "experts" else 5
         products = sum(count for name, count in cut.items() if 2 <= len(shapes[name]) <= most)
         work = f"up to {2 * products:,} FLOPs per {'position' if kind == 'channels' else 'token'}"
@@ -126,7 +126,7 @@ class Compression:
         """
         state = self.masks.state_dict()
         ended = set(removal.rules)
-        if not ended:  # of a checkpoint that does not name them
+        if not ended:  # checkpoint without these entries
             ended = {rule.name for rule in self.rules if rule.families and set(removal.cuts) >= set(rule.names())}
         rules = [rule for rule in self.rules if rule.name not in ended]
         if removal.layers:
@@ -210,7 +210,7 @@ class _InputNorms:
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: the number of inputs, and their axis
+        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: number of inputs, and their axis
         self._hooks: list[Any] = []
         first_names = {id(param): name for name, param in model.named_parameters()}
         wanted = {name for rule in rules if rule.criterion == "activation" for name in rule.weights}
@@ -245,7 +245,7 @@ class _InputNorms:
             if module.training and inputs and isinstance(inputs[0], torch.Tensor):
                 with torch.no_grad():
                     rows = inputs[0].detach().to(torch.float64)
-                    if isinstance(module, CONV):  # channels come before positions
+                    if isinstance(module, CONV):  # channel axis before positions
                         rows = rows.movedim(1 - len(getattr(module.weight, "ds_shape", module.weight.shape)), -1)
                     squares = rows.reshape(-1, rows.shape[-1]).square().sum(0).cpu()
                     self.sums[name] = self.sums.get(name, torch.zeros_like(squares)) + squares

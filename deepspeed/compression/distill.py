@@ -29,10 +29,10 @@ class Distiller:
     def __init__(self, student: nn.Module, section: Distillation) -> None:
         self.student, self.section = student, section
         self.teacher: Any = None
-        self.close: Callable[[], None] | None = None  # ends what was made for the teacher
-        self._list_name = ""  # of the teacher's blocks
+        self.close: Callable[[], None] | None = None  # closes the teacher
+        self._list_name = ""  # name of the list of the teacher's blocks
         kinds = (getattr(module, "loss_type", None) for module in student.modules())
-        self._shifts = "ForCausalLM" in kinds  # logits of a position are for the label of the next one
+        self._shifts = "ForCausalLM" in kinds  # causal models: logits of a position belong to the label of the next one
         self._hooks = [
             student.register_forward_pre_hook(self._request_outputs, with_kwargs=True),
             student.register_forward_hook(self._add_loss, with_kwargs=True),
@@ -80,7 +80,7 @@ class Distiller:
         calls: list[_Call] = []
 
         def record(module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
-            # a layer that runs again must not write into the teacher's cache
+            # a repeated run must not write into the teacher's cache
             calls.append((inputs, uncached(kwargs), _first(output)))
 
         blocks: list[nn.Module] = []
@@ -96,7 +96,7 @@ class Distiller:
     def _layerwise(self, calls: list[_Call]) -> torch.Tensor:
         """Compute the mean squared error of each student layer, run on the input of its teacher layer."""
         lists = (
-            list(module)  # of the teacher's name, also where one block is left
+            list(module)  # found by the teacher's name, even with one remaining block
             for name, module in self.student.named_modules()
             if isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{self._list_name}")
         )
@@ -168,7 +168,7 @@ class Distiller:
         """Return the teacher layer for each student layer."""
         named = self.section.layers
         if count == teacher_count and (named is None or len(named) != count):
-            return list(range(count))  # layers have not left yet
+            return list(range(count))  # layers are not removed yet
         if named is None:
             return [(layer + 1) * teacher_count // count - 1 for layer in range(count)]
         if len(named) != count or any(not 0 <= layer < teacher_count for layer in named):

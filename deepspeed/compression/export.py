@@ -24,7 +24,7 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import config_of
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
-_SMALL = 2_000_000_000  # parameters of which a second copy may be made in memory
+_SMALL = 2_000_000_000  # maximum parameters for which a second copy in memory is allowed
 
 
 def export(
@@ -85,7 +85,7 @@ def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str,
     model: Any = model_class(copy.deepcopy(config)) if small else on_meta(model_class, config)
     missing, unexpected = model.load_state_dict(dict(state), strict=False, assign=True)
     loaded = {param for name, param in model.named_parameters(remove_duplicate=False) if name not in missing}
-    model.tie_weights()  # a tied weight may be missing; any other would keep its first, random values
+    model.tie_weights()  # a tied weight may be missing; any other missing weight would stay random
     lost = [name for name, param in model.named_parameters() if param not in loaded]
     if unexpected or lost:
         raise CompressionError(f"the weights do not fit {model_class.__name__}: {lost[:3]}, {list(unexpected)[:3]}")

@@ -81,7 +81,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
     Returns:
         The model.
     """
-    linears: dict[int, nn.Linear] = {}  # by the module they replace
+    linears: dict[int, nn.Linear] = {}  # new layers by the replaced module
     target: Any = model.module if hasattr(model, "module") else model
     for module in list(target.modules()):
         for name, child in list(module._modules.items()):

@@ -27,8 +27,8 @@ class Detokenizer:
             return text
         if len(self._tokens) - self._shown <= _LONGEST_PENDING:
             return ""
-        # Tokens that gave nothing for so long will give nothing more, or are no characters: else each new token would
-        # token would be slow.
+        # Tokens without text for so long are no characters, or will not become any. Decoding all of them again for
+        # each new token would be slow.
         for end in range(len(self._tokens) - 1, len(self._tokens) - _CHARACTER, -1):
             if text := self._decode_to(end, final=False):
                 return text

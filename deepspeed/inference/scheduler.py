@@ -24,7 +24,7 @@ class TokenSequence:
     arrival: int  # number in order of arrival: the lowest is the oldest
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    prefix: PrefixBlock | None = None  # in the pool's tree; the next full block is registered behind it; None: nowhere
+    prefix: PrefixBlock | None = None  # node above the next full block in the prefix tree; None: not added
     registered: int = 0  # number of leading blocks added to the prefix tree
     reused: int = 0  # number of tokens reused from other sequences on admission
 
@@ -169,7 +169,7 @@ class Scheduler:
         while len(sequence.pages) < need:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
-        # Logits choose the token after a row, so no chunk of a prefill but the last wants any; a draft is compared with
+        # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
         # the token chosen before it.
         logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
         slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)

@@ -71,7 +71,7 @@ def _opened() -> ctypes.CDLL:
     except OSError as error:
         if "undefined symbol" not in str(error):
             raise
-    # torch loads its own for all to see; a build of torch that does not has it in the process all the same
+    # torch usually loads OpenMP with global symbols; other builds of torch have it in the process too
     loaded = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
     for path in dict.fromkeys([*loaded, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
         with contextlib.suppress(OSError):

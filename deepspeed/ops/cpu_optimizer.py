@@ -106,7 +106,7 @@ class HostOptimizer(GroupOptimizer):
     def load_state_dict(self, state_dict: State) -> None:
         """Load a state from `state_dict()`; moments are converted to this optimizer's dtype."""
         super().load_state_dict(state_dict)
-        # torch has cast them to the dtype of their parameter, which rounds the fp32 moments of 16-bit parameters.
+        # torch has cast them to the parameters' dtype, which rounds fp32 moments of 16-bit parameters.
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
@@ -143,7 +143,7 @@ class HostOptimizer(GroupOptimizer):
 
     def _step_natively(self, group: State, param: Tensor, fold: Fold, state: State) -> bool:
         native = library()
-        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
+        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has one more moment
             return False
         moments = [state[name] for name in self.moments]
         tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
@@ -174,7 +174,7 @@ class HostOptimizer(GroupOptimizer):
         columns = [param, fold.gradient, out, *(state[name] for name in shaped)]
         counted = state
         for values, gradient, copy, *moments in self._chunks(columns):
-            # torch's fused kernels take memory in the order in which it lies.
+            # torch's fused kernels need elements in memory order.
             new_values = values.to(dtype).contiguous()
             new_moments = [moment.to(dtype).contiguous() for moment in moments]
             counted = {n: v.clone() if torch.is_tensor(v) else v for n, v in state.items() if n not in shaped}

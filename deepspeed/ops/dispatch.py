@@ -16,7 +16,7 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._fast_paths: list[bool] = []  # as it was, for each time that the mode was entered
+        self._fast_paths: list[bool] = []  # previous values, one per nested entry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -20,12 +20,12 @@ from deepspeed.foundation.fake_mode import computing
 from deepspeed.foundation.pytree import map_tensors, tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 
-_SMALL = 1024  # elements that are computed if they can be
-_NUMBER = 1.0  # what is read of a tensor without values
+_SMALL = 1024  # maximum elements of tensors that keep values
+_NUMBER = 1.0  # value read from a tensor without values
 _RESIZES = ("resize_", "resize_as_", "set_", "_resize_output_")
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
 _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
-_RUN = ("mkldnn_rnn_layer",)  # whose meta kernels do not know how much is kept for backward
+_RUN = ("mkldnn_rnn_layer",)  # operators with meta kernels that do not size the tensors saved for backward
 _INDICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min", "randperm")
 
 
@@ -59,7 +59,7 @@ class Valueless(DispatchMode):
         if kind == "write":
             return self._write(func, without, args, kwargs)
         shapes = None if name in _RUN else self._shapes(func, args, kwargs)
-        if shapes is None:  # no meta kernel, or sizes that depend on values
+        if shapes is None:  # no meta kernel, or data-dependent sizes
             out = func(*args, **kwargs)
             if without:
                 self._mark(tensor for tensor in tensors_in(out) if tensor.is_floating_point())
@@ -67,7 +67,7 @@ class Valueless(DispatchMode):
         floats = [t for t in tensors_in(shapes) if t.is_floating_point() or t.is_complex()]
         if not without and not any(t.numel() > _SMALL for t in floats):
             return func(*args, **kwargs)
-        # It goes where the call is told to put it, else where the arguments are.
+        # The device argument of the call, or else the device of the arguments.
         devices = (tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type != "cpu")
         device = kwargs["device"] if kwargs.get("device") is not None else next(devices, "cpu")
         return self._stand_in(shapes, args, name, torch.device(device))
@@ -78,7 +78,7 @@ class Valueless(DispatchMode):
         if not without and not large:
             return func(*args, **kwargs)
         if any(t.numel() == 0 for t in written) and "out" in kwargs:
-            return func(*args, **kwargs)  # torch gives it its size
+            return func(*args, **kwargs)  # torch sets its size
         self._mark(t for t in written if t.is_floating_point() or t.is_complex())
         returned = func._schema.returns
         if not returned:
@@ -106,7 +106,7 @@ class Valueless(DispatchMode):
             if name in _INDICES and tensor.numel() and not tensor.dtype == torch.bool:
                 first = next(t for t in tensors_in(args))
                 most = max(1, first.shape[-1] if first.dim() else 1)
-                # Evenly: a router's tokens go to all its experts.
+                # Uniform, so that a router's tokens go to all experts.
                 return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
@@ -171,7 +171,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
 
 
 _ONE_KERNEL = ("_fused_rms_norm", "_fused_rms_norm_backward")
-# A device has one kernel for these; the CPU runs them in pieces, which keep more for backward.
+# A device has one kernel for these; the CPU decomposes them, which saves more for backward.
 
 
 @contextlib.contextmanager

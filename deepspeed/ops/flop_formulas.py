@@ -46,7 +46,7 @@ def _lstm_layer(x: torch.Tensor, into: torch.Tensor, hidden: torch.Tensor, *_: A
 
 
 def _lstm_layer_backward(*args: Any, **__: Any) -> int:
-    return 2 * _lstm_layer(*args)  # of the input and of the weights, whether anybody wants both or not
+    return 2 * _lstm_layer(*args)  # gradients of input and weights are always both computed
 
 
 def _convolution_backward(
@@ -79,7 +79,7 @@ _MISSING: dict[Any, Formula] = {
 }
 _WRONG: dict[Any, Formula] = {aten.convolution_backward: _convolution_backward}
 
-# Fused attention does not keep its scores, so these compute them again: the gradients of (output, query, key, value).
+# Fused attention does not keep its scores, so these backward operators recompute them.
 _SCORES_AGAIN = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_efficient_attention_backward,

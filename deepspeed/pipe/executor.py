@@ -19,7 +19,7 @@ from deepspeed.foundation.spans import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.split_backward import SplitBackward
 
-_APART = 1e-5  # relative; kernels may round the ends of differently aligned slices in another way
+_APART = 1e-5  # relative; kernels may round differently aligned slices in different ways
 
 
 class Count(NamedTuple):
@@ -85,7 +85,7 @@ class Means:
     """Means, over micro-batches and ranks, of numbers that the last stage reports in addition to the loss."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Any, float]] = {}  # of values times weights, and of weights
+        self._sums: dict[str, tuple[Any, float]] = {}  # (sum of values times weights, sum of weights)
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -95,7 +95,7 @@ class Means:
         for name, value in numbers.items():
             total, weights = self._sums.get(name, (0.0, 0.0))
             number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-            self._sums[name] = total + number * weight, weights + weight  # on the device: nobody waits for it
+            self._sums[name] = total + number * weight, weights + weight  # stays on the device, without synchronization
 
     def over(self, axis: Axis) -> dict[str, float]:
         """Return the means over all ranks that have numbers. All ranks of the axis call together."""
@@ -142,8 +142,8 @@ class ModelPart(Protocol):
     last: bool
     words: str
     reads_batch: bool
-    costs: list[float]  # of all parts of the model, by simulation's unit; empty: not known
-    metrics: Mapping[str, torch.Tensor | float]  # one number each, beside the last loss
+    costs: list[float]  # costs of all parts of the model, in the simulator's unit; empty: unknown
+    metrics: Mapping[str, torch.Tensor | float]  # scalars in addition to the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
         """Compute the part's outputs from those of the previous part."""
@@ -283,10 +283,10 @@ class Executor:
             "F": end(sends, (axis.rank, after), onward, True), "B": end(sends, (axis.rank, before), back, False)
         }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
-        self._split: dict[tuple[int, int], SplitBackward] = {}  # through backward, but for weights
+        self._split: dict[tuple[int, int], SplitBackward] = {}  # `B` done, `W` pending
         self._splits = False
         self._place = ""
-        self._others: OtherStages  # in the schedule that runs
+        self._others: OtherStages  # position in the running schedule
 
     @property
     def bytes_sent(self) -> int:
@@ -375,7 +375,7 @@ class Executor:
                 waiting = list(self._split.items())
                 while waiting and not split.overtakes(waiting[-1][1]):
                     waiting.pop()
-                for (micro, _), earlier in waiting:  # every gradient comes in the order of micro-batches
+                for (micro, _), earlier in waiting:  # gradients arrive in order of micro-batches
                     self._driver.weights(micro, earlier.weights)
                 self._split[action.micro, action.chunk], run = split, split.backward
             self._driver.backward(action.micro, held.roots, held.output_gradients, run)

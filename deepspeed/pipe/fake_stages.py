@@ -31,7 +31,7 @@ class AbsentStages(OtherStages):
             {(action.op, action.micro, action.chunk): place for place, action in enumerate(row)}
             for row in schedule.rows
         ]
-        self._known = [-1] * schedule.stages  # of each stage: its last action that this one has heard of
+        self._known = [-1] * schedule.stages  # by stage: index of its last action known here
         self._now = 0.0
 
     @staticmethod

@@ -151,7 +151,7 @@ class _OfRows(PipeSchedule):
     schedule_name: str
 
     @staticmethod
-    @functools.lru_cache(maxsize=4)  # every stage asks for the same
+    @functools.lru_cache(maxsize=4)  # all stages use the same schedule
     def _of_all_stages(name: str, stages: int, micro_batches: int) -> PipelineSchedule:
         return make_schedule(name, stages, micro_batches)
 

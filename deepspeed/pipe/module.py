@@ -202,7 +202,7 @@ class PipelineModule(nn.Module):
                 'partition_method "profile" runs the layers: pass example_input, what the first layer takes'
             )
         tied: dict[str, nn.Module] = {}
-        layers = (self._build_alone(spec, tied) for spec in self._specs)  # one at a time: the generator keeps none
+        layers = (self._build_alone(spec, tied) for spec in self._specs)  # one at a time: the generator holds no layer
         with torch.random.fork_rng(devices=[]), suspended():
             return measure(layers, self._example)
 

@@ -32,7 +32,7 @@ from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
 from deepspeed.pipe.schedule import warmup
 
-_NEAR = 4  # an item goes over to parts this far away at most, so that the search stays linear in the number of parts
+_NEAR = 4  # maximum distance of a move, so that the search is linear in the number of parts
 
 
 class _Crossings:
@@ -76,7 +76,7 @@ class _Crossings:
         begun = self._read()
         torch.autograd.grad(loss, params, allow_unused=True)
         end = self._read()
-        borders = [end, *(end if mark is None else mark for mark in marks), begun]  # what no gradient reached is last
+        borders = [end, *(end if mark is None else mark for mark in marks), begun]  # blocks without gradient come last
         return [late - early for late, early in itertools.pairwise(borders)]
 
 
@@ -162,7 +162,7 @@ def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]
         better = False
         for source, target in moves:
             if best[source + 1] - best[source] < 2:
-                continue  # a part keeps one
+                continue  # a part keeps at least one item
             step, low, high = (-1, source, target) if source < target else (1, target, source)
             moved = [bound + step if low < index <= high else bound for index, bound in enumerate(best)]
             if price(moved) < price(best):
@@ -185,8 +185,8 @@ def _of_blocks(costs: Sequence[float]) -> list[float]:
     return weights
 
 
-_STATE = 4  # a trained element, its gradient and two moments of an optimizer
-_ALIKE = 0.02  # of an even share: stages whose times differ by less take equally long, and memory decides
+_STATE = 4  # elements per trained element: weight, gradient and two moments of an optimizer
+_ALIKE = 0.02  # relative to an even share: smaller differences of time count as equal, and memory decides
 
 Layer = tuple[Callable[[Any], Any], nn.Module | None]
 
@@ -236,7 +236,7 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
         state = sum(p.numel() * p.element_size() * (_STATE if p.requires_grad else 1) for p in params)
         costs.append(LayerCost(min(times[1:]), state, saved))
         activations = map_tensors(torch.Tensor.detach, outputs)
-        del call, module, params, outputs  # before the next one is built; `enumerate` would keep it too
+        del call, module, params, outputs  # free the layer before the next one is built; `enumerate` would hold it
     return costs
 
 
@@ -270,7 +270,7 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
     own_costs, error = list[LayerCost](), None
     try:
         own_costs = measured()
-    except Exception as raised:  # layers' own code; the others wait for this rank's answer
+    except Exception as raised:  # any error of a layer; the other ranks wait for this rank's answer
         error = raised
     message = own_costs, limit, describe_error(error) if error is not None else None
     everyone: list[Any] = [message]

@@ -18,7 +18,7 @@ from deepspeed.foundation.pytree import map_tensors
 from deepspeed.zero.layout.units import STANDS_FOR
 from deepspeed.zero.parameters.parameter import is_managed
 
-Slot = tuple[nn.Module, str]  # a module, and the name of the child that is replaced in it
+Slot = tuple[nn.Module, str]  # parent module, and name of the replaced child
 
 
 class Handover(Exception):  # noqa: N818  no error: it ends the root's forward where the next part begins
@@ -34,7 +34,7 @@ class _StandIn(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, STANDS_FOR, module)  # no child: its parameters are none of this stage's
+        object.__setattr__(self, STANDS_FOR, module)  # not a child: its parameters do not belong to this stage
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -52,7 +52,7 @@ class Elsewhere(_StandIn):
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self.name = name
-        self.dtype_here: torch.dtype | None = None  # of floating-point results, where the model was cast
+        self.dtype_here: torch.dtype | None = None  # dtype of floating-point results, if the model was cast
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return NaN, on the device of the arguments."""
@@ -106,7 +106,7 @@ def without_values(module: nn.Module) -> nn.Module:
     """Copy a module to the meta device."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if is_managed(tensor):  # whose move would gather its values
+        if is_managed(tensor):  # moving managed parameters would gather their values
             away = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
             away = tensor.detach().to("meta")

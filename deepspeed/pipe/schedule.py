@@ -94,7 +94,7 @@ class PipelineSchedule:
         row, low = self.rows[stage], max(0, position - beside)
         near = row[
             low : position + beside + 1
-        ]  # a stage says its place before each action: its whole row would be quadratic
+        ]  # called before each action: formatting the whole row would be quadratic
         words = [f"[{action}]" if place == position else str(action) for place, action in enumerate(near, low)]
         return " ".join([*(["…"] if low else []), *words, *(["…"] if low + len(near) < len(row) else [])])
 
@@ -196,7 +196,7 @@ def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) ->
             yield action
             continue
         part = action.chunk * stages + stage
-        # the part where this pass begins receives nothing, the part where it ends sends nothing
+        # the first part receives nothing, the last part sends nothing
         begins, ends = (0, last) if action.op == "F" else (last, 0)
         if part != begins:
             yield Action("<" + action.op, action.micro, action.chunk)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 
-FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
-WEIGHTS = 1.0  # of the latter, where it is in two
-Cost = float | tuple[float, ...]  # times those, or forward, backward and weights apart
+FORWARD, BACKWARD = 1.0, 2.0  # default costs of a part
+WEIGHTS = 1.0  # cost of `W`, included in BACKWARD
+Cost = float | tuple[float, ...]  # a multiple of these, or (forward, backward[, weights])
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class _Stage:
         self.position, self.clock, self.busy = 0, 0.0, 0.0
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
-        self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
-        self.begins: list[float] = []  # of each action so far, when the stage came to it
+        self.peak: tuple[int, int] = (0, 0)  # maximum of both counts together, and the first count at that time
+        self.begins: list[float] = []  # start time of each action so far
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 

@@ -24,13 +24,13 @@ from deepspeed.errors import PipelineError
 
 Roots = Sequence[Any]  # edges or tensors
 Gradients = Sequence[torch.Tensor] | None
-# By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
+# By the name of the autograd node: index of the edge to the right factor, and the attribute of the left factor.
 _PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
-_REENTRANT = "CheckpointFunctionBackward"  # it refuses a backward that leaves something out
+_REENTRANT = "CheckpointFunctionBackward"  # reentrant checkpoint: it refuses a partial backward
 _ACCUMULATES = "AccumulateGrad"
 _KINDS = {*_PRODUCTS, _REENTRANT, _ACCUMULATES}
-_ANCHOR, _LEAF = 1, 2  # what is below a node: the anchor, any leaf
-_MOST = 4  # gradients that meet are formed together: a weight that more products use gets them at once, one by one
+_ANCHOR, _LEAF = 1, 2  # flags of a node: leads to the anchor, leads to a leaf
+_MOST = 4  # maximum deferred products with a common gradient sum, because they are computed together
 
 
 @dataclass
@@ -87,10 +87,10 @@ class _Group:
         """Register hooks that run when backward reaches the products."""
         for node, product in self.products.items():
             node.register_prehook(lambda gradients, product=product: self._arrive(product, gradients[0]))
-        self.products = {}  # a node holds its hooks: they must not hold it
+        self.products = {}  # a node holds its hooks, so hooks must not hold the node
 
     def _arrive(self, product: _Product, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # None: nothing led there
+        if gradient is not None:  # None: no gradient arrived
             product.gradient, product.versions = gradient, (product.left._version, gradient._version)
             self.came.append(product)
 
@@ -115,9 +115,9 @@ class SplitBackward:
     def __init__(self, anchor: torch.Tensor | None) -> None:
         self._anchor = anchor
         self._groups: list[_Group] = []
-        self._now: dict[int, torch.Tensor] = {}  # leaves of this backward, by id
+        self._now: dict[int, torch.Tensor] = {}  # leaves of the immediate backward, by id
         self._later: set[int] = set()
-        self._hides = anchor is None  # not known which leaves get a gradient now
+        self._hides = anchor is None  # unknown which leaves get a gradient now
 
     @property
     def kept(self) -> int:
@@ -134,7 +134,7 @@ class SplitBackward:
         self._groups = graph.groups()
         self._now = {id(leaf): leaf for leaf in graph.leaves()}
         self._later = {id(leaf) for group in self._groups for leaf in group.leaves()}
-        self._hides = graph.refuses  # what is computed again has a graph of its own, with leaves of its own
+        self._hides = graph.refuses  # recomputed parts have their own graph, with their own leaves
 
     def overtakes(self, earlier: SplitBackward) -> bool:
         """Whether this backward may compute gradients that an earlier one has deferred; call after `read`."""
@@ -149,18 +149,18 @@ class SplitBackward:
         """Compute the deferred gradients; a second call does nothing."""
         self._later.clear()
         while self._groups:
-            self._groups.pop().send()  # the last layers first, and each is let go
+            self._groups.pop().send()  # last layers first; each product is freed
 
 
 class _Graph:
     """Graph of a micro-batch below its roots; nodes that lead to `anchor` are never deferred."""
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
-        self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers
-        self._found: dict[Node, int] = {}  # what is known to be below
-        self._above: dict[Node, list[Node]] = {}  # where the anchor is not below
-        self._edges: dict[Node, GradientEdge] = {}  # of products: what may be put off
-        self._products: dict[Node, list[Node]] = {}  # by the node of their edge
+        self._nexts: dict[Node, Any] = {}  # edges of each node: (node or None, number)
+        self._found: dict[Node, int] = {}  # flags of what is below a node
+        self._above: dict[Node, list[Node]] = {}  # nodes above a node, outside of paths to the anchor
+        self._edges: dict[Node, GradientEdge] = {}  # edges of products that may be deferred
+        self._products: dict[Node, list[Node]] = {}  # products by the node of their edge
         self._leaves: list[Node] = []
         self.refuses = False
         for root in roots:
@@ -170,7 +170,7 @@ class _Graph:
                 for child, _ in self._nexts[node]:
                     self._above.setdefault(child, []).append(node)
         self.now: set[Node] = set()
-        self._reaches: set[Node] = set()  # of those in `_above`: from here down is something of this backward
+        self._reaches: set[Node] = set()  # nodes in `_above` with an immediate use below
         self._keep(roots)
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ class _Graph:
         elif (edge := self._right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
             others = [child for child, _ in self._nexts[node] if child is not None]
             others.remove(edge.node)
-            # It must be no other factor too, and autograd would not come here at all for nothing else.
+            # The right factor must not be a left factor too, and autograd must visit the node for another leaf.
             if edge.node not in others and any(self._found[child] & _LEAF for child in others):
                 self._edges[node] = edge
                 self._products.setdefault(edge.node, []).append(node)
@@ -264,7 +264,7 @@ class _Graph:
             ]
             if not many:
                 break
-            self._keep([self._edges.pop(node).node for node in many])  # and there may be products in what they need
+            self._keep([self._edges.pop(node).node for node in many])  # whose inputs may contain further products
         groups = [
             _Group(below, {node: _Product.of(node, self._edges[node]) for node in nodes}) for nodes, below in together
         ]
@@ -312,9 +312,9 @@ class _Graph:
         """Return the edge to the right factor of a matrix product, if its left factor can be kept; else None."""
         place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
         if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
-            return None  # a sparse matrix has no strides
+            return None  # sparse matrices have no strides
         child, number = node.next_functions[place]
         if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
-            return None  # a hook may be there for one reading, as that of a block which is computed again
+            return None  # a saved-tensor hook may allow only one read, as for recomputed blocks
         factor = getattr(node, f"_saved_{left}")
         return GradientEdge(child, number) if factor.layout is torch.strided and factor.is_floating_point() else None

@@ -114,7 +114,7 @@ class ModelSplit:
         """Run the parts one after another and raise if they do not reproduce the outputs of the whole model."""
         if not self._difference(model, inputs, outputs):
             return
-        required = []  # a value that is made before the blocks may be read in each of them
+        required = []  # every block may read values computed before the blocks
         for name in self.before:
             self.needed = [other for other in self.before if other != name]
             if self._difference(model, inputs, outputs):
@@ -135,7 +135,7 @@ class ModelSplit:
             for part in range(self.parts):
                 try:
                     value = View(model, self, part, stand_ins).run(value, inputs)
-                except Exception as error:  # the model's own code, which meets what stands for other parts
+                except Exception as error:  # any error of the model's own code, which runs on placeholders
                     return f"the part of {self.words(part)} raised {type(error).__name__}: {error}"
         staged, whole = list(tensors_in(value)), list(tensors_in(outputs))
         if len(staged) == len(whole) and all(torch.equal(a, b) for a, b in zip(staged, whole, strict=True)):
@@ -325,7 +325,7 @@ def find_layout(
     weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
     if method == "uniform":
         bounds = partition_uniform(len(blocks), parts)
-    elif method == "parameters" or not all(costs[1:-1]):  # a block whose operations have no formula costs something
+    elif method == "parameters" or not all(costs[1:-1]):  # a block with operations without formula must not be free
         bounds = partition_balanced(weights, parts)
     else:
         bounds = deal(costs, stages, chunks)
@@ -385,7 +385,7 @@ def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -
     ]
     handles += [module.register_forward_hook(lambda _m, _a, _o: ends()) for module in watched.values()]
     try:
-        with torch.enable_grad():  # and restores the mode that was, also where a module raised
+        with torch.enable_grad():  # restores the previous mode, even after an error
             yield
     finally:
         for handle in handles:

@@ -106,7 +106,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-_DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, as the ranks of a mesh are
+_DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, like the ranks of a mesh
 
 
 class PipelineParallelGrid:

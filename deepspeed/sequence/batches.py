@@ -17,7 +17,7 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.errors import DataError
 
-IGNORED = -100  # a label that counts nothing
+IGNORED = -100  # label of ignored tokens
 INPUTS = ("input_ids", "inputs_embeds")
 
 

@@ -53,7 +53,7 @@ class Exchanged:
     def source(self) -> _Source:
         """Return the token layout, to be saved instead of the head layout."""
         tokens = self.by_tokens.detach()
-        if tokens.untyped_storage().nbytes() > tokens.nbytes:  # a part of something larger, which need not stay
+        if tokens.untyped_storage().nbytes() > tokens.nbytes:  # a view of a larger tensor, which need not stay alive
             tokens = tokens.clone()
         stride = self.by_heads.stride()
         return _Source(tokens, tokens._version, self.again, self.by_heads.shape, stride, self.where)

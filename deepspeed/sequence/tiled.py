@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError
 
-SEQUENCE = 1  # the dim of tokens: `[batch, sequence, …]`
+SEQUENCE = 1  # dim of tokens: `[batch, sequence, …]`
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _tiled(
     tokens = lengths.pop()
     if shards < 1:
         raise ArgumentError(f"{tokens} token(s) cannot be computed in {shards} tiles: give a number from 1 on")
-    shards = min(shards, max(tokens, 1))  # a model with its tiles also generates, token by token
+    shards = min(shards, max(tokens, 1))  # a tiled model also generates, token by token
     ends = [tokens * tile // shards for tile in range(shards + 1)]
     weights = [weigh(first, last) for first, last in zip(ends, ends[1:], strict=False)]
     sizes = [last - first for first, last in zip(ends, ends[1:], strict=False)]

@@ -44,17 +44,17 @@ from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, sh
 from deepspeed.sequence.layer import attend, check_heads
 from deepspeed.zero.parameters.module_hooks import Hook
 
-# Logits for each token, and a loss that is the mean over the tokens with labels: by slices, with all tokens' count.
+# Models with per-token logits and a loss that is the mean over labelled tokens, combined over slices.
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification")
-# Logits or losses of one token, or of all together: a slice has none of them.
+# Models with logits or losses of one token or of the whole sequence, which slices cannot provide.
 WHOLE_HEADS = (
     "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining",
     "ForQuestionAnswering", "DoubleHeadsModel",
 )  # fmt: skip
 _LIBRARY = "transformers."
-_KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
+_KEYWORD = "ds_sequence"  # keyword that carries the data from a forward to its attention, also in recomputation
 _MARK = "_ds_sequence_model"
-_PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
+_PREFIX = "ulysses_"  # prefix of the names of split-sequence attention, followed by the local core
 _PRIME = 1_000_003
 
 
@@ -107,9 +107,9 @@ class SequenceModel:
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
-        self.takes_slices = False  # the next forward has to be one of slices
+        self.takes_slices = False  # the next forward must get slices
         self.recompute = True  # see `kept`
-        self.separates = True  # packed documents, whole ones too: some models of Transformers do not
+        self.separates = True  # separate packed documents also in whole sequences: some models do not
         self._before = (model.config._attn_implementation, model.loss_function)
         self._core = ""
         self._names: dict[int, str] = {}
@@ -118,7 +118,7 @@ class SequenceModel:
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy is the plain model
+        return None  # a copy is the original model
 
     @property
     def without_cache(self) -> dict[str, bool]:
@@ -157,8 +157,8 @@ class SequenceModel:
         self.model.loss_function = _whole_loss(inner, kind)
         self._token_loss = _whole_loss(ForMaskedLMLoss, TOKEN_HEADS[0])
         self._names = {id(module): name for name, module in self.model.named_modules()}
-        # First of all hooks: what others see of a forward are slices.
-        for module in self.model.modules():  # those inside may be called without the outermost
+        # First of all hooks, so that other hooks see slices.
+        for module in self.model.modules():  # inner models may be called directly
             if is_instance_of(module, "PreTrainedModel"):
                 self._hooks += [
                     module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
@@ -192,7 +192,7 @@ class SequenceModel:
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Pre-hook of forward: prepare the arguments if they are slices, else leave them unchanged."""
-        if _current.get() is not None:  # called by the outermost
+        if _current.get() is not None:  # call from the outermost model
             self._entered.append((_current.set(_current.get()), None))
             return None
         call = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
@@ -211,7 +211,7 @@ class SequenceModel:
             raise DataError(f"attention_mask has shape {tuple(mask.shape)}: for a split sequence pass [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
         sequence = Sequence(self, positions, whole, call.get("labels"))
-        # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
+        # With a mask, Transformers does not look for packed documents, which a slice shows only in part.
         local = torch.ones_like(call["position_ids"], dtype=torch.bool) if mask is None else mask
         call |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
         self._entered.append((_current.set(sequence), self._fork() if model.training else None))
@@ -232,7 +232,7 @@ class SequenceModel:
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
-        # A whole sequence each, or as many documents.
+        # Equal whole sequences, or equal documents, on all ranks.
         if not expected and all(torch.equal(part, slices[0]) for part in slices):
             everyone = all_gather_objects(self.axis, digest(rows))
             if len(set(everyone)) == 1:
@@ -269,12 +269,12 @@ class SequenceModel:
         pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
         loss, logits = pair
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
-        # Its class, or one that it inherits from: a client's has any name. Its forward may be one of Transformers.
+        # Match the class or a base class: users name their classes freely. The forward may come from Transformers.
         labels_tokens = any(kind.__name__.endswith(TOKEN_HEADS) for kind in type(self.model).__mro__)
         known = type(self.model).forward.__module__.startswith(_LIBRARY)
         if (names and loss is None) or not (labels_tokens or (known and scalar)):
             return output
-        # What a forward of a client's own computes is not known to be the mean over the tokens.
+        # The loss of a user's own forward need not be the mean over the tokens.
         alike = known and labels_tokens and scalar and isinstance(logits, torch.Tensor)
         if not alike or logits.shape[:-1] != labels.shape:
             raise NotAvailableError(
@@ -315,7 +315,7 @@ def cut_sequence(
     for module in pretrained_models(model).values():
         config: Any = module.config
         known: SequenceModel | None = vars(module).get(_MARK)
-        if known is not None and known.axis is not axis:  # of an engine on other ranks
+        if known is not None and known.axis is not axis:  # from an engine on other ranks
             known.remove()
             known = None
         if known is None:
@@ -402,7 +402,7 @@ def _attention(
         return _core_of(module, core)(shown, query, key, value, attention_mask, **own)[0]
 
     model = ds_sequence.model
-    # In memory tokens come before heads, as a model's projections leave them, and as it goes on with the context.
+    # In memory, tokens come before heads, as in the projections before and after attention.
     states = [state.transpose(1, 2) for state in (query, key, value)]
     return attend(local, states, model.axis, 2, 1, model.name_of(module), model.recompute), None
 
@@ -434,7 +434,7 @@ def _mask(
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
     """Wrap a model's loss to cover all tokens of a sequence, equal on all of its ranks, which sum the gradients."""
-    inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
+    inner = getattr(inner, "_ds_inner", inner)  # for a copy of a prepared model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
         return inner
@@ -487,7 +487,7 @@ class SequenceSettings:
     disable_in_eval: bool = False
 
 
-_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was handed out
+_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was returned
 
 
 def settings_of(mpu: Any) -> SequenceSettings:
@@ -557,7 +557,7 @@ class UlyssesSPAttentionHF:
             config = AutoConfig.from_pretrained(model_name_or_path)  # pyright: ignore[reportArgumentType]
         if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
             check_heads(heads, mesh.axis("sp"))
-        unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
+        unit = copy(mesh)  # meshes of equal sizes are one object, but settings must not be shared
         _asked[unit] = settings = SequenceSettings(core_attn_implementation, disable_in_eval)
         if model is not None:
             cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)

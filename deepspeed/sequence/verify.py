@@ -17,7 +17,7 @@ from deepspeed.foundation.transformers_model import text_config
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.sequence.transformers_adapter import SequenceModel
 
-_TOKENS = 5  # per rank
+_TOKENS = 5  # tokens per rank
 PACKED = "packed"
 T = TypeVar("T")
 
@@ -114,9 +114,9 @@ class _Comparison:
             what = f"outputs of {kind} sequences differ"
             if by_token:
                 wanted, got = wanted[:, own_tokens][counted], got[counted]
-            elif wanted.shape != got.shape:  # the model's own affair
+            elif wanted.shape != got.shape:  # depends on the model
                 continue
-            else:  # of one token that it takes for the first or last
+            else:  # outputs of a single token, such as the first or last one
                 what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
             if (relative := relative_difference(got, wanted)) > tolerance(dtype):
                 yield f"{what} by {relative:.2g} of their largest value"

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from deepspeed.serving.protocol import APIError, BaseRequest, ChatCompletionRequest, CompletionRequest
 from deepspeed.serving.service import PendingRequest, Service
 
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # paths that clients make up would be no end
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown paths would create unlimited metrics
 
 
 class Endpoints:
@@ -103,9 +103,9 @@ class Endpoints:
         try:
             body = await self._answer_unless_gone(request, pending)
         finally:
-            pending.close()  # a task that is cancelled before it began closes nothing
+            pending.close()  # a task that is cancelled before its start closes nothing
         if body is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         counter.inc()
         return JSONResponse(body)
 

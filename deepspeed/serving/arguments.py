@@ -15,7 +15,7 @@ _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
     "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
 }  # fmt: skip
-_LONGEST = 1e8  # seconds; the event loop's clock has an end
+_LONGEST = 1e8  # seconds; the event loop's clock is limited
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     """Parse the command line of `ds_serve`."""
     args = _parser().parse_args(arguments)
     keys = list(args.api_key)
-    if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
+    if not all(key.strip() for key in keys):  # an unset variable gives an empty key, which would disable authentication
         raise ArgumentError("--api-key is empty; leave it out to need none")
     if args.api_key_file:
         lines = [line.strip() for line in _read(args.api_key_file).splitlines() if line.strip()]

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(serve(options))
-    except (DeepSpeedError, OSError, ValueError) as error:  # Transformers says so where there is no model
+    except (DeepSpeedError, OSError, ValueError) as error:  # errors of Transformers for missing models
         print(f"ds_serve: {error}", file=sys.stderr)
         return 1
 
@@ -51,7 +51,7 @@ async def serve(options: ServeOptions) -> int:
     from deepspeed.serving.service import Service
 
     say_untested()
-    listening = _bound(options.host, options.port)  # what cannot be had is said before the model is loaded
+    listening = _bound(options.host, options.port)  # report invalid options before the model is loaded
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
@@ -66,7 +66,7 @@ async def serve(options: ServeOptions) -> int:
         raise
     level, reason = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
     logger.log(level, "ds_serve: %s generates by %s%s", options.name, ready.kind, reason)
-    try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
+    try:  # always end the engine process: it ignores signals
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(
             Endpoints(service).app(), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
@@ -94,8 +94,8 @@ async def serve(options: ServeOptions) -> int:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Bind a socket to an address, without listening."""
-    # The protocol by its name: asyncio looks at it before it turns off Nagle's delays, 40 ms of every answer that
-    # follows another on its connection.
+    # Explicit protocol: asyncio checks it before it disables Nagle's algorithm, which would delay further answers on a
+    # connection by 40 ms.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

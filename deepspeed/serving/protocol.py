@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed.errors import DeepSpeedError
 
-# Fields that say nothing about the answer: taken and left alone.
+# Fields without effect on the answer: accepted and ignored.
 IGNORED_FIELDS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }  # fmt: skip
-# field: values that ask for nothing
+# field: values that request nothing
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),

@@ -16,7 +16,7 @@ from deepspeed.serving.metrics import Metrics
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
-_LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
+_LONG = 20_000  # characters from which a prompt is tokenized in a thread
 
 
 class PendingRequest:
@@ -38,7 +38,7 @@ class PendingRequest:
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
         self._arrived: list[tuple[int, TokenChunk | Refused | None]] = []
-        self._waiting: asyncio.Future[None] | None = None  # of the reader, while nothing is there for it
+        self._waiting: asyncio.Future[None] | None = None  # future of the waiting reader
         self._late = False
         self._sampling = []
         stops, copies = request.stops(), request.n or 1
@@ -158,10 +158,10 @@ class Service:
             raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
         self.admit(choices)
         prompts, leads = await self._prompts(request)
-        self.admit(choices)  # others may have come meanwhile
+        self.admit(choices)  # other requests may have arrived
         call = PendingRequest(self, request, prompts, leads)
         try:
-            call.start()  # in one go with the look at what is under way: requests that come together are counted
+            call.start()  # without interruption after the check, so that simultaneous requests are counted
         except EngineGone as error:
             raise APIError(503, str(error), code="engine_ended") from None
         return call
@@ -195,7 +195,7 @@ class Service:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates refuse in their own words, with errors of Jinja's or others
+        except Exception as error:  # templates may raise Jinja errors or any others
             raise APIError(
                 400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
             ) from None
@@ -206,7 +206,7 @@ class Service:
 
         try:
             tokens = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
-        except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON and no text
+        except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON but invalid text
             raise APIError(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
         if not tokens:
             raise APIError(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")

@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
 
-BEAT = 0.5  # seconds between two signs of life while there is nothing to do
+BEAT = 0.5  # seconds between heartbeats without work
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
@@ -31,13 +31,13 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     wanted: Any = dtypes.get(options.dtype, "auto")
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     packed = getattr(config, "quantization_config", None)
-    readable = packed and Path(options.model).is_dir() and not unread(packed)  # other forms are Transformers' work
+    readable = packed and Path(options.model).is_dir() and not unread(packed)  # Transformers loads other formats
     checkpoint = options.checkpoint or (options.model if readable else "")
     if checkpoint:
-        dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # left out, it is the folder's
+        dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # default: that of the folder
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, **dtype_argument)
-        if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
+        if (Path(options.model) / "generation_config.json").is_file():  # it may name further end tokens
             model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
@@ -57,7 +57,7 @@ def main(options: EngineOptions, pipe: Connection) -> None:
         engine = _Engine(options, pipe)
         pipe.send(Ready(engine.generator.limit, engine.generator.kind, engine.generator.why or ""))
         engine.run()
-    except (EOFError, BrokenPipeError):  # the web process is gone
+    except (EOFError, BrokenPipeError):  # the web process has ended
         sys.exit(1)
     except Exception as error:
         traceback.print_exc()
@@ -117,7 +117,7 @@ class _Engine:
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
-        except Exception as error:  # whatever is wrong with a request is no matter of the others
+        except Exception as error:  # an invalid request must not affect others
             self.pipe.send(Refused(message.ident, str(error)))
 
     def _report(self, outputs: list[Any], idle: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from deepspeed.errors import ArgumentError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Operators that draw numbers: bytes that they touch for each, in fp32.
+# Operators that draw random numbers: bytes touched per number, in fp32.
 _RANDOM = {"bernoulli_": 4, "uniform_": 4, "normal_": 4, "random_": 4, "exponential_": 4, "native_dropout": 9}
 _CARDS = Path(__file__).parent / "cards"
 

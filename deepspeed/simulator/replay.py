@@ -25,12 +25,12 @@ from deepspeed.simulator.trace import (
     Recording,
 )
 
-_ORDER_COST = 0.2  # of a launch: an event is recorded or waited for without a kernel
+_ORDER_COST = 0.2  # fraction of a launch: recording an event or waiting for it, without a kernel
 
 
 _COLORS = {KERNEL: "#4477aa", MESSAGE: "#ee6677", COPY: "#ccbb44", DISK: "#aa3377", HOST: "#228833"}
 _WORDS = {KERNEL: "kernels", MESSAGE: "messages", COPY: "host and device", DISK: "disk", HOST: "host's arithmetic"}
-_GAP = 1e-4  # shorter gaps than this part of the step are drawn over: nobody could see them
+_GAP = 1e-4  # fraction of the step; shorter gaps are invisible and not drawn
 
 
 @dataclass(slots=True)
@@ -147,11 +147,11 @@ class _Replay:
     def __init__(self, recording: Recording, machine: Machine, host_time: float) -> None:
         self.recording, self.machine, self.launch = recording, machine, host_time
         self.timeline = SimulatedTimeline(recording.name)
-        self.clock = 0.0  # of the host
-        self.tails: dict[str, float] = {}  # by track: when its last piece is over
+        self.clock = 0.0  # time of the host
+        self.tails: dict[str, float] = {}  # by track: end of its last interval
         self.ends = self.timeline.ends
         self.links = {name: _Link() for name in ("messages", "to_host", "to_device", "disk")}
-        self.floors: dict[int, float] = {}  # by stream: when what it was ordered behind is over
+        self.floors: dict[int, float] = {}  # by stream: end of the entries that it waits for
 
     def run(self) -> SimulatedTimeline:
         for entry in self.recording.entries:
@@ -205,7 +205,7 @@ class _Replay:
         machine, lane = self.machine, f"lane {entry.lane}"
         on_link, besides = machine.message(entry.name, entry.nbytes, entry.group)
         ready = max(self.clock, self._ready(entry.stream), self.tails.get(lane, 0.0))
-        if machine.shared:  # the ranks' own cores do it
+        if machine.shared:  # done by the ranks' own cores
             begin = ready
             self.tails[f"stream {entry.stream}"] = begin + on_link + besides
         else:

@@ -11,15 +11,15 @@ from typing import Any
 from deepspeed.errors import ArgumentError
 
 KERNEL = "kernel"  # an operator on a stream of the device
-MESSAGE = "message"  # a collective on the stream of its communicator; starts behind the stream it is posted from
-COPY = "copy"  # between host and device, on a stream
-ORDER = "order"  # a stream goes on behind an earlier entry
-WAIT = "wait"  # the host goes on behind an earlier entry
+MESSAGE = "message"  # a collective on its communicator's stream; starts after the work of the posting stream
+COPY = "copy"  # a copy between host and device, on a stream
+ORDER = "order"  # a stream waits for an earlier entry
+WAIT = "wait"  # the host waits for an earlier entry
 HOST = "host"  # arithmetic on host memory
-DISK = "disk"  # a transfer beside the host
-MARK = "mark"  # a place in the step: forward, backward, step
+DISK = "disk"  # a transfer that overlaps the host
+MARK = "mark"  # a mark in the step: forward, backward, step
 EMPTIED = -1
-NOTHING = -1  # an order behind a stream on which nothing was
+NOTHING = -1  # waits for a stream without entries
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class HostEvent:
     where: str = ""
 
 
-Entry = HostEvent  # the former name, still importable
+Entry = HostEvent  # former name, still importable
 
 
 @dataclass(slots=True)

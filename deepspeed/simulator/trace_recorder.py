@@ -25,13 +25,13 @@ _FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach", "record_stream", "set_", "resize_")
 _COPIES = ("copy_", "_to_copy", "_copy_from")
 _OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
-# Operators that touch a part of what they are given: that part, which is read and written.
+# Operators that touch only a part of their inputs: that part, read and written.
 _PARTS: dict[str, Any] = {
-    "embedding": lambda _args, out: [out],  # the rows that are looked up
+    "embedding": lambda _args, out: [out],  # the looked-up rows
     "nll_loss_forward": lambda args, _out: [args[1]],
-    "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2's: the shards, into their place in the full buffer
+    "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2 operator: copies shards into the full buffer
 }
-_SMALL = 1 << 16  # bytes of host memory whose arithmetic is part of the host's time per launch
+_SMALL = 1 << 16  # bytes of host arithmetic that is included in the host's time per launch
 
 
 class StepRecorder(DispatchMode):
@@ -49,8 +49,8 @@ class StepRecorder(DispatchMode):
         super().__init__()
         self.recording, self.on = recording, True
         self._device, self._formulas, self._mark = device, formulas(), ""
-        self._last: dict[int, int] = {}  # by stream: its last entry
-        self._alive: dict[int, tuple[Any, int, int]] = {}  # by storage: what hears of its end, number, bytes
+        self._last: dict[int, int] = {}  # last entry by stream
+        self._alive: dict[int, tuple[Any, int, int]] = {}  # by storage: finalizer, number, bytes
         self._next = 0
 
     # -- what is launched --------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ class StepRecorder(DispatchMode):
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
         inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(out)]
-        if is_fake(map(type, outputs)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+        if is_fake(map(type, outputs)):  # DTensor computes shapes of whole tensors with these; not recorded
             return out
         for tensor in inputs:
             self._see(tensor)
-        for tensor in outputs:  # those that are views of what was given, or the same, are known by now
+        for tensor in outputs:  # views and aliases of the inputs are already known
             self._see(tensor, is_output=True)
         tensors = inputs + outputs
         if name == "record_stream":
@@ -100,7 +100,7 @@ class StepRecorder(DispatchMode):
         formula = self._formulas.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
         if flops and "flash_attention" in name and self._is_causal(func, args, kwargs):
-            flops /= 2  # formulas count the masked half, which the kernel leaves out
+            flops /= 2  # formulas count the masked half, which kernels skip
         dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
         self.add(HostEvent(KERNEL, name, self.current(), flops, nbytes, dtype))
 
@@ -219,7 +219,7 @@ class StepRecorder(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._undo.close()
-        self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
+        self._alive.clear()  # later releases do not belong to the step
 
     @staticmethod
     def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:

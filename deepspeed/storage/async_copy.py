@@ -20,7 +20,7 @@ class PendingCopy:
 
     def __init__(self, mover: AsyncCopier, event: object, source: torch.Tensor) -> None:
         self._mover = mover
-        self._event, self._source = event, source  # the source lives until the copy is over
+        self._event, self._source = event, source  # keeps the source alive until the copy has finished
 
     def wait(self) -> None:
         """Block the host until the copy has finished."""

@@ -16,8 +16,8 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.aio.files import ALIGNMENT
 from deepspeed.ops.aio.memory import aligned_bytes
 
-# Buffers of one size whose copies may be under way at once: one more is waited for, so that a host that runs ahead of
-# its device does not lock ever more memory.
+# Maximum buffers of one size with copies in progress: the pool then waits, so that a host ahead of its device does not
+# lock more and more memory.
 _MOST_RETURNING = 4
 
 

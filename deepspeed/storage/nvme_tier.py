@@ -28,10 +28,10 @@ class _OnDisk(StoredTensor):
         super().__init__(label, numel, dtype)
         self._tier = tier
         self._extent = tier.reserve(label, self.nbytes)
-        self._written = False  # nothing on the disk yet: the values are zeros
+        self._written = False  # never written: the values are zeros
         self._buffer: torch.Tensor | None = None
-        self._transfer: Transfer | None = None  # under way between the buffer and the disk
-        self._straight: Transfer | None = None  # under way between memory of the caller's and the disk
+        self._transfer: Transfer | None = None  # transfer between the buffer and the disk
+        self._straight: Transfer | None = None  # transfer between the caller's memory and the disk
         self._users, self._dirty = 0, False
 
     def prefetch(self) -> None:
@@ -105,7 +105,7 @@ class _OnDisk(StoredTensor):
     def drop(self) -> None:
         with self._tier.lock:
             self._tier.forget(self)
-            with contextlib.suppress(StorageError):  # what could not be moved is not needed any more
+            with contextlib.suppress(StorageError):  # errors do not matter: the values are not needed any more
                 self._end_straight()
             with contextlib.suppress(StorageError):
                 self.return_buffer()
@@ -159,11 +159,11 @@ class NvmeTier(Tier):
         self.disk, self.pool = disk, pool
         self.most_ahead = buffers if reads_ahead else 0
         self._most_behind = buffers if writes_behind else 0
-        self.lock = threading.RLock()  # slices are lent to the fetch service's thread too
-        self.prefetching: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
-        self.behind: deque[_OnDisk] = deque()  # with a buffer that is written, oldest first
-        self.spare: dict[int, list[int]] = defaultdict(list)  # places of dropped tensors, by size
-        self._stored = 0  # tensors that are not dropped
+        self.lock = threading.RLock()  # the fetch thread also acquires slices
+        self.prefetching: set[_OnDisk] = set()  # tensors with a prefetched buffer
+        self.behind: deque[_OnDisk] = deque()  # tensors with a buffer for a write in progress, oldest first
+        self.spare: dict[int, list[int]] = defaultdict(list)  # extents of dropped tensors, by size
+        self._stored = 0  # number of tensors not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """Create a tensor of zeros and reserve its space on the disk."""

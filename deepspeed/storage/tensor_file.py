@@ -18,8 +18,8 @@ from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import BlockQueue, IORequest, block_queue, cause_of
 
-_TRIAL = 64 * 1024**2  # most bytes written and read to measure the disk: 8 rounds of the default requests in flight
-_TRIAL_BUFFER = 16 * 1024**2  # memory for that
+_TRIAL = 64 * 1024**2  # maximum bytes of a disk measurement: 8 rounds of the default requests in flight
+_TRIAL_BUFFER = 16 * 1024**2  # memory of a disk measurement
 
 
 class _State(Enum):
@@ -212,9 +212,9 @@ class Disk:
         """Measure bytes per second of writing and of reading, with temporary extents."""
         each = min(nbytes, _TRIAL_BUFFER)
         trials = [self.create("a trial of the disk", each) for _ in range(-(-nbytes // each))]
-        buffer = aligned_bytes(each)  # for all of them: what is read does not matter
+        buffer = aligned_bytes(each)  # one buffer for all: the values do not matter
         speeds = []
-        for start in (self.write, self.write, self.read):  # the first write makes the blocks and is not counted
+        for start in (self.write, self.write, self.read):  # the first write allocates the blocks and does not count
             begin = time.perf_counter()
             for transfer in [start(trial, buffer) for trial in trials]:
                 transfer.wait()
@@ -229,6 +229,6 @@ disks: Replaceable[type[Disk]] = Replaceable(Disk)
 
 
 def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the object and none of its threads
+    if os.getpid() == owner:  # a forked child has the object but not its threads
         queue.stop()
         file.close()

@@ -95,7 +95,7 @@ class StoredTensor(ABC):
         lent = self.acquire(read)
         copying = self.end_use() if changed else None
         if copying is not None:
-            copying.wait()  # the device reads what is to be overwritten
+            copying.wait()  # the device may still read the old values
         keeps_change = False
         try:
             yield lent

@@ -57,7 +57,7 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
             calls[name] = call.apart()
 
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # encoder layers of torch call none of their modules in it
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path of torch's encoder layers calls no modules
     try:
         with evaluating(model, use_cache=False):
             return calls, _noted(model, names, inputs, note)

@@ -74,7 +74,7 @@ class Forks:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._around: list[tuple[torch.Tensor, bool] | None] = []  # (state to return to, whether inside was a fork)
+        self._around: list[tuple[torch.Tensor, bool] | None] = []  # (state to restore, whether the inner one is own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forks:
         return self

@@ -247,7 +247,7 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
         return key
 
     writers = {node.name for node in nodes.values() if not node.lookup}
-    stream: set[str] = set()  # that were joined for one reader: each block reads all that were written before
+    stream: set[str] = set()  # sources of an earlier reader: each block reads all earlier residual writes
     for node in nodes.values():
         sources = node.sources & writers
         known = bool(stream) and stream <= sources

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed.errors import ArgumentError, ContractError, NotAvailableError
 
-_BYTES = 64 * 1024**2  # of a tensor whose size must show in the figures of memory
+_BYTES = 64 * 1024**2  # bytes of a tensor large enough for the memory statistics
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _callbacks(accelerator: Any) -> None:
     accelerator.range_pop()
     accelerator.range_pop()
     called: list[int] = []
-    torch.ones(1, device=_here(accelerator))  # the device is in use from here on
+    torch.ones(1, device=_here(accelerator))  # initializes the device
     accelerator.lazy_call(lambda: called.append(1))
     expect(called == [1], "lazy_call() call once, at once where the device is in use")
 
@@ -260,7 +260,7 @@ def _callbacks(accelerator: Any) -> None:
 def _memory(accelerator: Any) -> None:
     for reset in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
         getattr(accelerator, reset)()
-    accelerator.empty_cache()  # what lies in memory that was freed before takes none anew
+    accelerator.empty_cache()  # freed memory is reused without a new allocation
     before, total = accelerator.memory_allocated(), accelerator.total_memory()
     held = torch.full((_BYTES,), 1, dtype=torch.uint8, device=_here(accelerator))
     full = accelerator.memory_allocated()
@@ -331,7 +331,7 @@ def _dtypes(accelerator: Any) -> None:
     "LongTensor",
 )
 def _tensor_types(accelerator: Any) -> None:
-    # Written out, and not taken from the package: a table cannot be tested against itself.
+    # Written out instead of imported: a table cannot be tested against itself.
     types = {
         "BFloat16Tensor": torch.bfloat16,
         "ByteTensor": torch.uint8,

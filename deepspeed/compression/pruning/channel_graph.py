@@ -92,7 +92,7 @@ def whole_twin(model: nn.Module) -> Any:
 def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
     """Return the coupled elements, and the number of equal blocks that must keep equal numbers of channels."""
     tables: dict[tuple[str, int], torch.Tensor] = {}
-    grouped: dict[str, Any] = {}  # convolutions whose outputs read some of the inputs each, by weight
+    grouped: dict[str, Any] = {}  # grouped convolutions, in which an output reads some of the inputs, by weight
     for item in group:
         module, handler = item.dep.target.module, item.dep.handler.__name__
         name = names.get(id(module))
@@ -102,7 +102,7 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
         several = groups if isinstance(module, CONV) and 1 < groups < module.in_channels else 1
         for last, param in module.named_parameters(recurse=False):
             if not out and (param.dim() == 1 or (several == 1 and groups > 1)):
-                continue  # the bias of a module that reads the channels; a depthwise convolution has no axis of inputs
+                continue  # bias of a reading module; a depthwise convolution has no input axis
             axis = 0 if param.dim() == 1 else int(out == isinstance(module, TRANSPOSED))
             size = param.shape[axis] * (several if axis == 1 else 1)
             table = tables.setdefault((f"{name}.{last}", axis), torch.full((size,), -1, dtype=torch.int64))
@@ -113,7 +113,7 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
             grouped[f"{name}.weight"] = module
     slots = []
     for (name, axis), table in tables.items():
-        if axis == 1 and name in grouped:  # every output has the inputs of its own group
+        if axis == 1 and name in grouped:  # every output reads the inputs of its own group
             conv = grouped[name]
             table = table.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
             slots.append(ParameterSlice(name, (0, 1), table))

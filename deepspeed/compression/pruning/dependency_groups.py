@@ -56,7 +56,7 @@ class ParameterSlice:
     def units(self, shape: torch.Size, low: int, high: int) -> torch.Tensor:
         """Return the unit of each element [low, high) of the flattened parameter; int64."""
         units = torch.empty(max(high - low, 0), dtype=torch.int64)
-        for start in range(low, high, _CHUNK):  # temporary tensors stay small
+        for start in range(low, high, _CHUNK):  # bounds temporary memory
             flat = torch.arange(start, min(start + _CHUNK, high))
             index = torch.zeros_like(flat)
             for axis in self.axes:

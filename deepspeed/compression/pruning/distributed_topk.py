@@ -9,7 +9,7 @@ import torch
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the parts of a 32-bit number, highest first
-_CHUNK = 1 << 16  # scores that are compared together: temporary tensors are eight times as large
+_CHUNK = 1 << 16  # scores compared at a time: temporary tensors are eight times as large
 Score = Callable[[Owned], torch.Tensor]
 
 
@@ -110,7 +110,7 @@ def exact_sums(
     largest = exchange.max(largest, "the largest score")
     if largest == 0.0 or largest != largest or largest == float("inf"):
         return torch.full((units,), largest, dtype=torch.float64)
-    # 62 bits hold the largest number as often as a unit has elements; 52 keep the conversion from float64 exact.
+    # 62 bits hold the sum of a unit's elements; 52 keep the conversion from float64 exact.
     room = min(61 - max(per_unit, 1).bit_length(), 52)
     exponent = room - int(torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent)
     sums = torch.zeros(units, dtype=torch.int64)

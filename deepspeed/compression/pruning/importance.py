@@ -12,7 +12,7 @@ from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.errors import CompressionError
 
-_MOMENTUM = 0.9  # of the Taylor scores of single weights
+_MOMENTUM = 0.9  # momentum of the Taylor scores of single weights
 
 
 class Scores:
@@ -27,8 +27,8 @@ class Scores:
         self._owned, self._first_name, self._exchange = owned, first_name, exchange
         self._rules = {rule.name: rule for rule in rules}
         self._weights: dict[tuple[str, str], torch.Tensor] = {}  # by (rule, parameter), over [low, high)
-        self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, the same on all ranks
-        self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squares of a weight's inputs, and their axis
+        self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, equal on all ranks
+        self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squared inputs of a weight, and their axis
 
     def forget(self, rule: CompressionRule) -> None:
         """Delete the scores of a rule with a final mask."""
@@ -64,7 +64,7 @@ class Scores:
                 score.mul_(_MOMENTUM).add_(moved.abs_())
 
     def _grow_units(self, rule: CompressionRule) -> None:
-        parts, first, most = [], 0, 1  # the family's first unit, and elements of one unit
+        parts, first, most = [], 0, 1  # index of the family's first unit, and elements per unit
         for family in rule.families:
             for slot in family.slots:
                 owned = self._owned[self._first_name[slot.name]]

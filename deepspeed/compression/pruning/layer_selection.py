@@ -17,8 +17,8 @@ from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import LAYER_KEYS, block_lists, config_of, text_config
 
-REDUCED = "_ds_layers_reduced"  # on a model: `student_initialization` has given it its teacher's layers
-LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave
+REDUCED = "_ds_layers_reduced"  # attribute of a model: `student_initialization` has copied its teacher's layers
+LOOKS = 8  # number of applied steps, directly before the removal, that measure influence
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
@@ -76,7 +76,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
         return None
     small = _config_with_depth(dense_class(inner), config, short, len(blocks), keep)
     base, after = on_meta(dense_class(inner), config), on_meta(dense_class(inner), small)
-    for new, old in enumerate(keep):  # blocks may differ, as the first one of a T5
+    for new, old in enumerate(keep):  # blocks may differ, like the first block of T5
         shapes, place = _block_shapes(blocks[old]), _block_shapes(after.get_submodule(f"{short}.{new}"))
         if shapes != place:
             raise CompressionError(
@@ -106,7 +106,7 @@ def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, t
             continue
         if not all(name in modules and len(modules[name]) == size for name, size in wanted.items()):
             continue
-        # Transformers makes the cache of some decoders as deep as the encoder is.
+        # Transformers gives the cache of some decoders the depth of the encoder.
         decoder = max((size for name, size in wanted.items() if "decoder" in name), default=0)
         two_stacks = getattr(small, "is_encoder_decoder", False)
         cached = getattr(text_config(small, decoder=True), "num_hidden_layers", decoder) if two_stacks else decoder
@@ -136,7 +136,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
         target: Any = model.get_submodule(name)
         for key, value in changed_attributes(before, module).items():
             setattr(target, key, value)
-        # A stack may have a config of its own, as the decoder of a T5: caches are made by it.
+        # A stack may have its own config, like the decoder of T5, from which caches are created.
         configs = [config_of(owner) for owner in (target, before, module)]
         if all(config is not None for config in configs) and target.config is not before.config:
             for key, value in vars(module.config).items():  # pyright: ignore[reportArgumentType]
@@ -192,7 +192,7 @@ class InfluenceWatch:
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
         self._training = training
-        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # of one minus the cosine, and of ones
+        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # rows: sum of (1 - cosine), number of tokens
         self._hooks = [
             block.register_forward_hook(self._hook(index), with_kwargs=True) for index, block in enumerate(blocks)
         ]
@@ -253,14 +253,14 @@ class Depth:
             self.prefix = next(name for name, module in model.named_modules() if module is blocks)
         self._total = len(block_list(model, self.prefix))
         self._watch: InfluenceWatch | None = None
-        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # of all ranks
+        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # sums over all ranks
         named, count = section.teacher_layer, section.keep_number_layer
         if named is None and (count or 0) > self._total:
             what = f"keep_number_layer is {count}, and {self.prefix} has {self._total} layers"
             raise CompressionError(f"layer_reduction: {what}")
         self._kept = count or 0 if named is None else len(named)
         self.over = self._kept == self._total
-        self._warned = False  # that no influence is known
+        self._warned = False  # warned that influence is unknown
         if not self.over:
             check_layers(model, self.prefix, list(range(self._kept)) if named is None else named)
         self._announce()
@@ -338,7 +338,7 @@ class Depth:
 
     def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
         """Load the state after `step` applied steps; None: from a run without layer removal."""
-        self.remove()  # its sums are of another run
+        self.remove()  # the hooks have sums of another run
         self._sums.zero_()
         if saved is not None and saved["sums"].shape == self._sums.shape:
             self._sums.copy_(saved["sums"])

@@ -32,9 +32,9 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, group_of, meet_bef
 
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
 _BITS = 2 ** torch.arange(8)
-# The eight flags of every byte, as one 64-bit number each: unpacking is one lookup per byte.
+# The eight flags of every byte as one 64-bit number: unpacking is one lookup per byte.
 _FLAGS = ((torch.arange(256)[:, None] // _BITS) % 2).to(torch.uint8).contiguous().view(torch.int64).view(-1)
-_CHUNK = 1 << 14  # bytes of a mask unpacked at a time
+_CHUNK = 1 << 14  # mask bytes unpacked at a time
 
 
 def pack_flags(keep: torch.Tensor) -> torch.Tensor:
@@ -92,12 +92,12 @@ class Masks:
             if name in wanted and first not in self.owned:
                 self.owned[first] = Owned(first, param, axis, optimizer)
         self.scores = Scores(rules, self.owned, self._first_name, self.exchange)
-        self.kept: dict[tuple[str, str], torch.Tensor] = {}  # bits of single weights by (rule, parameter)
-        self.units: dict[str, list[torch.Tensor]] = {}  # flags of the units of each family, by rule
+        self.kept: dict[tuple[str, str], torch.Tensor] = {}  # packed flags of single weights, by (rule, parameter)
+        self.units: dict[str, list[torch.Tensor]] = {}  # flags of each family's units, by rule
         self.final: set[str] = set()
         self.hard: dict[str, torch.Tensor] = {}
         self.soft: dict[str, torch.Tensor] = {}
-        self._updated: set[int] = set()  # groups that this step has updated
+        self._updated: set[int] = set()  # groups updated in this step
         self._loading: dict[str, dict[str, torch.Tensor]] = {}  # tensors that a load is filling
         if optimizer is not None and rules:
             optimizer.set_masks(self)

@@ -20,7 +20,7 @@ from deepspeed.config.validate import pattern_of
 from deepspeed.errors import CompressionError
 
 _CRITERIA = {"l1": "magnitude", "topk": "movement", "snip_momentum": "taylor"}
-LEARNED = ("movement", "taylor", "activation")  # criteria that look at training, so the first mask needs a step
+LEARNED = ("movement", "taylor", "activation")  # criteria that observe training, so the first mask needs a step
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from deepspeed.compression.pruning.transformers_groups import inside
 from deepspeed.foundation.transformers_model import config_of
 
 _PLAIN = (int, float, str, bool, type(None))
-# (module class name, attribute, parameter, axis): sizes that torch's own modules store as attributes.
+# (class name, attribute, parameter, axis): size attributes of torch's own modules.
 _SIZES = (
     ("Linear", "out_features", "weight", 0), ("Linear", "in_features", "weight", 1), ("Conv1D", "nf", "weight", 1),
     ("Conv1D", "nx", "weight", 0), ("Embedding", "num_embeddings", "weight", 0),
@@ -51,7 +51,7 @@ class Removal:
                 rows[place] = (axis, before[torch.isin(before, indices)])
                 return
         rows.append((axis, indices))
-        rows.sort(key=lambda row: -row[1].dim())  # indices per expert or output are applied before whole ones leave
+        rows.sort(key=lambda row: -row[1].dim())  # per-expert indices are applied before whole experts are removed
 
     def cut_slot(self, slot: ParameterSlice, keep: torch.Tensor) -> None:
         """Keep some of the units of a slice, given their flags."""

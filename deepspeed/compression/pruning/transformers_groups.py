@@ -30,7 +30,7 @@ from deepspeed.foundation.transformers_model import (
     pretrained_models,
 )
 
-ADAPTER = ".lora_"  # in the names of low-rank adapters
+ADAPTER = ".lora_"  # parts of LoRA parameter names
 _BASE = "base_layer"
 
 
@@ -83,7 +83,7 @@ class Shrink:
         """Return a copy with one choice of units for all layers of a stack, for biases that layers share."""
         stacks: dict[str, list[Family]] = {}
         for family in self.families:
-            parts = re.split(r"\.\d+", family.label)  # the last part tells two attentions of one block apart
+            parts = re.split(r"\.\d+", family.label)  # the last part distinguishes two attentions of one block
             stacks.setdefault(parts[0] + parts[-1], []).append(family)
         merged = [
             replace(families[0], slots=[slot for family in families for slot in family.slots], config=True)
@@ -97,7 +97,7 @@ def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             return model_class(copy.deepcopy(config))
-    except Exception as error:  # of any type, by the model class
+    except Exception as error:  # any error of the model class
         raise CompressionError(f"{model_class.__name__} cannot be built so: {type(error).__name__}: {error}") from error
 
 
@@ -235,7 +235,7 @@ def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
     for key in (key for key in FFN_KEYS if key in _keys(config)):
         value = getattr(config, key, None)
         if value is None and key in ("n_inner", "intermediate_size", "ffn_dim"):
-            value = 4 * (width or 0) or None  # None stands for four times the width
+            value = 4 * (width or 0) or None  # None means four times the width
         if not isinstance(value, int) or (less := _smaller(value)) is None:
             continue
         small = copy.deepcopy(config)
@@ -268,7 +268,7 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
     for layer, slots in by_layer.items():
         blocks = experts.get(layer, 1)
         if blocks > 1 and any(len(slot.axes) == 1 for slot in slots):
-            # Another module of that width is there too: the same unit leaves it and all experts together.
+            # Another module has the same width: a unit is removed from it and from all experts together.
             for place, slot in enumerate(slots):
                 if len(slot.axes) == 2:
                     tables = tuple(table[0] % value for table in slot.layouts)
@@ -381,7 +381,7 @@ class _HeadCounts:
                 return [torch.cat([query, torch.full((2 * kv,), -1)])]
             key = torch.arange(kv) // self.size
             return [torch.cat([query, key, key]), index // ((per_unit + 2) * self.size)]
-        if axis % (self.units * self.size) == 0:  # several copies, as of gated queries
+        if axis % (self.units * self.size) == 0:  # several copies, as for gated queries
             copies = axis // q if axis % q == 0 else 1
             copy_of_units = torch.arange(axis // copies) // (axis // copies // self.units)
             return [copy_of_units.repeat(copies), index // (axis // self.units)]

@@ -26,9 +26,9 @@ from deepspeed.foundation.transformers_model import (
     config_number,
 )
 
-TOLERANCE = tolerance(torch.float32, 0.1)  # of the largest output
-FLOOR = 1e-12  # the least output that a difference is divided by
-LARGEST = 40_000_000  # parameters of a twin
+TOLERANCE = tolerance(torch.float32, 0.1)  # relative to the largest output
+FLOOR = 1e-12  # minimum divisor of a difference
+LARGEST = 40_000_000  # maximum parameters of a small copy
 
 
 def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS, total: int | None = None) -> Any:
@@ -66,7 +66,7 @@ def build(model_class: type[nn.Module], config: Any) -> nn.Module:
         torch.manual_seed(0)
         try:
             model = model_class(copy.deepcopy(config)).float().eval()
-        except Exception as error:  # of any type, by the model class
+        except Exception as error:  # any error of the model class
             raise CompressionError(f"a twin of {model_class.__name__} cannot be built: {error}") from error
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -185,7 +185,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     inputs = inputs_for(twin, config)
     router = same.names() - shapes_of(twin).keys()
     with torch.no_grad():
-        for name in router:  # buffers start as zeros, which hide their order
+        for name in router:  # buffers start as zeros, which would hide a wrong order
             twin.get_buffer(name).copy_(torch.linspace(0.1, 0.3, twin.get_buffer(name).numel()))
     dense, other = outputs(twin, inputs), copy.deepcopy(twin)
     tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
@@ -210,7 +210,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     if not torch.isfinite(small).all():
         raise CompressionError(f"a twin of {model_class.__name__} with fewer experts gives no numbers")
     last = {name.rpartition(".")[2] for name in router}
-    for family in shrink.families:  # masks know parameters; buffers follow when the units leave
+    for family in shrink.families:  # masks cover parameters only; buffers follow at removal
         family.slots = [slot for slot in family.slots if slot.name.rpartition(".")[2] not in last]
     return shrink, difference
 

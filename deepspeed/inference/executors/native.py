@@ -69,7 +69,7 @@ class Structure:
     head: Matrix
     table: Matrix | None = None  # the embedding, if its rows can be read natively
     kind: int = 0  # dtype code of a packed table's rows
-    uneven: list[nn.Module] = field(default_factory=list)  # matrices that join several at rows no multiple of four
+    uneven: list[nn.Module] = field(default_factory=list)  # joined matrices with parts at uneven rows
     seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
     # Weights among these values, and their addresses.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
@@ -300,7 +300,7 @@ class FusedExecutor:
         if end <= have:
             return
         most = max(end, 2 * have, TABLE)
-        most = min(most, max(end, self._furthest)) if self._furthest else most  # farther ones change the others
+        most = min(most, max(end, self._furthest)) if self._furthest else most  # longer ones would change all rotations
         tables = [[self._cosines], [self._sines]] if have else [[], []]
         for start in range(have, most, TABLE):
             positions = torch.arange(start, min(start + TABLE, most))[None]
@@ -378,7 +378,7 @@ class FusedExecutor:
         Raises:
             ArgumentError: the model's weights are being trained.
         """
-        self.structure.seen, self.structure.tensors = [], ([], [])  # which would keep them beside
+        self.structure.seen, self.structure.tensors = [], ([], [])  # would keep the unpacked weights
         try:
             pack_lossless(self.model, self.structure.uneven)
         finally:

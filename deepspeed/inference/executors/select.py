@@ -28,11 +28,11 @@ from deepspeed.native import library
 PROBE_PAGE = 2
 # Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress.
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
-FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`: of the largest logit
-NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
+FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
+NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
 
 
-_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # by the table that all wrappers share
+_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # locks by input embedding
 _making = threading.Lock()
 
 

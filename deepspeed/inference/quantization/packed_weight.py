@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.zero.parameters.parameter import is_managed
 
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: clipping its outliers may round the rest better
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # fractions of a group's range: clipping may reduce the other errors
 _FAST_GROUPS = (32, 64, 128, 256)
 # Maximum rows for which torch's packed product is faster than unpacking and a plain product (measured).
 _FAST_ROWS = {8: 8, 4: 16}

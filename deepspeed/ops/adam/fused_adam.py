@@ -38,7 +38,7 @@ def adam_update(
             state["exp_avg_sq"] = torch.zeros_like(param)
             if amsgrad:
                 state["max_exp_avg_sq"] = torch.zeros_like(param)
-        # The fused kernel wants the step counts beside the tensors, the for-loop wants them on the host.
+        # The fused kernel needs step counts on the parameters' device, the for-loop needs them on the host.
         state["step"] = state["step"].to(param.device if fused else "cpu")
     steps = [state["step"] for state in states]
     if not group.get("bias_correction", True):

@@ -12,7 +12,7 @@ from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import block_queue, cause_of
 
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
-_ENOUGH = 0.95  # of the best speed; beyond it a setting only costs memory and threads
+_ENOUGH = 0.95  # fraction of the best speed; faster settings only cost memory and threads
 
 
 def parse_size(text: str) -> int:
@@ -38,7 +38,7 @@ def measure(folder: str, io_size: int, block_size: int, in_flight: int) -> tuple
     buffer = aligned_bytes(io_size)
     speeds = []
     try:
-        for writing in (True, True, False):  # the first write makes the blocks and is not counted
+        for writing in (True, True, False):  # the first write allocates the blocks and does not count
             begin = time.perf_counter()
             cause = cause_of(*queue.submit(file, buffer, 0, writing).wait(), io_size)
             if cause:

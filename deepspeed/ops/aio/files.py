@@ -7,7 +7,7 @@ import tempfile
 
 from deepspeed.foundation.log import warn_once
 
-ALIGNMENT = 4096  # bytes; what direct I/O asks of addresses, offsets and lengths on every common file system
+ALIGNMENT = 4096  # alignment of addresses, offsets and lengths for direct I/O on all common file systems, in bytes
 
 
 class BlockFile:
@@ -60,7 +60,7 @@ class BlockFile:
     def _open_direct(path: str, flags: int, where: str) -> int:
         try:
             return os.open(path, flags | os.O_DIRECT)
-        except (AttributeError, OSError) as error:  # no such flag on this system, or not on this file system
+        except (AttributeError, OSError) as error:  # the system or file system does not support the flag
             folder = where if os.path.isdir(where) else os.path.dirname(where) or "."
             warn_once(
                 f"no direct I/O in '{folder}' ({error}): files there go through the page cache", ("direct", folder)

@@ -32,7 +32,7 @@ def aligned_bytes(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         pin: lock the pages if there is a device; if the system refuses, log this once and leave them pageable.
     """
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # not on this system, or not in this kernel
+    with suppress(AttributeError, OSError):  # unsupported by the system or kernel
         # The kernel looks up every page of a direct request: with 4 KiB pages that alone halves a fast disk's speed.
         pages.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)

@@ -20,7 +20,7 @@ from deepspeed.native import library
 from deepspeed.ops.aio.files import ALIGNMENT, BlockFile
 from deepspeed.ops.aio.threads import ThreadQueue
 
-LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer starve a disk; each request in flight is a thread of the host
+LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer do not saturate a disk; each request in flight needs a thread
 
 
 class IORequest(Protocol):

@@ -38,7 +38,7 @@ class ThreadJob:
         call = os.pwritev if self.writing else os.preadv
         position, refused = start, self.file.direct < 0
         while position < stop:
-            # What direct I/O cannot take, and the rest after a short count, goes through the page cache or fails there.
+            # Bytes that direct I/O does not accept, also after a short count, go through the page cache or fail there.
             direct = not refused and (self.offset + position) % ALIGNMENT == 0 and stop - position >= ALIGNMENT
             end = stop - (stop - position) % ALIGNMENT if direct else stop
             memory = self.memory[position:end]
@@ -111,7 +111,7 @@ class ThreadQueue:
                 job.running -= 1
                 job.moved += moved
                 job.error = job.error or error
-                if moved < stop - start and job.claimed < len(job.memory):  # the rest is not worth trying
+                if moved < stop - start and job.claimed < len(job.memory):  # skip the remaining blocks
                     job.claimed = len(job.memory)
                     self._jobs.remove(job)
                 if not job.running and job.claimed == len(job.memory):

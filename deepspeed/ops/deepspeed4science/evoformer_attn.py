@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.errors import ArgumentError
 
-# elements of one tile of scores: on CPUs about one cache, on accelerators enough work for one kernel
+# scores per tile: about one CPU cache, and enough work for one kernel on accelerators
 CPU_TILE, DEVICE_TILE = 2**19, 2**24
 
 
