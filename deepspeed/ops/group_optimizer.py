@@ -14,7 +14,7 @@ State = dict[str, Any]
 
 
 class GroupOptimizer(torch.optim.Optimizer):
-    """Optimizer with a subclass method that updates the tensors of one group at a time.
+    """Base class of optimizers; a subclass updates the tensors of one group at a time.
 
     Group dicts of the caller are kept as the same objects, so their owner can read and set current values.
     """

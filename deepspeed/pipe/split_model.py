@@ -145,7 +145,7 @@ class ModelSplit:
     # -- over stages ----------------------------------------------------------------------------------------------
 
     def modules_by_stage(self, model: nn.Module, stages: int) -> list[set[str]]:
-        """Return the modules of each stage: those that it runs, and those that own a parameter of these by name.
+        """Return the names of each stage's modules: modules that it runs, and modules that register their parameters.
 
         Part p belongs to stage p % stages.
         """

@@ -65,7 +65,7 @@ class ParameterSlice:
         return units
 
     def select(self, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Return the remaining part of a tensor of the parameter's shape, given flags of the kept units."""
+        """Select the kept elements of a tensor with the parameter's shape, given flags of the kept units."""
         axis = self.axes[-1]
         if len(self.axes) == 1:
             return values.index_select(axis, self.indices(keep).to(values.device))

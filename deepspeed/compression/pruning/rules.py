@@ -118,7 +118,7 @@ def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> I
 
 
 def compressible(module: nn.Module) -> bool:
-    """Whether techniques support a module's weight."""
+    """Whether compression techniques support a module's weight."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONV)) or type(module).__name__ == "Conv1D"
 
 

@@ -72,7 +72,7 @@ class Removal:
                         self.cuts[f"{home}.{buffer}"] = rows
 
     def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return the remaining part of a tensor of a parameter's shape."""
+        """Select the kept elements of a tensor with the parameter's shape."""
         for axis, indices in self.cuts.get(name, ()):
             indices = indices.to(values.device)
             if indices.dim() == 1:
