@@ -1,4 +1,4 @@
-"""Smaller models: pruning, layer reduction, distillation and quantization in sharded training, and export.
+"""Model compression: pruning, layer reduction, distillation and quantization in sharded training, and export.
 
 The user guide is `docs/compression.md`. Names are imported on first use.
 """

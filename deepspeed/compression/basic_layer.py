@@ -1,7 +1,7 @@
-"""Modules that compute with quantized weights and inputs: the module stays the same object, with another class.
+"""Modules that compute with fake-quantized weights and inputs.
 
-Parameters, hooks, ties and subclasses are kept: the class of a module becomes a subclass of its previous one, and a
-quantized weight shadows the parameter during forward.
+The class of a module becomes a subclass of its previous class; the object, its parameters, hooks and ties stay. During
+forward, a quantized weight hides the parameter of the same name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from deepspeed.compression.utils import quantize, straight_through
 
 
 class Compressed:
-    """Adds quantizers to a module, which a schedule switches on."""
+    """Mixin that adds quantizers to a module; a schedule switches them on."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward, on quantized weight and input."""
+        """Run the module's own forward with quantized weight and input."""
         module: Any = self
         input_quantizer: QuantAct | None = module.__dict__.get("_activation")
         if input_quantizer is not None and inputs and isinstance(inputs[0], torch.Tensor):
@@ -34,34 +34,34 @@ class Compressed:
 
 
 class LinearLayer_Compress(Compressed, nn.Linear):  # noqa: N801
-    """`nn.Linear`."""
+    """`nn.Linear` with quantizers."""
 
 
 class Conv2dLayer_Compress(Compressed, nn.Conv2d):  # noqa: N801
-    """`nn.Conv2d`."""
+    """`nn.Conv2d` with quantizers."""
 
 
 class Embedding_Compress(Compressed, nn.Embedding):  # noqa: N801
-    """`nn.Embedding`."""
+    """`nn.Embedding` with quantizers."""
 
 
 class BNLayer_Compress(Compressed, nn.BatchNorm2d):  # noqa: N801
-    """`nn.BatchNorm2d`; nothing of it is quantized."""
+    """`nn.BatchNorm2d`; none of its tensors are quantized."""
 
 
 _CLASSES = (LinearLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, BNLayer_Compress)
-_compressed_classes: dict[type, type] = {}  # by the class that a module had
+_compressed_classes: dict[type, type] = {}  # compressed class by original class
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Give a module the class with quantizers; gives the module."""
+    """Change a module's class to one with quantizers; returns the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module
     if own not in _compressed_classes:
         plain = next((c for c in _CLASSES if c.__mro__[2] is own), None)
         base = next((c for c in _CLASSES if issubclass(own, c.__mro__[2])), Compressed)
-        # Named as before: clients look modules up by the names of their classes.
+        # Keeps the name: users look modules up by class name.
         compressed = plain or type(own.__name__, (base, own), {"__module__": own.__module__, "_plain": own})
         _compressed_classes[own] = compressed
     module.__class__ = _compressed_classes[own]
@@ -69,7 +69,7 @@ def compress_module(module: nn.Module) -> nn.Module:
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Undo `compress_module`; gives the module."""
+    """Undo `compress_module`; returns the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
         module.__dict__.pop("_weight_quantizer", None)
@@ -78,18 +78,18 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 
 class WeightQuantizer:
-    """Fake quantization of one weight.
+    """Fake quantizer of one weight.
 
     Args:
         kind: `symmetric` or `asymmetric`.
-        groups: of the flattened weight.
-        stochastic: rounding.
+        groups: number of groups of the flattened weight.
+        stochastic: whether rounding is stochastic.
     """
 
     def __init__(self, kind: str, groups: int, stochastic: bool) -> None:
         self.kind, self.groups, self.stochastic = kind, groups, stochastic
-        self.bits = 0  # 0: not yet
-        self.dense_share = 0.0  # of the full weight that is mixed in
+        self.bits = 0  # 0: not active yet
+        self.dense_share = 0.0  # fraction of the full weight that is mixed in
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -101,12 +101,12 @@ class WeightQuantizer:
 
 
 class QuantAct:
-    """Fake quantization of inputs: a range per token, or a running one.
+    """Fake quantizer of inputs, with a range per token or a running range.
 
     Args:
-        bits: levels.
+        bits: number of bits.
         kind: `symmetric` or `asymmetric`.
-        running: keep a range with momentum 0.95, as a buffer of the module.
+        running: keep a running range with momentum 0.95, in a buffer of the module.
         owner: the module.
     """
 
@@ -127,7 +127,7 @@ class QuantAct:
                 per_sample = isinstance(self.owner, nn.modules.conv._ConvNd)
                 groups = dense.shape[0] if per_sample else dense.numel() // dense.shape[-1]
                 quantized = quantize(dense, self.bits, self.kind, max(groups, 1))
-            if quantized.stride() != dense.stride():  # in the layout it came in: products of 16 bits round by layout
+            if quantized.stride() != dense.stride():  # products of 16 bits round by memory layout
                 quantized = torch.empty_like(dense).copy_(quantized)
         return straight_through(values, quantized)
 

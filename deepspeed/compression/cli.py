@@ -1,4 +1,4 @@
-"""`ds_compress`: a plan of what can be removed from a model; a comparison of an exported folder with its original."""
+"""Command `ds_compress`: lists the removable units of a model; compares an exported folder with its original."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ["ffn", "heads", "experts", "layers"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser("ds_compress", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="units, coupled tensors, parameters, bytes and FLOPs of what can go")
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load_windows(path: str) -> torch.Tensor:
-    """Held-out tokens, integers of shape (windows, length)."""
+    """Load held-out tokens, integers of shape (windows, length)."""
     try:
         windows = torch.load(path, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -68,7 +68,7 @@ def load_windows(path: str) -> torch.Tensor:
 
 
 def load_model(path: str) -> tuple[nn.Module, Any]:
-    """A model without memory, and its config."""
+    """Load a model on the meta device, and its config."""
     import transformers
 
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -83,7 +83,7 @@ def load_model(path: str) -> tuple[nn.Module, Any]:
 
 
 def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: float) -> list[dict[str, Any]]:
-    """One row per number of the config that can be smaller, or one with the reason; of a model on the meta device."""
+    """Return a row for each config value that can shrink, or a row with the reason; the model is on the meta device."""
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
     plan = PruningPlan(model)
@@ -97,7 +97,7 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
         for row in kind_rows:
             if "after" in row:
                 gone = total - row["after"]
-                work = row.pop("work", gone)  # of experts a token passes as many as before
+                work = row.pop("work", gone)  # the number of experts per token does not change
                 row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * work}
             row["seconds"] = round(time.perf_counter() - started, 1)
         rows += kind_rows

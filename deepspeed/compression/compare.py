@@ -1,4 +1,4 @@
-"""Compares exported folders: bytes, parameters, loss and speed, each in a process without this package."""
+"""Comparison of exported folders: bytes, parameters, loss and speed, each in a process without this package."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from deepspeed.errors import CompressionError
 from deepspeed.foundation import hf_forward
 
 LIMIT_S = 1800.0
-"""Seconds that a reader may take over one answer."""
+"""Maximum seconds for one answer of a process."""
 
-# Runs alone, after the source of `hf_forward`, and answers one line of JSON for each line it is given.
+# Runs separately, after the source of `hf_forward`; answers each input line with one line of JSON.
 _READER = """
 import json, sys, time
 import torch, transformers
@@ -78,14 +78,14 @@ with torch.no_grad():
 
 
 class Exported:
-    """A process that has one exported folder in memory, with one thread; it knows torch and Transformers alone.
+    """Process with one exported folder in memory and one thread; it imports only torch and Transformers.
 
     Args:
-        folder: of the model.
-        limit: seconds that one answer may take.
+        folder: folder of the model.
+        limit: maximum seconds per answer.
 
     Raises:
-        CompressionError: the folder is not there, Transformers cannot load it, or an answer takes too long.
+        CompressionError: the folder is missing, Transformers cannot load it, or an answer takes too long.
     """
 
     def __init__(self, folder: str | Path, limit: float = LIMIT_S) -> None:
@@ -128,11 +128,11 @@ class Exported:
         return float(self._answer())
 
     def seconds(self, kind: str, length: int = 128, times: int = 1) -> float:
-        """CPU seconds of one forward of `length` tokens (`prefill`), or of one `token` after as many."""
+        """Measure CPU seconds of one forward of `length` tokens (`prefill`), or of one `token` after as many."""
         return self._ask(kind, length, times)
 
     def loss(self, windows: torch.Tensor) -> float:
-        """Nats per token of integers of shape (windows, tokens + 1)."""
+        """Compute the loss in nats per token for integers of shape (windows, tokens + 1)."""
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             torch.save(windows, file.name)
             return self._ask("loss", file.name)
@@ -149,7 +149,7 @@ class Exported:
 
 
 def faster(before: Exported, after: Exported, kind: str, rounds: int = 5, length: int = 128, times: int = 2) -> float:
-    """How many times as fast `after` is: the median over paired rounds, in CPU time of one thread."""
+    """Measure the speedup of `after` over `before`: the median over paired rounds, in CPU time of one thread."""
     ratios = [before.seconds(kind, length, times) / after.seconds(kind, length, times) for _ in range(rounds)]
     return statistics.median(ratios)
 
@@ -160,11 +160,11 @@ def report(before: str | Path, after: str | Path, windows: torch.Tensor | None =
     Args:
         before: the dense model's folder.
         after: the exported one.
-        windows: held-out tokens of shape (windows, tokens + 1); without them no loss is given.
+        windows: held-out tokens of shape (windows, tokens + 1); without them no loss is computed.
 
     Returns:
-        `bytes`, `parameters`, and where there are windows `loss` (nats per token), each of [before, after];
-        `prefill` and `token`: how many times as fast, 1.0 being no gain.
+        `bytes`, `parameters`, and with windows `loss` (nats per token), each as [before, after]; `prefill` and
+        `token`: speedups, 1.0 means no gain.
 
     Raises:
         CompressionError: a folder cannot be loaded by plain Transformers.

@@ -25,14 +25,14 @@ from deepspeed.config.sections.compression import CompressionTraining, LayerRedu
 from deepspeed.errors import ArgumentError, CompressionError
 from deepspeed.zero.parameters.parameter import ShardedParameter, is_managed
 
-_LAST_STEP = 1 << 40  # every schedule has ended then
+_LAST_STEP = 1 << 40  # a step after the end of every schedule
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
-    """The dict of a config that is a dict or the path of a JSON.
+    """Return the dict of a config, given as a dict or the path of a JSON file.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: the config is neither.
     """
     if isinstance(config, dict):
         return config
@@ -42,7 +42,7 @@ def check_deepspeed_config(config: Any) -> dict[str, Any]:
 
 
 def section_of(config: Any) -> tuple[CompressionTraining, QuantizeTraining]:
-    """`compression_training` and `quantize_training`, typed and checked."""
+    """Parse and check the sections `compression_training` and `quantize_training`."""
     whole = check_deepspeed_config(config)
     known = {name: whole[name] for name in ("compression_training", "quantize_training") if name in whole}
     top = DeepSpeedConfig({"train_batch_size": 1, **known}, world=1).top
@@ -54,12 +54,12 @@ def _inner(model: Any) -> nn.Module:
 
 
 def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
-    """Prepare a model, before `deepspeed.initialize`: a student gets its teacher's layers, modules their quantizers.
+    """Prepare a model before `deepspeed.initialize`: copy teacher layers into a student, and add quantizers to modules.
 
     Args:
         model: changed in place.
-        deepspeed_config: dict or path of a JSON with `compression_training`.
-        teacher_model: needed by `layer_reduction`.
+        deepspeed_config: dict or path of a JSON file with `compression_training`.
+        teacher_model: needed for `layer_reduction`.
         mpu: accepted for old scripts.
 
     Returns:
@@ -67,7 +67,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
     Raises:
         ArgumentError: layer reduction without a teacher.
-        CompressionError: modules that are named are not there.
+        CompressionError: a module in the config does not exist.
     """
     section, training = section_of(deepspeed_config)
     inner = _inner(model)
@@ -84,12 +84,12 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
-    """Copy a teacher's layers into a student, as `layer_reduction` says; buffers are not copied.
+    """Copy a teacher's layers into a student, as configured by `layer_reduction`; buffers are not copied.
 
     Args:
         student_model: changed in place.
-        teacher_model: read.
-        deepspeed_config: dict or path of a JSON.
+        teacher_model: not changed.
+        deepspeed_config: dict or path of a JSON file.
     """
     student = _inner(student_model)
     _copy_layers(student, _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
@@ -127,14 +127,14 @@ def _copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Bake masks and quantization into the weights of a trained model, and take out the units that are known.
+    """Apply masks and quantization permanently to the weights of a trained model, and remove removable units.
 
-    Masks follow from the weights: what training masked is zero. Learned scores are not needed for that.
+    Masks come from the weights: masked weights are zero after training. Learned scores are not needed.
 
     Args:
-        model: whole, with trained weights; changed in place. From an engine at stages 0 to 2 too, which cannot train
-            it any further then.
-        deepspeed_config: as for `init_compression`.
+        model: whole, with trained weights; changed in place. A model from an engine at stages 0 to 2 is supported;
+            that engine cannot train it any further.
+        deepspeed_config: as in `init_compression`.
         mpu: accepted for old scripts.
 
     Returns:
@@ -171,7 +171,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
 
 def _take_out(inner: nn.Module) -> None:
-    """Give a model that an engine trained parameters of its own, with the engine's values; shared ones stay shared."""
+    """Replace an engine's parameters in a model by new ones with the same values; shared parameters stay shared."""
     if any(isinstance(param, ShardedParameter) for param in inner.parameters()):
         raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
     managed = [param for param in inner.parameters() if is_managed(param)]
@@ -185,18 +185,18 @@ def _take_out(inner: nn.Module) -> None:
 def get_module_name(
     group_name: str, model: nn.Module, key_word: str, exist_module_name: set[str], mpu: Any = None, verbose: bool = True
 ) -> tuple[list[str], set[str]]:  # noqa: E501
-    """Names of the compressible modules an expression finds, and all found so far.
+    """Return the compressible modules that match an expression, and all modules matched so far.
 
     Args:
-        group_name: for the error.
-        model: where to look.
-        key_word: regular expression; `*` is all.
-        exist_module_name: names found before; a name that is found again is an error.
+        group_name: for the error message.
+        model: model to search.
+        key_word: regular expression; `*` matches all.
+        exist_module_name: earlier matches; a second match is an error.
         mpu: accepted for old scripts.
         verbose: likewise.
 
     Raises:
-        ValueError: a module is found twice.
+        ValueError: a module matches twice.
     """
     names = [name for _, name, _ in matched(_inner(model), [key_word])]
     for name in names:
@@ -207,10 +207,10 @@ def get_module_name(
 
 
 def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu: Any = None) -> list[Any]:
-    """[module names, related module names, {technique: parameters}] per entry of `modules`, of enabled techniques.
+    """Return [module names, related module names, {technique: parameters}] per entry in `modules` of enabled methods.
 
     Args:
-        model: where to look.
+        model: model to search.
         compress_methods: the dict under `compression_training`.
         mpu: accepted for old scripts.
     """

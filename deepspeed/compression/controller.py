@@ -1,4 +1,4 @@
-"""Compression of an engine: which masks, quantizers and removals become active after which applied step."""
+"""Compression of an engine: schedule of masks, quantizers and removals by applied optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
-CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
+CALLED = "_ds_compression"  # attribute of a model: the section with which `init_compression` prepared it
 
 
 class Compression:
-    """`compression_training` while an engine trains; the model's parameters are managed already."""
+    """State of `compression_training` while an engine trains; the model's parameters are managed already."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Compression:
     ) -> None:
         self.model, self.section, self._axes = model, section, axes
         self.training_steps = 0
-        self.done: list[str] = []  # rules whose units have left
+        self.done: list[str] = []  # rules with removed units
         self._masks_before: dict[str, Any] | None = None
         self.plan = PruningPlan(model)
         self.rules = rules_of(model, section, self.plan, called=left_on(model, CALLED) is not None)
         self.masks = Masks(model, self.rules, axes.shard, optimizer)
-        # Statistics of batches are summed over copies of the state too: each copy has other samples.
+        # Batch statistics are also summed over copies of the state, because each copy has other samples.
         self._all_samples = Exchange(axes.dp_sp_group, self.masks.exchange.device)
         self.quantizers = FakeQuantizers(model, section, training)
         self._input_norms = _InputNorms(model, self.rules)
@@ -64,7 +64,7 @@ class Compression:
         self._form_masks(0)
 
     def _describe(self, rule: CompressionRule) -> str:
-        """The plan of a rule: what goes, from which tensors, when."""
+        """Describe a rule: the units or weights it removes, their tensors, and the steps."""
         when = f"after step {rule.offset}" + (f" to {rule.end}" if rule.end is not None else "")
         if rule.weights:
             total = sum(self.masks.of(name).numel for name in rule.weights)
@@ -74,7 +74,7 @@ class Compression:
         removal, kept_units = Removal(), 0
         for family in rule.families:
             width = family.size // family.blocks
-            keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # which units, is not known yet
+            keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # the units are not chosen yet
             kept_units += int(keep.sum())
             for slot in family.slots:
                 removal.cut_slot(slot, keep)
@@ -82,7 +82,7 @@ class Compression:
         shapes = {name: self.masks.of(name).shape for name in removal.cuts}
         cut = {name: shape.numel() - removal.shape(name, shape).numel() for name, shape in shapes.items()}
         kind = rule.families[0].kind if rule.families else "units"
-        # A convolution multiplies at each position of its output; a token passes as many experts as before.
+        # A convolution multiplies at each output position; the number of experts per token does not change.
         most = 2 if kind == "experts" else 5
         products = sum(count for name, count in cut.items() if 2 <= len(shapes[name]) <= most)
         work = f"up to {2 * products:,} FLOPs per {'position' if kind == 'channels' else 'token'}"
@@ -92,13 +92,13 @@ class Compression:
         return f"{text}: {size}, {4 * sum(cut.values()) / 2**20:.1f} MiB in fp32, {work}"
 
     def step(self) -> list[CompressionRule]:
-        """An optimizer step was applied: gives the rules whose units leave now. All ranks call together."""
+        """Advance by one applied optimizer step; returns rules with units to remove now. All ranks call together."""
         self.training_steps += 1
         self.quantizers.at_step(self.training_steps)
         return [rule for rule in self._form_masks(self.training_steps) if rule.physical and rule.removable]
 
     def leaving(self) -> Removal | None:
-        """Layers that leave the engine now, after the units that leave. All ranks call together."""
+        """Return the layers to remove now, after the units. All ranks call together."""
         return None if self.depth is None else self.depth.after_step(self.training_steps, self._all_samples)
 
     def _form_masks(self, step: int) -> list[CompressionRule]:
@@ -110,23 +110,23 @@ class Compression:
         return ended
 
     def removal(self, rules: list[CompressionRule]) -> Removal:
-        """The units of these rules that leave the engine."""
+        """Return the removal of these rules' units from the engine."""
         chosen = [pair for rule in rules for pair in zip(rule.families, self.masks.units[rule.name], strict=True)]
         removal = self.plan.removal_of(chosen)
         removal.rules = [rule.name for rule in rules]
         return removal
 
     def removed(self, removal: Removal, optimizer: ZeroOptimizer | None, names: Mapping[str, str]) -> None:
-        """Units or layers have left the engine, which has a new optimizer; the masks of other rules are formed anew.
+        """Update after a removal: the engine has a new optimizer, and the masks of other rules are rebuilt.
 
         Args:
-            removal: what left.
-            optimizer: of the engine.
-            names: of parameters, by their names before; without those that left.
+            removal: the removed units or layers.
+            optimizer: the engine's new optimizer.
+            names: new names of the remaining parameters, by their old names.
         """
         state = self.masks.state_dict()
         ended = set(removal.rules)
-        if not ended:  # of a checkpoint that does not name them
+        if not ended:  # checkpoint without these entries
             ended = {rule.name for rule in self.rules if rule.families and set(removal.cuts) >= set(rule.names())}
         rules = [rule for rule in self.rules if rule.name not in ended]
         if removal.layers:
@@ -145,9 +145,9 @@ class Compression:
 
     @staticmethod
     def _rename_rule(rule: CompressionRule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
-        """Give a rule the names that its parameters have after layers left; whether any of them stays.
+        """Rename a rule's parameters after a removal of layers; returns whether any parameter remains.
 
-        Flags and scores of families that left are taken out of `state`, the state dict of the masks.
+        Flags and scores of removed families are deleted from `state`, the state dict of the masks.
         """
         families = [removal.renamed(family, names) for family in rule.families]
         stay = [index for index, family in enumerate(families) if family is not None]
@@ -162,7 +162,7 @@ class Compression:
         return bool(rule.families or rule.weights)
 
     def left(self, removal: Removal) -> None:
-        """Layers have left: they do not leave again."""
+        """Record that layers have been removed, so that they are not removed again."""
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
 
@@ -179,7 +179,7 @@ class Compression:
         return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that all ranks share."""
+        """Return the state common to all ranks."""
         return {
             "training_steps": self.training_steps,
             "masks": self.masks.state_dict(),
@@ -188,7 +188,7 @@ class Compression:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load it, after the tensors of a checkpoint were read. All ranks call together."""
+        """Load a state, after the tensors of a checkpoint were read. All ranks call together."""
         self.training_steps = saved["training_steps"]
         self.quantizers.load_state_dict(saved["quantizers"])
         self.masks.load_state_dict(saved["masks"])
@@ -196,7 +196,7 @@ class Compression:
             self.depth.load_state_dict(saved.get("layers"), self.training_steps)
 
     def remove(self) -> None:
-        """Take hooks and quantizers off the model."""
+        """Remove hooks and quantizers from the model."""
         self._input_norms.remove()
         if self.depth is not None:
             self.depth.remove()
@@ -206,11 +206,11 @@ class Compression:
 
 
 class _InputNorms:
-    """Adds up the squares of the inputs of modules with activation-weighted rules."""
+    """Sums of squared inputs, for modules with activation-weighted rules."""
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: the number of inputs, and their axis
+        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: number of inputs, and their axis
         self._hooks: list[Any] = []
         first_names = {id(param): name for name, param in model.named_parameters()}
         wanted = {name for rule in rules if rule.criterion == "activation" for name in rule.weights}
@@ -227,9 +227,9 @@ class _InputNorms:
             raise CompressionError(f"criterion activation of {blind[0]}: an embedding has no inputs; leave it out")
 
     def of_all_ranks(self, exchange: Exchange) -> dict[str, tuple[torch.Tensor, int]]:
-        """(sums of squares [inputs], fp64, and the axis of inputs) by weight.
+        """Return (sums of squares [inputs] in fp64, axis of inputs) by weight, summed over ranks.
 
-        All ranks call together, whatever modules each has used.
+        All ranks call together, even if they have used different modules.
         """
         names = sorted(self._inputs)
         if not names:
@@ -245,7 +245,7 @@ class _InputNorms:
             if module.training and inputs and isinstance(inputs[0], torch.Tensor):
                 with torch.no_grad():
                     rows = inputs[0].detach().to(torch.float64)
-                    if isinstance(module, CONV):  # channels come before positions
+                    if isinstance(module, CONV):  # channel axis before positions
                         rows = rows.movedim(1 - len(getattr(module.weight, "ds_shape", module.weight.shape)), -1)
                     squares = rows.reshape(-1, rows.shape[-1]).square().sum(0).cpu()
                     self.sums[name] = self.sums.get(name, torch.zeros_like(squares)) + squares
@@ -255,7 +255,7 @@ class _InputNorms:
     def followed(
         self, model: nn.Module, rules: list[CompressionRule], removal: Removal, names: Mapping[str, str]
     ) -> _InputNorms:
-        """The same of a model after a removal, with the sums of the inputs that stay."""
+        """Return the sums for the model after a removal, with the remaining inputs."""
         self.remove()
         norms = _InputNorms(model, rules)
         modules = dict(model.named_modules())

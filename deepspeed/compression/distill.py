@@ -19,33 +19,33 @@ _IGNORED = -100
 
 
 class Distiller:
-    """Adds a teacher's losses to a student's output.
+    """Adds losses on a teacher's outputs to a student's output.
 
     Args:
-        student: the module of the engine; its output has `.loss` and `.logits`.
+        student: module of the engine; its output has `.loss` and `.logits`.
         section: `compression_training.distillation`.
     """
 
     def __init__(self, student: nn.Module, section: Distillation) -> None:
         self.student, self.section = student, section
         self.teacher: Any = None
-        self.close: Callable[[], None] | None = None  # ends what was made for the teacher
-        self._list_name = ""  # of the teacher's blocks
+        self.close: Callable[[], None] | None = None  # closes the teacher
+        self._list_name = ""  # name of the list of the teacher's blocks
         kinds = (getattr(module, "loss_type", None) for module in student.modules())
-        self._shifts = "ForCausalLM" in kinds  # logits of a position are for the label of the next one
+        self._shifts = "ForCausalLM" in kinds  # causal models: logits of a position belong to the label of the next one
         self._hooks = [
             student.register_forward_pre_hook(self._request_outputs, with_kwargs=True),
             student.register_forward_hook(self._add_loss, with_kwargs=True),
         ]
 
     def set_teacher(self, teacher: Any, close: Callable[[], None] | None = None) -> None:
-        """Take a module or an engine as the teacher, run in evaluation mode without gradients; `close` ends it."""
+        """Set a module or an engine as teacher, in evaluation mode without gradients; `close` is called at the end."""
         if not callable(teacher):
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
         self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Have the student give hidden states and attention maps, where they are compared."""
+        """Make the student return hidden states and attention maps, if they are compared."""
         if not module.training:
             return None
         kwargs = dict(kwargs)
@@ -76,11 +76,11 @@ class Distiller:
 
     @contextlib.contextmanager
     def _recorded_blocks(self) -> Iterator[list[_Call]]:
-        """Inputs and outputs of every block of the teacher."""
+        """Context that records inputs and outputs of every block of the teacher."""
         calls: list[_Call] = []
 
         def record(module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
-            # a layer that runs again must not write into the teacher's cache
+            # a repeated run must not write into the teacher's cache
             calls.append((inputs, uncached(kwargs), _first(output)))
 
         blocks: list[nn.Module] = []
@@ -94,9 +94,9 @@ class Distiller:
                 hook.remove()
 
     def _layerwise(self, calls: list[_Call]) -> torch.Tensor:
-        """Mean squared error of each layer on the input of the teacher's layer: no layer waits for another."""
+        """Compute the mean squared error of each student layer, run on the input of its teacher layer."""
         lists = (
-            list(module)  # of the teacher's name, also where one block is left
+            list(module)  # found by the teacher's name, even with one remaining block
             for name, module in self.student.named_modules()
             if isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{self._list_name}")
         )
@@ -116,7 +116,7 @@ class Distiller:
 
     @staticmethod
     def _longest_list(model: Any) -> tuple[str, list[nn.Module]]:
-        """The longest list of repeated blocks of a module or an engine, and its name."""
+        """Return the longest list of repeated blocks of a module or an engine, and its name."""
         lists = block_lists(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
         if not lists:
             raise CompressionError(
@@ -139,7 +139,7 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """The student's loss plus its distances from the teacher, both without positions whose label is -100."""
+        """Add the distances from the teacher to the student's loss; positions with label -100 are ignored."""
         section = self.section
         total = section.hard * own
         if section.logits:
@@ -156,7 +156,7 @@ class Distiller:
         return total
 
     def _distance(self, student: Any, teacher: Any, states: bool) -> torch.Tensor:
-        """Mean squared error of paired layers; of hidden states the input of the first layer is compared too."""
+        """Compute the mean squared error of paired layers; hidden states include the input of the first layer."""
         first = 1 if states else 0
         pairs = [(0, 0)] if states else []
         for layer, teacher_layer in enumerate(self._layers(len(student) - first, len(teacher) - first)):
@@ -165,10 +165,10 @@ class Distiller:
         return torch.stack(errors).mean()
 
     def _layers(self, count: int, teacher_count: int) -> list[int]:
-        """The teacher's layer for each of the student's."""
+        """Return the teacher layer for each student layer."""
         named = self.section.layers
         if count == teacher_count and (named is None or len(named) != count):
-            return list(range(count))  # layers have not left yet
+            return list(range(count))  # layers are not removed yet
         if named is None:
             return [(layer + 1) * teacher_count // count - 1 for layer in range(count)]
         if len(named) != count or any(not 0 <= layer < teacher_count for layer in named):
@@ -176,7 +176,7 @@ class Distiller:
         return named
 
     def remove(self) -> None:
-        """Take the hooks off, and end what was made for the teacher."""
+        """Remove the hooks, and close the teacher."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -195,13 +195,13 @@ def _first(output: Any) -> torch.Tensor:
 def divergence(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Kullback-Leibler divergence of the teacher's distribution from the student's, times the temperature squared.
+    """Compute the KL divergence of the teacher's distribution from the student's, times the temperature squared.
 
     Args:
         student: logits [..., classes].
         teacher: logits of the same shape.
-        temperature: divides both.
-        labels: [...]; positions with -100 are left out of the mean.
+        temperature: divides both logits.
+        labels: [...]; positions with -100 are excluded from the mean.
     """
     if student.shape != teacher.shape:
         raise CompressionError(f"logits of student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ")

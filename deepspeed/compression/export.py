@@ -1,4 +1,4 @@
-"""Exports a folder that plain Transformers loads; for a quantized model, with packed integers."""
+"""Export of a folder that plain Transformers loads; quantized models are stored as packed integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import config_of
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
-_SMALL = 2_000_000_000  # parameters of which a second copy may be made in memory
+_SMALL = 2_000_000_000  # maximum parameters for which a second copy in memory is allowed
 
 
 def export(
@@ -34,19 +34,18 @@ def export(
     weights: str = "float",
     group_size: int = 32,
 ) -> dict[str, Any]:
-    """Write a folder.
+    """Write a model folder.
 
     Args:
-        model: says class and config; its own values are not read.
-        state: all weights, whole, as forward sees them.
-        folder: made if it is not there.
-        weights: `float`, `int8` (a scale per output row), `int4` (a signed scale per `group_size` inputs, of least
-            squared error), or `w8a8`: int8 weights, and inputs that are rounded to 8 bits too, with a scale per token
-            that is found as they come.
-        group_size: of int4.
+        model: provides class and config; its own values are not read.
+        state: all weights, whole, as used by forward.
+        folder: created if missing.
+        weights: `float`, `int8` (a scale per output row), `int4` (a signed scale per `group_size` inputs, with least
+            squared error), or `w8a8`: int8 weights, and inputs rounded to 8 bits with a dynamic scale per token.
+        group_size: group size of int4.
 
     Returns:
-        The report, which is also `compression.json` in the folder: bytes and parameters.
+        A report of bytes and parameters, also written to `compression.json` in the folder.
 
     Raises:
         CompressionError: the model has no Transformers config, or the weights do not fit the class.
@@ -81,12 +80,12 @@ def export(
 
 
 def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
-    """A plain model of these weights."""
+    """Build a plain model with these weights."""
     small = sum(value.numel() for value in state.values()) < _SMALL
     model: Any = model_class(copy.deepcopy(config)) if small else on_meta(model_class, config)
     missing, unexpected = model.load_state_dict(dict(state), strict=False, assign=True)
     loaded = {param for name, param in model.named_parameters(remove_duplicate=False) if name not in missing}
-    model.tie_weights()  # a tied weight may be missing; any other would keep its first, random values
+    model.tie_weights()  # a tied weight may be missing; any other missing weight would stay random
     lost = [name for name, param in model.named_parameters() if param not in loaded]
     if unexpected or lost:
         raise CompressionError(f"the weights do not fit {model_class.__name__}: {lost[:3]}, {list(unexpected)[:3]}")
@@ -100,7 +99,7 @@ def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str,
 
 
 def packable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Linears that are stored as integers: all but the head and what is tied to an embedding."""
+    """Return the linear layers to store as integers: all except the head and layers tied to an embedding."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
@@ -111,7 +110,7 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:
-    """Pack in a process of its own: in one of several ranks compressed-tensors waits for all the others."""
+    """Pack in a separate process: within several ranks, compressed-tensors would wait for all others."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
     with tempfile.TemporaryDirectory() as whole:

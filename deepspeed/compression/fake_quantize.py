@@ -1,4 +1,4 @@
-"""Fake quantizers of an engine's modules, and their schedule."""
+"""Fake quantizers of an engine's modules, with their schedule."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from deepspeed.foundation.log import log_rank0
 
 @dataclass(eq=False)
 class _WeightGroup:
-    """One group of quantized weights, and its schedule.
+    """Group of quantized weights, with its schedule.
 
     Args:
-        name: of the group.
-        quantizers: of its modules.
-        bits: (start, target); equal where there are no steps.
-        offset: applied steps before it starts.
-        period: steps until the first bit falls; the next period is twice as long.
-        mixed: by how much the share of dense weights falls per step; None: nothing is mixed in.
-        verbose: say when bits change.
+        name: name of the group.
+        quantizers: quantizers of its modules.
+        bits: (start, target); equal without intermediate steps.
+        offset: applied steps before quantization starts.
+        period: steps until the first decrease by one bit; each further period is twice as long.
+        mixed: decrease per step of the fraction of dense weights; None: no mixing.
+        verbose: log changes of the bits.
     """
 
     name: str
@@ -37,7 +37,7 @@ class _WeightGroup:
     verbose: bool
 
     def at(self, step: int) -> tuple[int, float]:
-        """(bits, share of dense weights) after `step` applied steps."""
+        """Return (bits, fraction of dense weights) after `step` applied steps."""
         start, target = self.bits
         if step < self.offset:
             return 0, 0.0
@@ -49,7 +49,7 @@ class _WeightGroup:
 
     @property
     def last(self) -> int:
-        """The step after which nothing changes."""
+        """Last step with a change."""
         start, target = self.bits
         falls = self.offset + max(self.period, 1) * (2 ** (start - target) - 1)
         return falls + (0 if not self.mixed else int(1.0 / self.mixed))
@@ -64,7 +64,7 @@ class FakeQuantizers:
         training: `quantize_training`.
 
     Raises:
-        CompressionError: modules are not there, or cannot be quantized so.
+        CompressionError: modules are missing, or cannot be quantized this way.
     """
 
     def __init__(self, model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
@@ -82,7 +82,7 @@ class FakeQuantizers:
         self._log_shared_weights()
 
     def _log_shared_weights(self) -> None:
-        """Log which quantized weights belong to a module without quantization too: exports hold them once."""
+        """Log quantized weights that a module without quantization shares: exports store them once."""
         users: dict[int, list[str]] = {}
         quantized: set[str] = set()
         for name, module in self._model.named_modules():
@@ -173,7 +173,7 @@ class FakeQuantizers:
             self._inputs.append((shared.schedule_offset, quantizers))
 
     def at_step(self, step: int) -> None:
-        """Set all quantizers as they are after `step` applied optimizer steps."""
+        """Set all quantizers to their state after `step` applied optimizer steps."""
         self._step = step
         for group in self._weights:
             bits, share = group.at(step)
@@ -186,7 +186,7 @@ class FakeQuantizers:
                 input_quantizer.on = step >= offset
 
     def bake(self, state: dict[str, Any]) -> None:
-        """Replace weights of a whole state dict by their quantized values; a shared one under all its names."""
+        """Replace weights of a whole state dict by their quantized values, shared weights under all names."""
         names: dict[int, list[str]] = {}
         for name, param in self._model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
@@ -203,7 +203,7 @@ class FakeQuantizers:
         return weights and all(self._step >= offset for offset, _ in self._inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step; everything else follows from it."""
+        """Return the step; all other state follows from it."""
         return {"step": self._step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for modules by their dotted names, under upstream's names."""
+"""Helpers for modules by dotted name, with upstream's names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute at a dotted name; numbers index lists.
+    """Return the attribute at a dotted name; numbers index lists.
 
     Args:
-        model: where to begin.
-        module_name: `encoder.layer.0.output`.
+        model: root object.
+        module_name: such as `encoder.layer.0.output`.
     """
     attribute = model
     for part in module_name.split("."):
@@ -30,9 +30,9 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Set the attribute at a dotted name.
 
     Args:
-        model: where to begin.
-        module_name: as `recursive_getattr` takes it.
-        module: what is put there.
+        model: root object.
+        module_name: as in `recursive_getattr`.
+        module: new value.
     """
     home, _, last = module_name.rpartition(".")
     owner = recursive_getattr(model, home) if home else model
@@ -45,17 +45,17 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 def module_replacement(
     model: nn.Module, module_name: str, compression_technique: Any = None, mpu: Any = None
 ) -> nn.Module:
-    """Give one module the class that knows quantizers; the module stays the object it is."""
+    """Change one module's class to one with quantizers, in place."""
     return compress_module(recursive_getattr(model, module_name))
 
 
 def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
-    """Whether techniques work on a module."""
+    """Whether compression techniques support a module."""
     return compressible(module) or isinstance(module, nn.BatchNorm2d)
 
 
 def compression_preparation(model: nn.Module, compression_technique_list: Any = None, mpu: Any = None) -> nn.Module:
-    """Give every compressible module the class that knows quantizers."""
+    """Change the class of every compressible module to one with quantizers, in place."""
     for module in model.modules():
         if is_module_compressible(module):
             compress_module(module)
@@ -65,23 +65,23 @@ def compression_preparation(model: nn.Module, compression_technique_list: Any = 
 def fix_compression(
     model: nn.Module, module_name: str, compression_technique: Any = None, mask: Any = None, dim_reduction: bool = False
 ) -> None:  # noqa: E501
-    """Restore the class that a compressed module had."""
+    """Restore the original class of a compressed module."""
     plain_module(recursive_getattr(model, module_name))
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
     """Replace modules such as Transformers' `Conv1D` by `nn.Linear` of the transposed weight, in place.
 
-    Ties, `requires_grad` and buffers of the rest stay. Techniques work on `Conv1D` too; old scripts call this first.
+    Ties, `requires_grad` and other buffers stay. Techniques support `Conv1D` too; old scripts call this first.
 
     Args:
-        model: whole, before an engine has it.
-        convert_type: the class that is replaced.
+        model: whole, before `deepspeed.initialize`.
+        convert_type: class of the modules to replace.
 
     Returns:
         The model.
     """
-    linears: dict[int, nn.Linear] = {}  # by the module they replace
+    linears: dict[int, nn.Linear] = {}  # new layers by the replaced module
     target: Any = model.module if hasattr(model, "module") else model
     for module in list(target.modules()):
         for name, child in list(module._modules.items()):

@@ -1,4 +1,4 @@
-"""The schedule of compression outside of an engine, under upstream's name."""
+"""Schedule of compression outside of an engine, with upstream's name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deepspeed.compression.fake_quantize import FakeQuantizers
 
 
 class compression_scheduler:  # noqa: N801
-    """Counts steps and switches a model's quantizers; an engine counts by itself (`engine.compression_scheduler`).
+    """Step counter that switches a model's quantizers; an engine has its own (`engine.compression_scheduler`).
 
     Args:
         model: whole.
-        compression_config: the dict under `compression_training`, or a config that has it.
+        compression_config: the dict under `compression_training`, or a config that contains it.
     """
 
     def __init__(self, model: nn.Module, compression_config: dict[str, Any]) -> None:
@@ -26,6 +26,6 @@ class compression_scheduler:  # noqa: N801
         self._quantizers.at_step(0)
 
     def step(self, step_zero_check: bool = False) -> None:
-        """One optimizer step was applied (`step_zero_check`: none yet, look at step 0 only)."""
+        """Advance by one applied optimizer step; with `step_zero_check`, only apply the state of step 0."""
         self.training_steps += 0 if step_zero_check else 1
         self._quantizers.at_step(self.training_steps)

@@ -1,4 +1,4 @@
-"""Fake quantization: rounds numbers to a few levels, with straight-through gradients."""
+"""Fake quantization: rounds values to a few levels, with straight-through gradients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def _rows(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """[groups, n] in fp32."""
+    """Reshape to [groups, n] in fp32."""
     if values.numel() % groups:
         raise ValueError(f"{values.numel()} elements cannot be split into {groups} equal groups")
     return values.reshape(groups, -1).to(torch.float32)
 
 
 def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """2^bits levels around zero, one scale per group; bits of 3 or more."""
+    """Quantize to 2^bits levels around zero, with one scale per group; at least 3 bits."""
     rows = _rows(values, groups)
     scale = (2 * rows.abs().amax(1, keepdim=True) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
     levels = _round(rows / scale, stochastic).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -23,7 +23,7 @@ def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool
 
 
 def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """2^bits levels from smallest to largest, one scale and offset per group; bits of 3 or more."""
+    """Quantize to 2^bits levels from minimum to maximum, with one scale and offset per group; at least 3 bits."""
     rows = _rows(values, groups)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = ((high - low) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
@@ -36,16 +36,16 @@ _STARTS = (6.0, 6.5, 7.0, 7.5, 8.0, 8.5, 9.0)  # steps from zero to a group's la
 
 
 def four_bit_scales(groups: torch.Tensor) -> torch.Tensor:
-    """A signed scale per group, with which integers from -8 to 7 have nearly the least squared error.
+    """Compute a signed scale per group that nearly minimizes the squared error of integers from -8 to 7.
 
-    The weight of largest size lies on the side of -8, so all 16 levels are used: its scale is negative where that
-    weight is positive. Each start is improved once by least squares for the integers that it gives.
+    The weight of largest magnitude is mapped to -8, so all 16 levels are used; the scale is negative if that weight is
+    positive. Each candidate is improved once by least squares for its integers.
 
     Args:
         groups: [..., elements of a group], fp32.
 
     Returns:
-        [..., 1], fp32, nowhere zero.
+        [..., 1], fp32, never zero.
     """
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best, least = largest, torch.full_like(largest, torch.inf)
@@ -64,7 +64,7 @@ def _not_zero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Zero, or plus or minus the mean of what is above 0.7 of the mean."""
+    """Quantize to zero, or plus or minus a level: the mean magnitude of values above 0.7 times the mean magnitude."""
     rows = _rows(values, groups)
     sizes = rows.abs()
     above = sizes > 0.7 * sizes.mean(1, keepdim=True)
@@ -73,24 +73,24 @@ def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
 
 
 def binary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Plus or minus the mean size."""
+    """Quantize to plus or minus the mean magnitude."""
     rows = _rows(values, groups)
     signs = torch.where(rows < 0, -1.0, 1.0)
     return (signs * rows.abs().mean(1, keepdim=True)).view(values.shape).to(values.dtype)
 
 
 def quantize(values: torch.Tensor, bits: int, kind: str, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """The form that belongs to a number of bits: 1 binary, 2 ternary, else by `kind`.
+    """Quantize with the form for a number of bits: 1 binary, 2 ternary, else by `kind`.
 
     Args:
         values: any float tensor.
         bits: 1 to 16.
         kind: `symmetric` or `asymmetric`.
-        groups: equal pieces of the flattened tensor with their own scale.
+        groups: number of equal pieces of the flattened tensor, each with its own scale.
         stochastic: round up with the probability of the remainder.
 
     Returns:
-        Of the shape and dtype of `values`.
+        A tensor with the shape and dtype of `values`.
     """
     if bits <= 2:
         return binary(values, groups) if bits == 1 else ternary(values, groups)
@@ -112,12 +112,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(values: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """`quantized` in forward; in backward its gradient is that of `values`."""
+    """Return `quantized` in forward; in backward the gradient passes to `values`."""
     return _StraightThrough.apply(values, quantized)  # pyright: ignore[reportReturnType]
 
 
 class _Quantizer(torch.autograd.Function):
-    """The old interface: `apply(input, num_bits, min_value=None, max_value=None, num_groups=1)`."""
+    """Old interface: `apply(input, num_bits, min_value=None, max_value=None, num_groups=1)`."""
 
     form: Any = None
 
@@ -125,7 +125,7 @@ class _Quantizer(torch.autograd.Function):
     def apply(
         cls, input: torch.Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
     ) -> Any:  # noqa: A002, E501
-        """Quantize; with given bounds values are clamped to them first."""
+        """Quantize; with bounds, clamp values to them first."""
         values = input.detach()
         if max_value is not None:
             values = values.clamp(-max_value if min_value is None else min_value, max_value)
@@ -133,35 +133,35 @@ class _Quantizer(torch.autograd.Function):
 
 
 class SymQuantizer(_Quantizer):
-    """Symmetric, straight-through."""
+    """Symmetric quantization with straight-through gradients."""
 
     form = staticmethod(symmetric)
 
 
 class AsymQuantizer(_Quantizer):
-    """Asymmetric, straight-through."""
+    """Asymmetric quantization with straight-through gradients."""
 
     form = staticmethod(asymmetric)
 
 
 class TernaryQuantizer(_Quantizer):
-    """Ternary, straight-through."""
+    """Ternary quantization with straight-through gradients."""
 
     form = staticmethod(lambda values, bits, groups: ternary(values, groups))
 
 
 class BinaryQuantizer(_Quantizer):
-    """Binary, straight-through."""
+    """Binary quantization with straight-through gradients."""
 
     form = staticmethod(lambda values, bits, groups: binary(values, groups))
 
 
 class TopKBinarizer(torch.autograd.Function):
-    """Scores to a mask of the largest; the gradient goes straight to the scores."""
+    """Mask of the largest scores; the gradient passes straight to the scores."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, threshold: float, sigmoid: bool = False) -> torch.Tensor:
-        """A mask of ones for the `threshold` share of the largest scores (of scores above it, with `sigmoid`)."""
+        """Return ones for the `threshold` fraction of largest scores (with `sigmoid`, for scores above `threshold`)."""
         if sigmoid:
             return (torch.sigmoid(inputs) > threshold).to(inputs.dtype)
         flat = inputs.reshape(-1)
@@ -172,5 +172,5 @@ class TopKBinarizer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Straight through."""
+        """Pass the gradient to the scores."""
         return gradients[0], None, None

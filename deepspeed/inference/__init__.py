@@ -1,4 +1,4 @@
-"""Generation: any causal language model, continuous batching, paged KV cache, equal to the model's own `generate`."""
+"""Generation with any causal LM: continuous batching and a paged KV cache; results equal `model.generate`."""
 
 from __future__ import annotations
 

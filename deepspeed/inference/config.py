@@ -1,4 +1,4 @@
-"""The keys of `init_inference`, typed, with their meaning in this package."""
+"""Typed configuration of `init_inference`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.errors import ArgumentError, NotAvailableError
 
 
 class DtypeEnum(Enum):
-    """Spellings of the dtypes that weights can have."""
+    """Dtypes of the weights, with their accepted spellings."""
 
     fp16 = torch.float16, "torch.float16", "fp16", "float16", "half"
     fp32 = torch.float32, "torch.float32", "fp32", "float32", "float"
@@ -26,7 +26,7 @@ class DtypeEnum(Enum):
     int8 = torch.int8, "torch.int8", "int8"
 
     def __new__(cls, *spellings: Any) -> DtypeEnum:
-        """The torch dtype is the value; every other spelling finds the same member."""
+        """Use the torch dtype as value and accept every other spelling for the same member."""
         member = object.__new__(cls)
         member._value_ = spellings[0]
         for other in spellings[1:]:
@@ -35,21 +35,21 @@ class DtypeEnum(Enum):
 
 
 class MoETypeEnum(str, Enum):
-    """Kinds of mixtures of experts."""
+    """Kinds of mixture of experts: standard or residual."""
 
     residual = "residual"
     standard = "standard"
 
 
 class QuantTypeEnum(str, Enum):
-    """Whether integers are spread around zero or over the range of the values."""
+    """Quantization type: symmetric around zero, or asymmetric over the range of the values."""
 
     asym = "asymmetric"
     sym = "symmetric"
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """`tensor_parallel`: matrices cut over neighbouring ranks."""
+    """Section `tensor_parallel`: matrices are split over neighbouring ranks."""
 
     enabled: bool = True
     tp_size: int = 1
@@ -59,7 +59,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMoEConfig(DeepSpeedConfigModel):
-    """`moe`: experts over ranks."""
+    """Section `moe`: experts are divided among ranks."""
 
     enabled: bool = True
     ep_size: int = 1
@@ -70,7 +70,7 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
 
 
 class BaseQuantConfig(DeepSpeedConfigModel):
-    """What quantizers have in common."""
+    """Common settings of the quantizers."""
 
     enabled: bool = True
     num_bits: int = 8
@@ -79,24 +79,24 @@ class BaseQuantConfig(DeepSpeedConfigModel):
 
 
 class WeightQuantConfig(BaseQuantConfig):
-    """`quant.weight`."""
+    """Section `quant.weight`."""
 
     quantized_initialization: dict[str, Any] = {}
     post_init_quant: dict[str, Any] = {}
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """`quant.activation`."""
+    """Section `quant.activation`."""
 
 
 class QKVQuantConfig(DeepSpeedConfigModel):
-    """`quant.qkv`."""
+    """Section `quant.qkv`."""
 
     enabled: bool = True
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """`quant`: how weights become integers where `dtype` is int8."""
+    """Section `quant`: quantization of the weights when `dtype` is int8."""
 
     enabled: bool = True
     activation: ActivationQuantConfig = ActivationQuantConfig()
@@ -105,14 +105,14 @@ class QuantizationConfig(DeepSpeedConfigModel):
 
 
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
-    """`checkpoint_config`."""
+    """Section `checkpoint_config`."""
 
     checkpoint_dir: str | None = None
     save_mp_checkpoint_path: str | None = None
     base_dir: str | None = None
 
 
-# Deprecated names, and the block (with its other name) and key that took their place.
+# Deprecated keys, and the section (with its alias) and key that replace them.
 _MOVED = {
     "mp_size": ("tensor_parallel", "tp", "tp_size"),
     "mpu": ("tensor_parallel", "tp", "mpu"),
@@ -125,7 +125,7 @@ _MOVED = {
 _DEPRECATED: dict[str, Any] = {
     name: {"deprecated": True, "new_param": f"{block}.{key}"} for name, (block, _, key) in _MOVED.items()
 }
-# key: why a value beside the default changes nothing
+# key: reason why other values than the default have no effect
 MOOT = {
     "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
     "use_triton": "torch's and the native kernels are used",
@@ -142,12 +142,12 @@ MOOT = {
 
 
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
-    """All keys of `init_inference`.
+    """Configuration of `init_inference`.
 
     Raises:
-        pydantic.ValidationError: a name, type or value is wrong; it is a ValueError.
-        ArgumentError: a deprecated name is given beside the one that took its place; it is an AssertionError.
-        TypeError: `dtype` is neither a torch dtype nor a name.
+        pydantic.ValidationError: a key, type or value is wrong; a ValueError.
+        ArgumentError: a deprecated key and its replacement are both set; an AssertionError too.
+        TypeError: `dtype` is neither a torch dtype nor the name of one.
     """
 
     replace_with_kernel_inject: bool = Field(default=False, alias="kernel_inject")
@@ -186,7 +186,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
     def __init__(self, **keys: Any) -> None:
         fields = DeepSpeedInferenceConfig.model_fields
-        # Deprecated keys that ask for nothing, as of defaults handed back, are left out.
+        # Deprecated keys with a value that requests nothing, such as a default, are dropped.
         keys = {key: value for key, value in keys.items() if key not in _MOVED or value != fields[key].default}
         for old, (block, alias, key) in _MOVED.items():
             if old not in keys or keys[old] == "auto":
@@ -231,12 +231,12 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Every key of `init_inference` with its default; `dtype` as a torch dtype."""
+    """Return all keys of `init_inference` with their defaults; `dtype` is a torch dtype."""
     return DeepSpeedInferenceConfig().model_dump()
 
 
 def merged(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keys of `config`, a dict, the path of a JSON or None, together with keywords, which must not contradict them."""
+    """Merge `config` (a dict, the path of a JSON file, or None) with keyword arguments; contradictions are an error."""
     if config is None:
         keys: dict[str, Any] = {}
     elif isinstance(config, Mapping):
@@ -270,7 +270,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def no_effect_lines(config: DeepSpeedInferenceConfig) -> list[str]:
-    """One line for each key that was set and changes nothing."""
+    """Return one line of explanation for each key that was set but has no effect."""
     default = DeepSpeedInferenceConfig.model_fields
     lines = [
         f"{key} has no effect: {why}"
@@ -286,7 +286,7 @@ def no_effect_lines(config: DeepSpeedInferenceConfig) -> list[str]:
 
 
 def check_supported(config: DeepSpeedInferenceConfig) -> None:
-    """Refuse keys that ask for what is not available."""
+    """Raise for keys that request unavailable features."""
     if config.moe.ep_size > 1 or config.moe.moe_experts != [1]:
         raise NotAvailableError(
             "init_inference: moe.ep_size and moe.moe_experts need expert parallelism, which is not available yet"

@@ -1,4 +1,4 @@
-"""Decodes tokens to text incrementally, and finds stop strings."""
+"""Incremental detokenization, with search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_LONGEST_PENDING = 32  # tokens without certain text, after which they are decoded in parts
-_CHARACTER = 4  # bytes of the longest character; a token has at least one
-_CONTEXT = 6  # tokens before the first new one that are decoded with it
-_REPLACEMENT = "\ufffd"  # of half a character
+_LONGEST_PENDING = 32  # maximum tokens without complete text; then they are decoded in parts
+_CHARACTER = 4  # maximum bytes of a character; a token has at least one byte
+_CONTEXT = 6  # context tokens before the first new one
+_REPLACEMENT = "\ufffd"  # text of an incomplete character
 
 
 class Detokenizer:
-    """Text of one sequence; the tokens `before` the first new one decide whether it begins with a space."""
+    """Incremental decoder for one sequence; the tokens `before` are context for a possible leading space."""
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens: list[int] = list(before)
-        self._begun, self._shown = 0, len(self._tokens)  # tokens decoded as context, and up to which text was given
+        self._begun, self._shown = 0, len(self._tokens)  # start of the decoded context, and end of the returned text
 
     def push(self, tokens: Sequence[int], final: bool = False) -> str:
-        """New text that is certain after these tokens; half a character at the end only where nothing follows."""
+        """Append tokens and return the new text; an incomplete character is returned only with `final`."""
         self._tokens += tokens
         if text := self._decode_to(len(self._tokens), final):
             return text
         if len(self._tokens) - self._shown <= _LONGEST_PENDING:
             return ""
-        # Tokens that gave nothing for so long will give nothing more, or are no characters: else each new token would
-        # decode all of them again.
+        # Tokens without text for so long are no characters, or will not become any. Decoding all of them again for
+        # each new token would be slow.
         for end in range(len(self._tokens) - 1, len(self._tokens) - _CHARACTER, -1):
             if text := self._decode_to(end, final=False):
                 return text
@@ -38,7 +38,7 @@ class Detokenizer:
         return ""
 
     def _decode_to(self, end: int, final: bool) -> str:
-        """Decoded behind a few tokens before it, since tokenizers treat the first one of a text specially."""
+        """Decode up to `end`, after a few earlier tokens: tokenizers treat the first token of a text specially."""
         before = self._decode(self._tokens[self._begun : self._shown])
         whole = self._decode(self._tokens[self._begun : end])
         if len(whole) <= len(before) or (whole.endswith(_REPLACEMENT) and not final):
@@ -48,23 +48,23 @@ class Detokenizer:
 
 
 class TextStream:
-    """Text of one answer, which stop strings end; they are no part of it.
+    """Text stream of one answer, which ends before the first stop string.
 
-    The generator asks which one has `matched`; the server, whose text lacks special tokens, gives what `push` returns
-    to the client and ends the text where the generator says so.
+    The generator reads `matched` to detect stop strings. The server sends the text that `push` returns to the client;
+    its stream skips special tokens.
 
     Args:
-        tokenizer: has `decode(list[int]) -> str`.
+        tokenizer: object with a method `decode(list[int]) -> str`.
         stops: the stop strings.
         before: tokens of the prompt.
-        skip_special_tokens: whether the text is without them.
+        skip_special_tokens: whether special tokens are omitted from the text.
     """
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = (), skip_special_tokens: bool = False
     ) -> None:
         options = {"skip_special_tokens": True} if skip_special_tokens else {}
-        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # the text as it is, not made prettier
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # keep the exact text
             options["clean_up_tokenization_spaces"] = False
         self._detokenizer = Detokenizer(functools.partial(tokenizer.decode, **options), before[-_CONTEXT:])
         self._stops = tuple(stops)
@@ -72,8 +72,8 @@ class TextStream:
         self.matched: str | None = None
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that is certain after these tokens: no half characters, nothing that may begin a stop string. `matched`
-        is the stop string that these tokens have completed, of several the one that begins first."""
+        """Append tokens and return the text that can be sent: no incomplete character, no start of a stop string.
+        `matched` becomes the stop string that these tokens complete (of several, the one that begins first)."""
         old = len(self._held)
         self._held += self._detokenizer.push(tokens)
         places = [(self._held.find(stop, max(0, old - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
@@ -85,7 +85,7 @@ class TextStream:
         return self._release(len(self._held) - kept_back)
 
     def finish(self, tokens: Sequence[int], matched: int | str | None) -> str:
-        """The rest after the last tokens, without the end token or the stop string that ended the text."""
+        """Append the last tokens and return the remaining text, without the end token or stop string `matched`."""
         ended = isinstance(matched, int) and bool(tokens) and tokens[-1] == matched
         self._held += self._detokenizer.push(tokens[:-1] if ended else tokens, final=True)
         place = self._held.find(matched) if isinstance(matched, str) else -1

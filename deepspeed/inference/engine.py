@@ -1,4 +1,4 @@
-"""`init_inference`: any module, cast and placed for inference; calls and attributes are forwarded to the module."""
+"""`init_inference`: casts a module, moves it to the device, and wraps it; the wrapper forwards calls and attributes."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from deepspeed.inference.sampling_params import SamplingParams
 from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
 from deepspeed.tensor_parallel.init import tp_model_init
 
-# What a call or a generation config may hold: what is read here, and what decides nothing where tokens are not drawn.
+# Supported arguments of a call or generation config, and those without effect on greedy generation.
 _READ = {
     "inputs", "input_ids", "attention_mask", "generation_config", "max_new_tokens", "max_length", "min_new_tokens",
     "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _IDLE = {"bos_token_id", "use_cache", "temperature", "top_k", "top_p", "transformers_version", "_from_model_config"}
-_NOTHING: tuple[Any, ...] = (None, False)  # values that ask for nothing
+_NOTHING: tuple[Any, ...] = (None, False)  # values that request nothing
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEngine:
-    """Prepare a model for inference, in place: cast it, load weights, move it to the device.
+    """Prepare a model for inference, in place: cast, load weights, move to the device.
 
     Args:
-        model: any `nn.Module`; an encoder, an encoder-decoder and a speech model too.
-        config: a dict or the path of a JSON; None: defaults.
-        kwargs: the same keys; both together must not contradict each other.
+        model: any `nn.Module`, for example an encoder, an encoder-decoder or a speech model.
+        config: a dict or the path of a JSON file; None: defaults.
+        kwargs: the same keys as in `config`; they must not contradict it.
 
     Returns:
-        An engine around the module; the module itself is `engine.module`.
+        An engine around the module; `engine.module` is the module itself.
 
     Raises:
         ValueError: an unknown key, a wrong value, or a contradiction.
-        NotAvailableError: a key needs a feature that this version does not have.
+        NotAvailableError: a key requests a feature that this version does not have.
 
     Example:
         >>> pipe.model = deepspeed.init_inference(pipe.model, dtype=torch.bfloat16)
@@ -58,11 +58,11 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
 
 class InferenceEngine(ModuleWrapper):
-    """A module for inference. Unknown attributes are read from and set on the module.
+    """Wrapper of a module for inference. Unknown attributes are read from and set on the module.
 
     Args:
-        model: changed in place: dtype, device, evaluation mode, and packed or cut matrices where asked for.
-        config: typed keys.
+        model: changed in place: dtype, device, evaluation mode, and, if configured, packed or split matrices.
+        config: typed configuration.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | None = None) -> None:
@@ -110,7 +110,7 @@ class InferenceEngine(ModuleWrapper):
     # -- making ---------------------------------------------------------------------------------------------------
 
     def _check_policy(self) -> None:
-        """Names of an injection policy must be of the model; matrices are cut by a plan of our own."""
+        """Check that the names in an injection policy exist in the model; the policy has no other effect."""
         policy = self._config.injection_policy
         if policy is None:
             return
@@ -132,10 +132,10 @@ class InferenceEngine(ModuleWrapper):
         )
 
     def _choose_dtype(self, device: torch.device) -> torch.dtype:
-        """The dtype of weights and products; CPUs multiply fp16 tens of times slower than fp32, so not in that."""
+        """Choose the dtype of weights and products; CPUs do not use fp16, in which their products are very slow."""
         held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
         wanted = self._config.dtype
-        if wanted == torch.int8:  # of the matrices; the rest stays floating
+        if wanted == torch.int8:  # of the matrices; other tensors stay floating point
             wanted = torch.bfloat16 if held == {torch.bfloat16} or get_accelerator().is_bf16_fast() else torch.float32
             return torch.float32 if held == {torch.float32} else wanted
         if wanted != torch.float16 or device.type != "cpu" or not held:
@@ -153,7 +153,7 @@ class InferenceEngine(ModuleWrapper):
         return torch.float32
 
     def _place_weights(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Load, cast and move. As Transformers does, computed buffers such as rotary frequencies keep their dtype."""
+        """Load, cast and move the weights. As in Transformers, non-persistent buffers keep their dtype."""
         model: Any = self.module
         if self._config.checkpoint is not None or self._config.checkpoint_config.checkpoint_dir is not None:
             self._load_weights(model, dtype, device)
@@ -166,7 +166,7 @@ class InferenceEngine(ModuleWrapper):
         if dtype == torch.float16:
             in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
         for owner_name, owner in model.named_modules():
-            if isinstance(owner, PackedWeight):  # its products have the dtype, its scales stay what they are
+            if isinstance(owner, PackedWeight):  # products get the dtype, scales keep theirs
                 owner.to(dtype)
                 continue
             for name, param in owner._parameters.items():
@@ -186,7 +186,7 @@ class InferenceEngine(ModuleWrapper):
         load_checkpoint(module, checkpoint, self._config.base_dir or keys.base_dir or "", dtype, device)
 
     def _cut_weights(self) -> Any:
-        """Cut the matrices over neighbouring ranks, whose random numbers are the first one's from then on."""
+        """Split the matrices over neighbouring ranks, and broadcast the first rank's random state to the others."""
         tp = self._config.tensor_parallel
         try:
             tp_model_init(self.module, tp.tp_size, tp_group=tp.tp_group)
@@ -213,21 +213,21 @@ class InferenceEngine(ModuleWrapper):
 
     @property
     def config(self) -> Any:
-        """The model's config; else the value of the key `config` (or `args`)."""
+        """Return the model's config; if it has none, the value of the key `config` (or `args`)."""
         own = getattr(self.module, "config", None)
         return own if own is not None else self._config.config
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; floating inputs are cast to its dtype."""
+        """Run the module's forward; floating-point inputs are cast to its dtype."""
         inputs, kwargs = self._cast((inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Check that prompt and new tokens fit, then call the module's `generate` (beam search included). With
-        `replace_with_kernel_inject`, greedy calls run in native passes if the model's structure is supported.
+        `replace_with_kernel_inject`, greedy calls use the native executor if it supports the model's structure.
 
         Raises:
-            LengthError: they do not; the message has the numbers.
+            LengthError: prompt and new tokens do not fit; the message has the numbers.
         """
         generate = getattr(self.module, "generate", None)
         if generate is None:
@@ -248,7 +248,7 @@ class InferenceEngine(ModuleWrapper):
         check_length(prompt, new, limit, length_limit(self.module))
 
     def _cast(self, nest: Any) -> Any:
-        """Matrices of fp32 in the module's lower precision, as features of speech and images come."""
+        """Cast fp32 and fp64 tensors of 2 or more dims (audio features, images) to the module's 16-bit dtype."""
         wanted = self._inputs_in
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,7 @@ class InferenceEngine(ModuleWrapper):
         """Measure every forward of the module from now on.
 
         Args:
-            use_cuda_events: has no effect; the device is synchronized at both ends.
+            use_cuda_events: has no effect; the device is synchronized before and after each forward.
         """
         if self._hooks:
             return
@@ -282,10 +282,10 @@ class InferenceEngine(ModuleWrapper):
         self._hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call.
+        """Return the milliseconds of each forward since the last call.
 
         Raises:
-            UsageError: `profile_model_time` was not called; it is an AssertionError.
+            UsageError: `profile_model_time` was not called; an AssertionError too.
         """
         if not self._hooks:
             raise UsageError("model profiling is not enabled: call profile_model_time() first")
@@ -293,11 +293,11 @@ class InferenceEngine(ModuleWrapper):
         return times
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
-        """Compile the module's forward; nothing is compiled unless this is called.
+        """Compile the module's forward; without this call nothing is compiled.
 
         Args:
-            backend: of torch.compile; None: the accelerator's.
-            compile_kwargs: for torch.compile.
+            backend: backend of torch.compile; None: the accelerator's default.
+            compile_kwargs: further arguments of torch.compile.
         """
         if not self._compiled:
             self.module.compile(backend=backend or get_accelerator().get_compile_backend(), **(compile_kwargs or {}))
@@ -309,11 +309,11 @@ class InferenceEngine(ModuleWrapper):
         return self._compiled
 
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
-        """Load the weights named by the key `checkpoint` into a module, which may be on the meta device."""
+        """Load the weights of the key `checkpoint` into a module, which may be on the meta device."""
         self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
 
     def destroy(self) -> None:
-        """Free the engine's resources; the module and other engines are not changed."""
+        """Free the engine's resources; the module and other engines are unchanged."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], []
@@ -332,7 +332,7 @@ class InferenceEngine(ModuleWrapper):
 
 
 class NativeGenerate:
-    """`replace_with_kernel_inject`: greedy calls of a model's `generate` use a `Generator` on the native executor."""
+    """`replace_with_kernel_inject`: greedy calls of `generate` run in a `Generator` on the native executor."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -340,11 +340,11 @@ class NativeGenerate:
 
     @classmethod
     def of(cls, model: nn.Module, lossless: bool) -> NativeGenerate | None:
-        """For a model that has a native form, which may pack its weights; else None, and a line with the reason."""
+        """Create the native form of a model, packed if `lossless`; if unsupported, log the reason and return None."""
         try:
             from deepspeed.inference.executors.native import FusedExecutor
             from deepspeed.inference.generator import Generator
-        except ImportError as error:  # Transformers, which plain modules do without
+        except ImportError as error:  # Transformers is optional for plain modules
             warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
             return None
         why = "it has no generate"
@@ -359,8 +359,8 @@ class NativeGenerate:
         return None
 
     def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The tokens that `generate` returns for these arguments, int64 [batch, prompt + new]; None, and a line with
-        the reason, where the model's own has to be called."""
+        """Return the tokens of `generate` for these arguments, int64 [batch, prompt + new]. If the native executor does
+        not support the call, log the reason and return None."""
         why = self._why_not_native(inputs, kwargs)
         if why is not None:
             warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
@@ -391,7 +391,7 @@ class NativeGenerate:
         return kwargs[name] if name in kwargs else getattr(config, name, None)
 
     def _why_not_native(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why the native form does not answer a call."""
+        """Return the reason why the native executor does not support a call; None if it does."""
         config = kwargs.get("generation_config") or self._model.generation_config
         if kwargs.get("do_sample", getattr(config, "do_sample", False)) not in _NOTHING:
             return "tokens are drawn, with torch's own random numbers"
@@ -424,5 +424,5 @@ class NativeGenerate:
 
     @staticmethod
     def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The prompts of a call."""
+        """Return the prompts among the arguments of `generate`."""
         return inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))

@@ -1,4 +1,4 @@
-"""Many requests on one model: submit, step, outputs."""
+"""Generator: serves many requests on one model with submit, step and outputs."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from deepspeed.inference.scheduler import Scheduler, TokenSequence
 
 __all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
-SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # bytes of the cache where none are given
+SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # default limit of the cache in bytes
 _NO_NUMBERS = (
     "after {} new tokens the model's logits are not finite, so no token can be chosen: its weights hold NaN, or this "
     "text overflows its dtype; try bf16 or fp32"
 )
-CHUNK = (16, 32)  # rows of prompts beside others' tokens: a pass of some streams is to take three times theirs at most
-# Of speculative decoding.
-LONGEST, SHORTEST = 3, 2  # tokens that have to be equal
-TRIAL, PAYS = 12, 0.3  # guesses before the first judgement, and the part of them that has to hold
-REST = 64  # tokens without guesses after a bad judgement
-DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
+CHUNK = (16, 32)  # prompt rows beside decoding ones: a pass with few sequences may take at most three times as long
+# Speculative decoding.
+LONGEST, SHORTEST = 3, 2  # lengths of the matched n-grams
+TRIAL, PAYS = 12, 0.3  # drafts before the first decision, and the acceptance rate that is needed
+REST = 64  # tokens without drafts after a negative decision
+DRAFTING_STREAMS = 8  # more sequences make a pass compute-bound, and a draft as expensive as a token
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests that run and wait, pages that can be taken, all pages, and preemptions so far."""
+    """Load of a generator: running and waiting requests, free pages, all pages, and preemptions so far."""
 
     running: int
     waiting: int
@@ -62,12 +62,12 @@ class EngineStats:
     preemptions: int = 0
 
 
-Load = EngineStats  # the former name, still importable
+Load = EngineStats  # former name, still importable
 
 
 class NgramProposer:
-    """Proposes the next tokens of one sequence, at most `most` at a time, by n-gram lookup in its text. It rests for a
-    while where guesses do not hold."""
+    """Draft proposer for one sequence by n-gram lookup in its text, at most `most` tokens at a time. The proposer
+    pauses after many rejected drafts."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -76,7 +76,7 @@ class NgramProposer:
         self._judged = self._held = self._resting = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow `tokens`."""
+        """Propose at most `most` tokens that may follow `tokens`."""
         self._learn(tokens)
         if self._resting > 0:
             self._resting -= 1
@@ -88,7 +88,7 @@ class NgramProposer:
         return []
 
     def judge(self, guessed: int, held: int) -> None:
-        """Learn how many of the last guesses held."""
+        """Record how many of the last draft tokens were accepted."""
         self._judged, self._held = self._judged + guessed, self._held + held
         if self._judged >= TRIAL:
             if self._held < PAYS * self._judged:
@@ -96,7 +96,7 @@ class NgramProposer:
             self._judged = self._held = 0
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index n-grams that something follows."""
+        """Index the n-grams of `tokens` that have a next token."""
         for end in range(max(self._seen, SHORTEST), len(tokens)):
             for length in range(SHORTEST, min(LONGEST, end) + 1):
                 self._places[tuple(tokens[end - length : end])] = end
@@ -104,7 +104,7 @@ class NgramProposer:
 
 
 class _LiveSequence(TokenSequence):
-    """A request that is not finished: its sequence, and what chooses and reports its tokens."""
+    """State of an unfinished request: its tokens, sampler, text stream and pending output."""
 
     def __init__(
         self, request: Request, tokens: list[int], arrival: int, ends: frozenset[int], stream: TextStream | None
@@ -121,7 +121,7 @@ class _LiveSequence(TokenSequence):
         self.failure: Exception | None = None
 
     def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
-        """Choose a token (or note the one chosen by its plain rule), and see whether it ends the request."""
+        """Sample a token, or record a greedy `token`, and check whether it ends the request."""
         if token is None:
             token, logprob = self.sampler.next(logits)  # type: ignore[arg-type]
             if logprob is not None:
@@ -141,7 +141,7 @@ class _LiveSequence(TokenSequence):
 
     @staticmethod
     def take_in_thread(reference: weakref.ref[_LiveSequence], row: torch.Tensor) -> int | None:
-        """As `take`, for a thread, which must not hold its request: the two would live for ever."""
+        """Call `take` from a thread, through a weak reference: a strong one would keep request and thread alive."""
         sequence = reference()
         if sequence is None:
             return None
@@ -152,11 +152,11 @@ class _LiveSequence(TokenSequence):
         return None if sequence.reason is not None else token
 
     def fail(self, error: Exception) -> None:
-        """End it with what went wrong in its own part; the others go on."""
+        """End this request with an error; other requests continue."""
         self.reason, self.failure = "error", error
 
     def output(self) -> Output:
-        """Tokens since the last output."""
+        """Return the tokens since the last output."""
         logprobs = self.logprobs if self.sampling.logprobs is not None else None
         error = None
         if self.failure is not None:
@@ -168,29 +168,29 @@ class _LiveSequence(TokenSequence):
 
 
 class Generator:
-    """Generates for many requests at once, in packed passes over pages of one cache.
+    """Generates for many requests at once, in batched passes over a paged KV cache.
 
-    The model stays as it is for other callers, and several generators of one model may live beside each other. A model
-    that no pass can batch goes through its own `generate`; `kind` and `why` tell.
+    Other callers can use the model at the same time, and a model may have several generators. A model that no executor
+    can batch runs its own `generate`; `kind` and `why` report this.
 
     Args:
-        model: a causal LM of Transformers (or anything with `generate`, then one by one).
-        tokenizer: needed for stop strings only.
-        cache_bytes: of keys and values; None takes what all sequences could need, at most a quarter of the memory that
-            is free and 4 GiB. On a CPU, pages take memory when they are first written.
-        page_size: tokens of a page.
-        max_batch_tokens: rows of a pass.
-        max_sequences: sequences that run at once.
-        max_length: tokens of prompt and answer together; None takes the model's own limit.
-        prefix_cache: tokens that an earlier request had at its beginning are not computed again.
-        speculation: tokens guessed at a time from the text itself; tokens stay what they are without.
-        prompt_chunk: rows of prompts in a pass while others generate; None: twice as many as these are, from 16 to 32.
-        lossless_weights: pack bf16 matrices in 12 bits, **in the model**, where its native form reads them: a quarter
-            less memory and faster, every bit of weights, logits and `state_dict` kept. For weights that nobody trains.
+        model: a causal LM of Transformers, or any object with `generate`, which then serves requests one by one.
+        tokenizer: only needed for stop strings.
+        cache_bytes: size of the KV cache; None: enough for all sequences, but at most 4 GiB and a quarter of the free
+            memory. On a CPU, pages use memory only once they are written.
+        page_size: tokens per page.
+        max_batch_tokens: maximum number of rows in a pass.
+        max_sequences: maximum number of running sequences.
+        max_length: maximum number of tokens of prompt and answer together; None: the model's own limit.
+        prefix_cache: reuse the KV cache of earlier requests with the same first tokens.
+        speculation: number of draft tokens per pass, looked up in the text itself; the output does not change.
+        prompt_chunk: prompt rows per pass while others generate; None: twice the number of those, within 16 and 32.
+        lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
+            memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
 
     Raises:
-        RequestError: max_length over the model's own, or a cache without room for a page.
-        ArgumentError: lossless_weights of a model that is trained.
+        RequestError: max_length exceeds the model's limit, or the cache has no room for one page.
+        ArgumentError: lossless_weights with a model that is being trained.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ class Generator:
         self.pages = BlockPool(self._make_store(page_size, cache_bytes, max_sequences), page_size, prefix_cache)
         self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
         self._live: dict[Hashable, _LiveSequence] = {}
-        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # through `generate`
-        # Their threads stand still and hold the model: who drops the generator lets them end.
+        self._fallback_requests: dict[Hashable, _LiveSequence] = {}  # requests that run `generate`
+        # Their threads wait and hold the model; a finalizer ends them with the generator.
         weakref.finalize(self, self._end_threads, self._fallback_requests).atexit = False
         self._ready: list[Output] = []
         self._arrivals = 0
@@ -235,7 +235,7 @@ class Generator:
         self._closed = False
 
     def _make_store(self, page_size: int, cache_bytes: int | None, sequences: int) -> int:
-        """Give the executor its cache; returns how many pages that has."""
+        """Allocate the executor's KV cache; returns its number of pages."""
         if self._executor is None:
             return 1
         probed = self._executor.store
@@ -253,7 +253,7 @@ class Generator:
 
     @staticmethod
     def _end_tokens(model: Any) -> frozenset[int]:
-        """Of the generation config, else of the config."""
+        """Return the end tokens of the generation config, or else of the config."""
         for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
             ends = getattr(source, "eos_token_id", None)
             if ends is not None:
@@ -267,11 +267,12 @@ class Generator:
                 sequence.thread.let_go()
 
     def submit(self, request: Request) -> None:
-        """Take a request; its first tokens come from a later `step`.
+        """Queue a request; later calls of `step` return its tokens.
 
         Raises:
-            RequestError: prompt and answer over the limit of the model or of the cache (with both numbers), an empty
-                prompt, tokens outside the vocabulary, an ident in use, stop strings without tokenizer.
+            RequestError: prompt and answer exceed the limit of the model or of the cache (the message has both
+                numbers), the prompt is empty, tokens are outside of the vocabulary, the ident is in use, or there are
+                stop strings but no tokenizer.
         """
         tokens, sampling = list(request.tokens), request.sampling
         with self._lock:
@@ -304,8 +305,8 @@ class Generator:
                 self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """One pass; the new tokens of every request it served, and the end of those cancelled. With requests that are
-        not finished, some row is always computed."""
+        """Run one pass; return the new tokens of its requests, and the final outputs of cancelled ones. As long as
+        requests are unfinished, every pass computes at least one row."""
         with self._lock:
             outputs, self._ready = self._ready, []
             try:
@@ -315,12 +316,12 @@ class Generator:
                     for sequence in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
                         outputs.append(self._generate_step(sequence))
             except BaseException:
-                self._ready = outputs  # of other requests, for the next step
+                self._ready = outputs  # outputs of other requests, for the next step
                 raise
             return outputs
 
     def cancel(self, ident: Hashable) -> bool:
-        """End a request; its pages are free at once, the next `step` says "cancelled". False if there is none."""
+        """End a request and free its pages; the next `step` reports "cancelled". Returns False if it is unknown."""
         with self._lock:
             sequence = self._live.get(ident)
             if sequence is None:
@@ -332,7 +333,7 @@ class Generator:
 
     @property
     def idle(self) -> bool:
-        """No request is left, and nothing to report."""
+        """Whether no request is unfinished and no output is pending."""
         return not self._live and not self._ready
 
     def load(self) -> EngineStats:
@@ -343,11 +344,11 @@ class Generator:
             return EngineStats(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
-        """New tokens for each prompt, all with the same options. Requests under way go on beside it.
+        """Generate new tokens for each prompt, with the same options for all. Other running requests continue.
 
         Raises:
-            RequestError: as `submit`, or a prompt's logits are not finite.
-            Exception: what the model's own `generate` raises, where prompts go through it.
+            RequestError: as in `submit`, or the logits of a prompt are not finite.
+            Exception: errors of the model's own `generate`, if the model runs it.
         """
         idents = [object() for _ in prompts]
         tokens: dict[Hashable, list[int]] = {ident: [] for ident in idents}
@@ -372,10 +373,10 @@ class Generator:
         return [tokens[ident] for ident in idents]
 
     def refresh(self) -> None:
-        """Empty the prefix cache: the weights have changed.
+        """Empty the prefix cache, after the weights have changed.
 
         Raises:
-            UsageError: requests are under way.
+            UsageError: requests are running.
         """
         with self._lock:
             if self._live:
@@ -383,7 +384,7 @@ class Generator:
             self.pages.forget_all()
 
     def close(self) -> None:
-        """Cancel what is left and free the cache."""
+        """Cancel the remaining requests and free the cache."""
         with self._lock:
             for ident in list(self._live):
                 self.cancel(ident)
@@ -431,7 +432,7 @@ class Generator:
         return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
-        """Tokens from the logits of a sequence: the next one, and more as long as drafts are what was chosen."""
+        """Accept the next token of a sequence, and further ones as long as they equal the drafts."""
         sequence, drafts = rows.sequence, rows.drafts
         accepted: list[int] = []
         for place, token in enumerate(chosen):
@@ -441,7 +442,7 @@ class Generator:
             plain = sequence.sampler.plain
             try:
                 accepted.append(sequence.take(None if plain else logits[place], token if plain else None))
-            except Exception as error:  # its tokenizer or its options
+            except Exception as error:  # errors of the tokenizer or the options
                 sequence.fail(error)
                 break
             if sequence.reason is not None or place == len(drafts) or drafts[place] != accepted[-1]:
@@ -454,10 +455,10 @@ class Generator:
         return [sequence.output()] if accepted or sequence.reason is not None else []
 
     def _generate_step(self, sequence: _LiveSequence) -> Output:
-        """A token of a request that goes through the model's own `generate`."""
+        """Produce one token of a request that runs in the model's own `generate`."""
         try:
             sequence.thread.step()  # type: ignore[union-attr]
-        except Exception as error:  # whatever the model's own generate raises is this request's alone
+        except Exception as error:  # any error of the model's own generate concerns only this request
             sequence.fail(error)
         except BaseException:
             self._forget(sequence)

@@ -1,6 +1,6 @@
-"""The block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors.
+"""Block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors.
 
-A block is called page in arguments (`page_size`), attributes and messages: the two words mean the same.
+Arguments (`page_size`), attributes and messages call a block a page; both words mean the same.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from deepspeed.errors import MemoryExhaustedError, UsageError
 
-MOST_LOOKED_AT = 8  # pages that begin alike, compared for a partial hit
+MOST_LOOKED_AT = 8  # pages with a common first token, compared for a partial match
 
 
 @dataclass(eq=False)
 class PrefixBlock:
-    """A full page: its tokens after those of its ancestors. `children` holds them by their tokens, which the dict
-    compares, so that equal hashes of unlike tokens are no hit."""
+    """Full page in the prefix tree: its tokens follow those of its ancestors. `children` is keyed by the tokens
+    themselves, not by a hash alone, so hash collisions cannot match."""
 
     page: int
     parent: PrefixBlock | None = None
@@ -29,7 +29,7 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Match:
-    """Pages that hold the beginning of some tokens: whole ones, and one whose first `partial` tokens fit."""
+    """Cached pages for the beginning of a prompt: full matches, and a last page with `partial` matching tokens."""
 
     nodes: list[PrefixBlock]
     tail: PrefixBlock | None = None
@@ -37,8 +37,8 @@ class Match:
 
 
 class BlockPool:
-    """`count` pages of `size` tokens. A page is free, held by one or several sequences, or cached: full, held by none,
-    and evicted, least recently used first, where a page is needed."""
+    """Pool of `count` pages of `size` tokens. A page is free, held by one or more sequences, or cached (full and held
+    by none). Cached pages are evicted, least recently used first, when no page is free."""
 
     def __init__(self, count: int, size: int, reuse: bool = True) -> None:
         self.count, self.size, self.reuse = count, size, reuse
@@ -50,15 +50,15 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken now."""
+        """Number of pages that can be allocated now."""
         return len(self._free) + len(self._cached)
 
     def references(self, page: int) -> int:
-        """How many sequences hold `page`."""
+        """Return the number of sequences that hold `page`."""
         return self._references[page]
 
     def take(self) -> int:
-        """A page for one sequence, to write to."""
+        """Allocate a page for one sequence to write to."""
         if not self._free:
             if not self._cached:
                 raise MemoryExhaustedError(f"all {self.count} pages of the cache are held; raise cache_bytes")
@@ -68,12 +68,12 @@ class BlockPool:
         return page
 
     def share(self, page: int) -> None:
-        """One more sequence holds a page that is held or cached."""
+        """Add a sequence to the holders of a held or cached page."""
         self._cached.pop(page, None)
         self._references[page] += 1
 
     def release(self, page: int) -> None:
-        """One sequence less; after the last, it is cached if its tokens can be found again, else free."""
+        """Remove a holder of a page; without holders, the page is cached if it is in the prefix tree, else free."""
         if not 0 <= page < self.count or self._references[page] < 1:
             raise UsageError(f"page {page} of {self.count} is not in use, so it cannot be released")
         self._references[page] -= 1
@@ -84,12 +84,12 @@ class BlockPool:
                 self._free.append(page)
 
     def writable(self, page: int) -> bool:
-        """Whether the one sequence that holds it may write to it: it is not shared and cannot be found."""
+        """Whether the holder of a page may write to it: the page is neither shared nor in the prefix tree."""
         return self._references[page] == 1 and page not in self._nodes
 
     def remember(self, parent: PrefixBlock, tokens: Sequence[int], page: int) -> PrefixBlock | None:
-        """Let the full `page` be found after `parent`. None where that chain was given up; the page that is known
-        under the same tokens, if there is one."""
+        """Add the full `page` to the prefix tree under `parent`. Returns the existing node for the same tokens if there
+        is one; None if `parent` was evicted."""
         if not self.reuse or not parent.alive:
             return None
         key = tuple(tokens)
@@ -101,7 +101,7 @@ class BlockPool:
         return node
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Known pages with the beginning of `tokens`, of which at least the last is left to compute."""
+        """Find cached pages for the beginning of `tokens`; at least the last token is left to compute."""
         nodes: list[PrefixBlock] = []
         start, most, node = 0, len(tokens) - 1, self.root
         while self.reuse and start + self.size <= most:
@@ -126,7 +126,7 @@ class BlockPool:
         return best, length
 
     def _forget(self, node: PrefixBlock) -> None:
-        """Drop a node and its descendants, which cannot be found without it."""
+        """Remove a node and its descendants from the prefix tree."""
         if node.parent is not None:
             del node.parent.children[node.tokens]
             alike = node.parent.by_first[node.tokens[0]]
@@ -146,6 +146,6 @@ class BlockPool:
                 self._free.append(dropped.page)
 
     def forget_all(self) -> None:
-        """No page can be found any more: the weights have changed."""
+        """Empty the prefix tree, after the weights have changed."""
         for node in list(self.root.children.values()):
             self._forget(node)

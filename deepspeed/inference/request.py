@@ -1,4 +1,4 @@
-"""Requests and outputs of generation, with the length limits of a model's config."""
+"""Requests and outputs of generation, and the length limits in a model's config."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.errors import LengthError
 from deepspeed.foundation.transformers_model import LENGTH_KEYS, text_config
 from deepspeed.inference.sampling_params import SamplingParams
 
-CHANGING = ("dynamic", "longrope")  # rotations that depend on the length of the sequence, which a pass has many of
+CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence length
 
 
 def length_limit(model: nn.Module) -> int | None:
-    """Maximum number of tokens of prompt and answer by the model's positions; None where the config states none."""
+    """Return the maximum number of tokens of prompt and answer in the model's config; None if it has no limit."""
     config = text_config(model, decoder=True)
     for name in LENGTH_KEYS:
         value = getattr(config, name, None)
@@ -27,8 +27,8 @@ def length_limit(model: nn.Module) -> int | None:
 
 
 def packed_limit(model: nn.Module) -> int | None:
-    """Longer sequences change how the model rotates all positions of a pass, so they cannot share one; None where
-    length changes nothing."""
+    """Return the length beyond which a model changes the rotary embedding of all positions in a pass, so that longer
+    sequences need a pass of their own; None if length changes nothing."""
     config = text_config(model, decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}
     parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))] if isinstance(ropes, dict) else []
@@ -40,7 +40,7 @@ def packed_limit(model: nn.Module) -> int | None:
 
 
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
-    """Positions that a call of `generate` fills before its first new token."""
+    """Return the number of positions that a call of `generate` fills before its first new token."""
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
     prompts = [kwargs.get(name) for name in names]
     if args and not encoder_decoder:
@@ -50,11 +50,11 @@ def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder
 
 
 def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Tokens that a call of `generate` may write after such a prompt; `own` is the model's generation_config."""
+    """Return the maximum number of new tokens of a `generate` call; `own` is the model's generation_config."""
     settings = [kwargs]
     for config in (kwargs.get("generation_config"), own):
         lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
-        if lengths["max_length"] == 20:  # the default of the class, which nobody has set
+        if lengths["max_length"] == 20:  # the class default
             lengths["max_length"] = None
         settings.append(lengths)
     for lengths in settings:
@@ -66,7 +66,7 @@ def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
 
 
 def check_length(prompt: int, new: int, limit: int | None, model_limit: int | None) -> None:
-    """Refuse a prompt and new tokens that are longer than `max_out_tokens`, the limit, or than the model's own."""
+    """Raise if prompt and new tokens together exceed `limit` (`max_out_tokens`) or the model's own limit."""
     for most, whose, advice in (
         (limit, "max_out_tokens", "Please increase max_tokens in the DeepSpeed Inference Config."),
         (model_limit, "the model's own limit", "Shorten the prompt, or ask for fewer tokens."),
@@ -83,7 +83,7 @@ def check_length(prompt: int, new: int, limit: int | None, model_limit: int | No
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt under a name of the caller's choice, unique among the requests that are not finished."""
+    """A prompt, with an id chosen by the caller that is unique among unfinished requests."""
 
     ident: Hashable
     tokens: Sequence[int]
@@ -92,7 +92,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token that was chosen, and of the most probable ones, largest first."""
+    """Log-probabilities of a chosen token and of the most probable ones, largest first."""
 
     token: int
     logprob: float
@@ -101,15 +101,15 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step brought one request.
+    """Output of one step for one request.
 
     Args:
-        ident: the request's.
-        tokens: new since the last output; with the end token or the tokens of the stop string, if one ended it.
-        logprobs: one for each of `tokens` if asked for.
-        finish_reason: None while it goes on; "stop" (end token or string), "length", "cancelled", "error".
-        matched: the end token or stop string that ended it.
-        error: what went wrong, in words; the others are not touched by it.
+        ident: id of the request.
+        tokens: tokens since the last output, including the end token or the tokens of the stop string.
+        logprobs: one for each of `tokens`, if requested.
+        finish_reason: None while unfinished; "stop" (end token or stop string), "length", "cancelled", "error".
+        matched: the end token or stop string that ended the request.
+        error: message of an error, which affects only this request.
     """
 
     ident: Hashable

@@ -1,4 +1,4 @@
-"""Samples tokens from logits in fp32, with each request's options and generator."""
+"""Sampler of tokens from fp32 logits, with each request's options and random generator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from deepspeed.inference.request import Logprob
 from deepspeed.inference.sampling_params import SamplingParams
 
-COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
+COLDEST = 1e-30  # lower temperatures underflow in fp32; this one is already greedy
 
 
 class Sampler:
-    """Draws the tokens of one request, one call for each token; `ends` are the model's own end tokens."""
+    """Sampler for one request, called once per token; `ends` are the model's own end tokens."""
 
     def __init__(self, sampling: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
         self.sampling = sampling
@@ -30,13 +30,13 @@ class Sampler:
         self._generator: torch.Generator | None = None
         if sampling.temperature:
             self._generator = torch.Generator()
-            # A seed of its own: the process's random numbers are the user's, who may train with them.
+            # A separate generator: the process's random state belongs to the user, who may train with it.
             seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
             self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63)
 
     @property
     def plain(self) -> bool:
-        """Whether the largest logit is the token, whatever came before."""
+        """Whether the next token is simply the largest logit."""
         options = self.sampling
         return (
             not options.temperature
@@ -49,7 +49,7 @@ class Sampler:
         )
 
     def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
-        """The next token, of logits [vocabulary]; with its log-probability if that was asked for."""
+        """Return the next token for logits [vocabulary], and its log-probabilities if requested."""
         logits = logits.detach().float().cpu()
         scores = self._adjusted(logits)
         token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
@@ -63,7 +63,7 @@ class Sampler:
         return token, logprob
 
     def note(self, token: int) -> None:
-        """Count a token that was chosen."""
+        """Record a chosen token in the counts."""
         self.count += 1
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
@@ -87,14 +87,14 @@ class Sampler:
         return scores
 
     def _drawn(self, scores: torch.Tensor) -> int:
-        """One draw, of one uniform number: so the same number of numbers is used for every token."""
+        """Draw one token. Each draw consumes one uniform random number, whatever the options."""
         options = self.sampling
         scores, order = scores.sort(descending=True, stable=True)
-        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # in this order nothing overflows
+        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # this order cannot overflow
         if options.top_k:
             scores = scores[: options.top_k]
         chances = scores.softmax(-1)
-        if options.top_p < 1:  # the first whose sum reaches p stays
+        if options.top_p < 1:  # keep the first tokens with a total of p
             chances = chances[: int((chances.cumsum(-1) < options.top_p).sum()) + 1]
         if options.min_p:
             relative = options.min_p * chances[0]
@@ -106,5 +106,5 @@ class Sampler:
 
     @staticmethod
     def _indices(tokens: Iterable[int]) -> torch.Tensor:
-        """Tokens as indices; those that no vocabulary has are the largest index."""
+        """Return tokens as indices; values above int64 are clamped to the largest index."""
         return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: how its next tokens are drawn, and when it ends."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass, field
 
 from deepspeed.errors import RequestError
 
-_MOST = 3e38  # a bias has to be a number of fp32
+_MOST = 3e38  # a bias must be finite in fp32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, and when a request ends.
+    """Sampling and stopping options of a request.
 
     Applied to fp32 logits in this order: repetition penalty (tokens of prompt and output), presence and frequency
-    penalty (tokens of the output), bias, end tokens barred before `min_new_tokens`, temperature, top-k, top-p, min-p.
-    `temperature=0` takes the largest. Draws come from a generator of the request's own: with `seed` they are the same
-    whatever else is in the batch; `index` tells the several answers of one seed apart.
+    penalty (tokens of the output), bias, end tokens masked before `min_new_tokens`, temperature, top-k, top-p, min-p.
+    `temperature=0` is greedy. Each request has its own random generator: with `seed`, its tokens do not depend on the
+    other requests in the batch; `index` distinguishes several answers with one seed.
 
     Args:
-        max_new_tokens: tokens at most.
-        min_new_tokens: no end token before so many.
+        max_new_tokens: maximum number of new tokens.
+        min_new_tokens: minimum number of new tokens before an end token.
         temperature: divides the logits; 0 is greedy.
-        top_k: only the k most probable; 0 is off.
-        top_p: only the most probable whose sum reaches p; 1 is off.
-        min_p: only those of at least min_p times the largest probability; 0 is off.
+        top_k: sample from the k most probable tokens; 0 is off.
+        top_p: sample from the smallest set of most probable tokens with a total of p; 1 is off.
+        min_p: sample from tokens with at least min_p times the largest probability; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens already seen; 1 is off.
-        presence_penalty: taken off the logits of tokens already generated.
-        frequency_penalty: the same, times how often.
+        presence_penalty: subtracted from the logits of tokens already generated.
+        frequency_penalty: the same, times the number of occurrences.
         logit_bias: added to the logits of single tokens.
-        seed: of this request's draws; None draws one.
-        index: which of several answers with one seed.
-        logprobs: log-probabilities of each token and of the n most probable ones, of the model's own distribution
-            (before penalties and temperature); None is off.
-        stop: strings that end the text; found across the borders of tokens (needs the generator's tokenizer).
-        stop_token_ids: tokens that end it besides the model's own.
-        ignore_eos: the model's own end tokens do not end it.
+        seed: seed of this request's random generator; None: a random seed.
+        index: number of the answer among several with one seed.
+        logprobs: return log-probabilities of each token and of the n most probable ones, from the model's own
+            distribution (before penalties and temperature); None is off.
+        stop: strings that end the text, even across token boundaries (needs the generator's tokenizer).
+        stop_token_ids: further end tokens besides the model's own.
+        ignore_eos: do not stop at the model's own end tokens.
 
     Raises:
-        RequestError: an option outside its range, by name.
+        RequestError: an option is out of range; the message names it.
     """
 
     max_new_tokens: int = 128
@@ -107,4 +107,4 @@ class SamplingParams:
             raise RequestError(f"{name} has to be a number {bound} {least} to {most}, not {value!r}")
 
 
-Sampling = SamplingParams  # the former name, still importable
+Sampling = SamplingParams  # former name, still importable

@@ -1,7 +1,7 @@
-"""Which tokens of which sequences go into the next forward pass (each token is a row of the batch).
+"""Scheduler: chooses the tokens of the next forward pass (each token is a row of the batch).
 
-Continuous batching with chunked prefill over the blocks of the KV cache, which are called pages too (`kv_cache.py`).
-Nothing here makes a tensor or knows the model.
+Continuous batching with chunked prefill over the blocks of the KV cache, which are also called pages (`kv_cache.py`).
+The scheduler creates no tensors and does not depend on the model.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
 
 @dataclass(eq=False)
 class TokenSequence:
-    """A sequence: its tokens so far, of which the first `computed` have keys and values in the blocks `pages`."""
+    """Tokens of one sequence; the first `computed` ones have keys and values in the blocks `pages`."""
 
     ident: Hashable
     tokens: list[int]
-    arrival: int  # its number in the order of arrival: the lowest is the oldest
+    arrival: int  # number in order of arrival: the lowest is the oldest
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    prefix: PrefixBlock | None = None  # in the pool's tree; the next full block is registered behind it; None: nowhere
-    registered: int = 0  # leading blocks that were offered to the pool, to be found by other sequences
-    reused: int = 0  # tokens that were computed for other sequences, when this one was admitted
+    prefix: PrefixBlock | None = None  # node above the next full block in the prefix tree; None: not added
+    registered: int = 0  # number of leading blocks added to the prefix tree
+    reused: int = 0  # number of tokens reused from other sequences on admission
 
     @property
     def pending(self) -> int:
-        """Tokens without keys and values."""
+        """Number of tokens without keys and values."""
         return len(self.tokens) - self.computed
 
     @property
     def decodes(self) -> bool:
-        """Whether only its last token has no keys and values; else it is in prefill."""
+        """Whether the sequence is decoding: only its last token has no keys and values. Otherwise it is in prefill."""
         return len(self.tokens) - self.computed == 1
 
 
 class Scheduler:
-    """Decoding sequences first, then those in prefill; the oldest first within each.
+    """Schedules decoding sequences first, then sequences in prefill; within each, the oldest first.
 
-    Prefill is split into chunks. A sequence has as many blocks as its tokens need. Where the pool has none left, the
-    youngest running sequence is preempted: it gives its blocks back and waits again.
+    Prefill is split into chunks. A sequence has as many blocks as its tokens need. When the pool has no free block, the
+    youngest running sequence is preempted: its blocks return to the pool, and it waits again.
 
-    As long as there is a sequence, every plan has at least one row: the oldest is never preempted for another, and it
-    fits into the cache alone (`fits`), so it ends; then the next one is the oldest.
+    While any sequence is left, every plan has at least one row. The oldest sequence is never preempted for another and
+    fits into the cache alone (`fits`), so it finishes; then the next one is the oldest.
 
     Args:
-        pool: the blocks.
-        copy: called with (from, to) when a block's content has to be copied before the next pass.
+        pool: the block pool.
+        copy: called with (from, to) when the content of a block must be copied before the next pass.
         max_tokens: maximum number of rows in a pass.
-        max_sequences: maximum number of sequences that run at once; at most `max_tokens`.
-        chunk: maximum number of prefill rows in a pass in which others decode; it bounds how long these wait. With a
-            pair it is twice the number of decoding sequences, within the two numbers. None: no limit.
+        max_sequences: maximum number of running sequences; at most `max_tokens`.
+        chunk: maximum number of prefill rows in a pass with decoding sequences; bounds the delay of those. A pair (low,
+            high): twice the number of decoding sequences, clamped to this range. None: no limit.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Scheduler:
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
         self.min_chunk, self.max_chunk = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[TokenSequence] = []  # by arrival
-        self.waiting: deque[TokenSequence] = deque()  # by arrival
+        self.running: list[TokenSequence] = []  # in order of arrival
+        self.waiting: deque[TokenSequence] = deque()  # in order of arrival
         self.preemptions = 0
 
     @property
@@ -83,11 +83,11 @@ class Scheduler:
         return self._pages_for(tokens) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
-        """Put a sequence at the end of the waiting ones."""
+        """Append a sequence to the waiting queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence that is finished or cancelled; its blocks go back to the pool at once."""
+        """Remove a finished or cancelled sequence; its blocks return to the pool at once."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -95,10 +95,10 @@ class Scheduler:
         self._drop(sequence)
 
     def plan(self, drafts: Callable[[TokenSequence, int], Sequence[int]] | None = None) -> list[BatchSlice]:
-        """The rows of the next pass, one slice for each sequence; the blocks for them are taken from the pool.
+        """Plan the rows of the next pass, one slice per sequence, and allocate their blocks.
 
         Args:
-            drafts: called with a decoding sequence and a number; gives at most so many guesses of its next tokens.
+            drafts: called with a decoding sequence and a number; returns at most that many draft tokens.
         """
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
@@ -112,24 +112,24 @@ class Scheduler:
             if self.preemptions > before and sequence not in self.running:  # preempted in this plan
                 continue
             if sequence.decodes:
-                spare = left - (len(order) - number)  # this sequence, and each behind it, has a row
+                spare = left - (len(order) - number)  # a row for this sequence and for each later one
                 guesses = drafts(sequence, spare) if drafts is not None and spare > 0 else ()
                 self._schedule(sequence, 1, guesses, slices)
             else:
                 chunk -= self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
-            if self.preemptions > before:  # a preempted sequence gives its rows back: count anew
+            if self.preemptions > before:  # a preempted sequence frees its rows: count again
                 left = self.max_tokens - sum(len(rows.tokens) for rows in slices.values())
             elif sequence in slices:
                 left -= len(slices[sequence].tokens)
-        if self.preemptions == before:  # else the pool is short of blocks, and nobody is admitted
+        if self.preemptions == before:  # otherwise blocks are short, and no sequence is admitted
             self._admit(slices, left, chunk)
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
-        """Note after the pass that `rows` are computed, append the `accepted` tokens, and register full blocks.
+        """After a pass, mark `rows` as computed, append the `accepted` tokens, and register full blocks.
 
         Args:
-            accepted: the drafts that were right, and the token after them; empty while the sequence is in prefill.
+            accepted: the correct drafts and the next token after them; empty while the sequence is in prefill.
         """
         sequence = rows.sequence
         sequence.computed = rows.start + rows.count + max(len(accepted) - 1, 0)
@@ -149,34 +149,34 @@ class Scheduler:
     ) -> int:
         """Put `count` tokens of a sequence and its drafts into the pass.
 
-        While the pool has too few blocks for them, the youngest running sequence is preempted.
+        While the pool has too few blocks, the youngest running sequence is preempted.
 
         Returns:
-            `count`; 0 if this sequence was itself the youngest, and is preempted.
+            `count`; 0 if this sequence itself was the youngest and was preempted.
         """
         if count <= 0:
             return 0
         start = sequence.computed
         if drafts and self._pages_for(start + count + len(drafts)) - len(sequence.pages) > self.pool.available:
-            drafts = ()  # nobody is preempted for guesses
+            drafts = ()  # no preemption for drafts
         need = self._pages_for(start + count + len(drafts))
         while need - len(sequence.pages) > self.pool.available:
             youngest = self.running[-1]
             self._preempt(youngest)
-            slices.pop(youngest, None)  # it may be in this pass already
+            slices.pop(youngest, None)  # the victim may be in this pass already
             if youngest is sequence:
                 return 0
         while len(sequence.pages) < need:
             sequence.pages.append(self.pool.take())
         tokens = [*sequence.tokens[start : start + count], *drafts]
-        # Logits choose the token after a row, so no chunk of a prefill but the last wants any; a draft is compared with
-        # the choice before it.
+        # Logits determine the token after a row, so only the last chunk of a prefill needs any; a draft is checked by
+        # the token chosen before it.
         logits_wanted = 1 + len(drafts) if start + count == len(sequence.tokens) else 0
         slices[sequence] = BatchSlice(tokens, start, sequence.pages, logits_wanted, sequence)
         return count
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
-        """Let waiting sequences run, the oldest first, as long as there are rows and blocks for them."""
+        """Start waiting sequences, the oldest first, as long as there are rows and blocks for them."""
         while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
             sequence = self.waiting[0]
             if not self._room_for(sequence):
@@ -185,24 +185,23 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=lambda other: other.arrival)
             self._reuse(sequence)
             scheduled = self._schedule(sequence, min(sequence.pending, left, chunk), (), slices)
-            if not scheduled:  # preempted: the copy of a shared block took what it needs; the next plan has room
+            if not scheduled:  # preempted: the copy of a shared block used the last block; the next plan has room
                 return
             left, chunk = left - scheduled, chunk - scheduled
 
     def _room_for(self, sequence: TokenSequence) -> bool:
-        """Whether the pool has blocks for all tokens of a sequence, and one for each running sequence beside.
+        """Whether the pool has blocks for all tokens of a sequence, plus one for each running sequence.
 
-        So the sequence is not preempted at once. Blocks that others hold and this one would share need no room.
+        This avoids immediate preemption. Blocks shared with running sequences need no room.
         """
         held = {node.page for node in self.pool.match(sequence.tokens).nodes if self.pool.references(node.page)}
         need = self._pages_for(len(sequence.tokens)) - len(held)
         return need + len(self.running) <= self.pool.available or not self.running
 
     def _reuse(self, sequence: TokenSequence) -> None:
-        """Give a sequence the blocks that hold its first tokens already (prefix caching).
+        """Assign cached blocks to the first tokens of a sequence (prefix caching).
 
-        Full blocks are shared. One that holds only some of the tokens that come next is copied, since the sequence will
-        write behind these.
+        Full blocks are shared. A partial match is copied, since the sequence will write after the matching tokens.
         """
         match = self.pool.match(sequence.tokens)
         for node in match.nodes:
@@ -212,7 +211,7 @@ class Scheduler:
         sequence.prefix = match.nodes[-1] if match.nodes else self.pool.root
         if match.tail is not None:
             source = match.tail.page
-            self.pool.share(source)  # so that `take` does not evict it
+            self.pool.share(source)  # protects it from eviction in `take`
             if self.pool.available:
                 copy = self.pool.take()
                 self._copy(source, copy)
@@ -222,7 +221,7 @@ class Scheduler:
         sequence.reused = sequence.computed
 
     def _preempt(self, sequence: TokenSequence) -> None:
-        """Take a running sequence's blocks; it waits again, in the order of arrival, and keeps its tokens."""
+        """Preempt a running sequence: release its blocks, keep its tokens, and queue it in order of arrival."""
         self.preemptions += 1
         self.running.remove(sequence)
         self._drop(sequence)
@@ -230,7 +229,7 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def _drop(self, sequence: TokenSequence) -> None:
-        """Give a sequence's blocks back to the pool."""
-        for page in reversed(sequence.pages):  # so that the last block is evicted first, and prefixes stay long
+        """Release the blocks of a sequence to the pool."""
+        for page in reversed(sequence.pages):  # last block first, so that it is evicted first and prefixes stay long
             self.pool.release(page)
         sequence.pages, sequence.computed, sequence.prefix, sequence.registered = [], 0, None, 0

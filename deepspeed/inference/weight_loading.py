@@ -1,4 +1,4 @@
-"""Loads the weights that `checkpoint` names for `init_inference`."""
+"""Loader of the key `checkpoint` of `init_inference`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deepspeed.inference.quantization.compressed_tensors import unpacked_from
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
+Named = Iterator[tuple[str, torch.Tensor]]  # the tensors have no other owner
 _BYTES_PER_READ = 1 << 26
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -42,18 +42,18 @@ _DTYPES = {
 def load_checkpoint(
     module: nn.Module, checkpoint: Any, base_dir: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Fill a model, in place, which may be on the meta device, with the weights that a `checkpoint` names.
+    """Load weights into a model, in place. The model may be on the meta device.
 
     Args:
-        checkpoint: a folder of Transformers, of a training run, or of packed integers that `compression` exported; a
-            file or a list of files, or what describes them: a dict, or the path of its JSON, with `checkpoints`, a list
-            of files or a folder.
-        base_dir: of relative paths.
-        dtype: of floating weights.
+        checkpoint: a folder written by Transformers, by a training run, or by an export of `compression` (packed
+            integers); a file or a list of files; or a description: a dict, or the path of its JSON file, with the key
+            `checkpoints`, a list of files or a folder.
+        base_dir: base of relative paths.
+        dtype: dtype of floating-point weights.
 
     Raises:
-        CheckpointError: names or shapes differ, or a file holds more than tensors.
-        NotAvailableError: files that hold one rank's slices.
+        CheckpointError: names or shapes differ, or a file contains other objects than tensors.
+        NotAvailableError: the files hold slices of single ranks.
     """
     tensors = unpacked_from(module, _tensors(checkpoint, Path(base_dir or ".")), dtype, device)
     left, strange = _fill(module, tensors, dtype, device)
@@ -78,7 +78,7 @@ def load_checkpoint(
 
 
 def _log_names(module: Any, kind: str, names: list[str], text: str) -> None:
-    """One line about names that only one side has, but for those that the model's class says to ignore."""
+    """Log names that only the model or only the files have, except those that the model's class declares ignorable."""
     patterns = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
     logged = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
     if logged:
@@ -128,10 +128,10 @@ def _of_folder(folder: Path) -> Named:
     config_file = folder / "config.json"
     try:
         config = json.loads(config_file.read_text())
-    except (OSError, ValueError):  # a folder of weights alone
+    except (OSError, ValueError):  # a folder of weights only
         config = None
     section = config.get("quantization_config") if isinstance(config, Mapping) else None
-    if isinstance(section, Mapping) and section.get("transform_config"):  # matrices and inputs that are transformed
+    if isinstance(section, Mapping) and section.get("transform_config"):  # transforms of matrices and inputs
         raise NotAvailableError(
             f"checkpoint: {config_file} names a transform_config: its weights mean nothing without those "
             "transforms, which are not made here; give a folder that was quantized without them"
@@ -171,9 +171,9 @@ def _of_files(paths: list[Path]) -> Named:
 
 
 def _of_safetensors(path: Path) -> Named:
-    """Read, not mapped: pages of a mapped file count as the process's memory, with the tensors made of them."""
+    """Read a safetensors file without mmap: mapped pages count as process memory, in addition to the tensors."""
     try:
-        with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
+        with safe_open(str(path), framework="pt"):  # checks the header and the size
             pass
     except SafetensorError as error:
         raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
@@ -197,13 +197,13 @@ def _of_safetensors(path: Path) -> Named:
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
-    """Put tensors under their names; returns the parameters and buffers that had none, and names without a place."""
+    """Copy tensors into the model by name; returns the names without a tensor, and the tensors without a place."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     prefix = getattr(module, "base_model_prefix", "")
     left, strange = {*own, *buffers}, list[str]()
     for stored, value in tensors:
-        # Files of a bare model lack the model's prefix, those of a whole one may have it.
+        # Files of a bare model lack the model's prefix; files of a whole model may have it.
         spellings = (stored, f"{prefix}.{stored}", stored.removeprefix(f"{prefix}."), stored.removeprefix("module."))
         name = next((name for name in spellings if name in own or name in buffers), stored)
         target = own.get(name, buffers.get(name))
@@ -234,7 +234,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
 
 
 def restore_buffers(module: Any, device: torch.device) -> None:
-    """Compute buffers again that a model made on the meta device lacks and no file has, such as rotary frequencies."""
+    """Recompute non-persistent buffers of a model from the meta device, such as rotary frequencies."""
     lost = {name: buffer for name, buffer in module.named_buffers() if buffer.is_meta}
     if not lost:
         return
@@ -250,7 +250,7 @@ def restore_buffers(module: Any, device: torch.device) -> None:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):  # parameters take no memory
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):  # parameters on the meta device
         buffers = dict(type(module)(config).named_buffers())
     for name in lost:
         home, _, last = name.rpartition(".")
@@ -258,7 +258,7 @@ def restore_buffers(module: Any, device: torch.device) -> None:
 
 
 def save_checkpoint(module: nn.Module, folder: str | Path) -> Path:
-    """Write weights as they are now, and the JSON by which `checkpoint` finds them again, whose path is returned."""
+    """Write the current weights, and a JSON file for the key `checkpoint`; returns the path of the JSON file."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_sharded(dict(module.state_dict(keep_vars=True)), folder, "5GB", True)

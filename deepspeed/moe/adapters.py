@@ -1,8 +1,8 @@
-"""LoRA adapters of PEFT on packed experts (`target_parameters`): a rank keeps those of its experts.
+"""PEFT LoRA adapters on packed experts (`target_parameters`): a rank keeps the adapters of its own experts.
 
-An adapter of E experts and rank r has A (E r, in), whose rows are grouped by expert, and B (out, r E), whose columns
-are grouped by rank. An adapter that takes the experts' parameter for one matrix (2-d) has A (r, in), which all experts
-share, and B (out, r), which is divided as the parameter is.
+An adapter of E experts and rank r has A (E r, in), with rows grouped by expert, and B (out, r E), with columns grouped
+by rank. If the adapter treats the experts' parameter as one 2-d matrix, A (r, in) is shared by all experts, and B (out,
+r) is divided like the parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Segments = list[tuple[int, int]]
 
 
 class ExpertPart(NamedTuple):
-    """The segments of one dim of a module's parameter that belong to the experts of this rank."""
+    """Part of a module's parameter for the experts of this rank: segments of one dim."""
 
     owner: nn.Module
     key: str
@@ -28,22 +28,22 @@ class ExpertPart(NamedTuple):
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter, whole or divided."""
+        """Parameter of this part, whole or divided."""
         return self.owner.get_parameter(self.key)
 
 
 def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """PEFT's wrappers around the parameters of a module of experts."""
+    """Return the PEFT wrappers of the parameters of a module of experts."""
     layers = sys.modules.get("peft.tuners.lora.layer")  # not imported: then nothing is wrapped
     kind = getattr(layers, "ParamWrapper", ())
     return [module for module in model.modules() if isinstance(module, kind) and module.get_base_layer() is experts]
 
 
 def adapters_of(wrapper: Any, location: Any) -> Iterator[ExpertPart]:
-    """The adapters of the experts of this rank.
+    """Yield the parts of the adapters for the experts of this rank.
 
     Args:
-        wrapper: of `wrappers_of`; its experts are whole.
+        wrapper: a wrapper from `wrappers_of`, with whole experts.
         location: the `ExpertLocation` of the experts.
     """
     packed = wrapper.get_param()
@@ -59,13 +59,13 @@ def adapters_of(wrapper: Any, location: Any) -> Iterator[ExpertPart]:
 
 
 def set_local_count(wrapper: Any, location: Any) -> None:
-    """Let a wrapper reshape its adapters for the experts of this rank."""
+    """Set a wrapper's number of experts to that of this rank, with which it reshapes its adapters."""
     if wrapper.num_experts == location.count:
         wrapper.num_experts = location.local_count
 
 
 def advise(model: nn.Module, experts: dict[str, nn.Module]) -> None:
-    """Log a line where a model has adapters, and its packed experts are frozen without any."""
+    """Log a hint if a model has adapters, but its packed experts are frozen and have none."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or not any(isinstance(module, layers.LoraLayer) for module in model.modules()):
         return

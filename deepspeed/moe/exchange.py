@@ -1,13 +1,13 @@
-"""Sends the rows of tokens to the ranks that hold their experts, and their results back.
+"""Send tokens to the ranks that hold their experts, and send the results back.
 
-Every expert is held by one rank of an axis. A token is sent once to each rank that holds any of its experts, with the
-weights of these experts; the results that come back are added. No token is dropped, and buffers hold what was sent:
-ranks exchange their counts first, as one table. All ranks take part in every exchange, with or without rows.
+Each expert is on one rank of an axis. A token is sent once to every rank that holds at least one of its experts, along
+with the weights of these experts; the token's own rank adds the results. No token is dropped, and buffers have no
+padding: ranks first exchange their token counts. All ranks take part in every exchange, even with no tokens to send.
 
 | step     | forward                              | backward                             |
 |----------|--------------------------------------|--------------------------------------|
-| dispatch | rows and weights to the experts      | their gradients to the tokens, added |
-| combine  | results to the tokens, added         | the tokens' gradient to the experts  |
+| dispatch | tokens and weights to the experts    | sum of their gradients to the tokens |
+| combine  | sum of the results to the tokens     | gradient of the sum to the experts   |
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Table = list[list[int]]  # rows that rank r sends to rank p
 
 @dataclass(frozen=True)
 class Routing:
-    """Which token is sent to which rank.
+    """Destination ranks of this rank's tokens, for one forward pass of a layer.
 
     Args:
-        axis: the ranks that hold the experts.
-        name: of the layer, for reports.
+        axis: the ranks among which the experts are divided.
+        name: name of the layer, for messages.
         tokens: number of tokens T of this rank.
-        sent: (S,) int64: tokens in the order in which they are sent; a token stands once for each rank it goes to.
-        choices: (S, k) bool: which of a sent token's choices are experts of the rank it goes to.
-        table: numbers of rows that each rank sends to each.
+        sent: (S,) int64: token indices in send order; a token occurs once for each rank that receives it.
+        choices: (S, k) bool: True where the receiving rank holds that expert choice of the token.
+        table: table[r][p] is the number of rows that rank r sends to rank p.
     """
 
     axis: Axis
@@ -48,11 +48,11 @@ class Routing:
 
     @classmethod
     def of(cls, index: torch.Tensor, owner: torch.Tensor, axis: Axis, name: str) -> Routing:
-        """Route tokens, and exchange the counts. All ranks call together.
+        """Compute the destinations of all tokens and exchange the counts. All ranks call together.
 
         Args:
-            index: (T, k) integer: the experts that each token has chosen.
-            owner: (experts,) int64: position on the axis of the rank that holds an expert.
+            index: (T, k) integer: the experts chosen by each token.
+            owner: (experts,) int64: for each expert, the position on the axis of its rank.
         """
         goes = owner.to(index.device)[index.long()]  # (T, k)
         choices = goes.unsqueeze(0) == torch.arange(axis.size, device=index.device).view(-1, 1, 1)  # (ranks, T, k)
@@ -67,15 +67,15 @@ class Routing:
 
     @property
     def received(self) -> int:
-        """Number of rows R that this rank gets."""
+        """Number of rows R that this rank receives."""
         return sum(row[self.axis.rank] for row in self.table)
 
     def to_experts(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """Send (S, …) rows in the order of `sent`; returns the (R, …) rows that arrive here, in rank order."""
+        """Send (S, …) rows in the order of `sent`; return the (R, …) rows received, in order of their source ranks."""
         return self._move(rows, self.table, f"{what} of {self.name} to experts")
 
     def to_tokens(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """Send (R, …) rows back to where they came from; returns (S, …) rows in the order of `sent`."""
+        """Return (R, …) rows to the ranks that sent them; return the (S, …) rows received, in the order of `sent`."""
         back = [list(column) for column in zip(*self.table, strict=True)]
         return self._move(rows, back, f"{what} of {self.name} to tokens")
 
@@ -84,7 +84,7 @@ class Routing:
         return all_to_all_rows(self.axis, rows, table, label)
 
     def scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add (S, H) rows up by token: (T, H)."""
+        """Sum (S, H) rows that belong to the same token; returns (T, H)."""
         return rows.new_zeros(self.tokens, *rows.shape[1:]).index_add_(0, self.sent, rows)
 
 
@@ -110,10 +110,10 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _SameOnAllRanks(torch.autograd.Function):
-    """Saves a tensor between experts and combine, so that activation checkpointing recomputes alike on all ranks.
+    """Save a tensor between experts and combine, so that all ranks recompute together in activation checkpointing.
 
-    Recomputation begins when backward first asks for a saved tensor, and ends with the last one that was saved. A rank
-    without rows saves none in its experts: it would recompute, and so exchange, at another time or not at all.
+    Recomputation begins when backward first reads a saved tensor, and ends with the last saved tensor. The experts of a
+    rank without rows save none, so that rank would recompute, and exchange rows, at another time or never.
     """
 
     @staticmethod
@@ -140,18 +140,18 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(hidden: torch.Tensor, weights: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send tokens to the ranks of their experts. All ranks call together, forward and backward.
+    """Send tokens to the ranks of their experts. All ranks call together, in forward and in backward.
 
     Args:
         hidden: (T, H) tokens.
-        weights: (T, k) weights of their choices.
+        weights: (T, k) weights of their chosen experts.
 
     Returns:
-        (R, H) rows of all ranks' tokens, and (R, k) weights: 0 for experts of other ranks.
+        (R, H) tokens received from all ranks, and their (R, k) weights, 0 for experts on other ranks.
     """
     return _Dispatch.apply(hidden, weights, routing)  # type: ignore[return-value]
 
 
 def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Send (R, H) results back and add them up by token: (T, H). All ranks call together, forward and backward."""
+    """Return (R, H) results to the tokens' ranks and sum them by token: (T, H). All ranks call together."""
     return _Combine.apply(_SameOnAllRanks.apply(rows), routing)  # type: ignore[return-value]

@@ -1,10 +1,10 @@
-"""Divides the experts of a model among ranks, without a change of its code.
+"""Divide the experts of a model among ranks, without changes to the model's code.
 
-A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k), and their
-weights (T, k). Its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is
-tried on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
-experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
-sends tokens to their experts (`exchange.py`) and runs the module's own code there.
+A module of experts is called with tokens (…, H), T in all, the experts chosen by each token (T, k), and their weights
+(T, k). Its parameters stack all experts along dim 0. `find_experts` recognises such modules by this structure, not by
+class. A trial on random tokens then checks that the results of the module's parts add up to the result of the whole.
+Afterwards the module holds only this rank's experts. Module and parameters stay the same objects, so an existing
+optimizer stays valid. The new forward sends tokens to their experts (`exchange.py`) and runs the module's own forward.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _INDEX, _WEIGHTS = ("ind", "select", "expert"), ("weight", "score", "prob")
 
 
 class ExpertLocation:
-    """Which of a layer's experts this rank has; copies of the layer share it.
+    """Assignment of a layer's experts to ranks; deep copies of the layer share one instance.
 
     Args:
-        axis: ranks that have the layer's experts together.
-        name: of the module, for reports.
-        count: number of experts of all ranks.
-        order: position on the axis of the rank with the first experts, the second, and so on.
+        axis: the ranks among which the layer's experts are divided.
+        name: name of the module, for messages.
+        count: number of experts on all ranks together.
+        order: positions on the axis, sorted by their experts: order[0] has the first experts.
     """
 
     def __init__(self, axis: Axis, name: str, count: int, order: list[int]) -> None:
@@ -62,12 +62,12 @@ class ExpertLocation:
 
 
 class DividedExperts(nn.Module):
-    """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
+    """Module with only this rank's experts. `become_parallel` derives a subclass for each class of modules."""
 
     location: ExpertLocation
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the whole module; all ranks that share the experts call together, also without tokens."""
+        """Compute the result of the undivided module. All ranks of the axis call together, even without tokens."""
         location = self.location
         hidden, index, weights = arguments_of(self, args, kwargs)
         routing = Routing.of(index, location.owner, location.axis, location.name)
@@ -87,10 +87,10 @@ class DividedExperts(nn.Module):
 
 
 def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, choices and weights among the arguments of a call.
+    """Return the tokens, choices and weights among the arguments of a call.
 
     Raises:
-        ExpertParallelError: there are others, or their shapes are not (T, H), (T, k) and (T, k).
+        ExpertParallelError: there are other arguments, or the shapes are not (…, H), (T, k) and (T, k).
     """
     values = list(signature_of(type(module)).bind(module, *args, **kwargs).arguments.values())[1:]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -107,16 +107,16 @@ def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tenso
 def run_pairs(
     forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, here: torch.Tensor
 ) -> torch.Tensor:
-    """Run the experts of this rank on the tokens that have chosen them.
+    """Run this rank's experts on the tokens that have chosen them.
 
     Args:
-        rows: (R, H) tokens, each of which has chosen an expert of this rank or more.
-        index: (R, k) experts, counted from the first of this rank.
-        weights: (R, k) of the choices.
-        here: (R, k) bool: which choices are experts of this rank.
+        rows: (R, H) tokens; each has chosen at least one expert of this rank.
+        index: (R, k) chosen experts, counted from this rank's first expert.
+        weights: (R, k) weights of the chosen experts.
+        here: (R, k) bool: True where the chosen expert is on this rank.
 
     Returns:
-        (R, H) for each token the sum over its choices here.
+        (R, H) weighted sums of the results of this rank's experts.
     """
     token, choice = here.nonzero(as_tuple=True)
     single = token.numel() == rows.shape[0]  # each token is here once, in order
@@ -127,7 +127,7 @@ def run_pairs(
 
 @contextlib.contextmanager
 def counting(module: nn.Module, count: int, local_count: int) -> Generator[None]:
-    """Inside, a module's attributes that give the number of experts give the number of local ones."""
+    """Context in which the module's attributes for the number of experts hold the number of local experts."""
     names = [name for name, value in vars(module).items() if type(value) is int and value == count]
     for name in names:
         vars(module)[name] = local_count
@@ -139,7 +139,7 @@ def counting(module: nn.Module, count: int, local_count: int) -> Generator[None]
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules that hold several experts along dim 0 of their parameters: name, module, number of experts."""
+    """Yield (name, module, number of experts) of modules that stack several experts along dim 0 of their parameters."""
     for name, module in model.named_modules():
         params = list(module.parameters())
         if not params or any(param.dim() < 2 for param in params):
@@ -155,7 +155,7 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def signature_of(kind: type) -> inspect.Signature:
-    """The signature of a module's own forward, below classes that only pass their arguments on."""
+    """Return the signature of a module's own forward; wrappers that take *args are skipped."""
     signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
     own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
     return (own or signatures)[0]
@@ -166,14 +166,14 @@ def _says(name: str, words: tuple[str, ...]) -> bool:
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
-    """Divide the experts of all layers among `ep` ranks, in place. All ranks call together, with whole models.
+    """Divide the experts of all layers among `ep` ranks, in place. All ranks call together, with undivided models.
 
     Returns:
-        Names of the modules whose experts are divided.
+        Names of the modules with divided experts.
 
     Raises:
-        ExpertParallelError: the model has none that can be divided, or their number is no multiple of `ep`.
-        MeshError: `ep` does not divide the ranks of dp_shard x sp.
+        ExpertParallelError: no module's experts can be divided, or their number is no multiple of `ep`.
+        MeshError: `ep` does not divide the number of ranks of dp_shard x sp.
     """
     modules = [entry for entry in find_experts(model) if not isinstance(entry[1], DividedExperts)]
     if not modules:
@@ -212,7 +212,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
 
 
 def order_of(mesh: Mesh, ep: int) -> list[int]:
-    """Positions on the axis of `ep` ranks of the one with the first experts, the second, and so on."""
+    """Return the positions on the axis of `ep` ranks, sorted by the experts that they hold."""
     ranks = mesh.axis("ep", ep=ep).ranks
     place_of = {mesh.expert_coordinates(rank, ep)["ep"]: position for position, rank in enumerate(ranks)}
     return [place_of[index] for index in range(ep)]
@@ -222,14 +222,14 @@ _classes: dict[type, type] = {}
 
 
 def _parts(module: nn.Module, location: ExpertLocation) -> Iterator[ExpertPart]:
-    """What this rank keeps of the parameters of a module of experts."""
+    """Yield the parts of the parameters of a module of experts that this rank keeps."""
     for key, param in module.named_parameters():
         size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
         yield ExpertPart(module, key, 0, [(location.first * size, location.local_count * size)])
 
 
 def become_parallel(module: nn.Module, location: ExpertLocation, parts: Iterable[ExpertPart]) -> None:
-    """Make a module, and the adapters on it, keep the experts of this rank, in place."""
+    """Reduce a module and its adapters to the experts of this rank, in place."""
     kind, owners = type(module), dict[nn.Module, None]()
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
@@ -245,7 +245,7 @@ def become_parallel(module: nn.Module, location: ExpertLocation, parts: Iterable
 def _whole_state(
     location: ExpertLocation, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Put all experts into a state dict. All ranks call together; with `keep_vars=True` local parameters stay."""
+    """Gather all experts into a state dict. All ranks call together; parameters from `keep_vars=True` stay local."""
     for name, param in module.named_parameters():
         value = state.get(prefix + name)
         if value is None or isinstance(value, nn.Parameter) or placement_of(param).ep == 1:
@@ -261,7 +261,7 @@ def _whole_state(
 
 
 def _difference(module: nn.Module, count: int, ep: int) -> str:
-    """Why the results of a module's parts do not add up to the result of the whole; empty where they do."""
+    """Return the reason why the results of a module's parts do not add up to the result of the whole; "" if they do."""
     params = dict(module.named_parameters())
     first = next(iter(params.values()))
     generator = torch.Generator().manual_seed(0)
@@ -285,7 +285,7 @@ def _difference(module: nn.Module, count: int, ep: int) -> str:
 
 
 def _part(module: nn.Module, params: Any, call: Any, count: int, ep: int, part: int) -> torch.Tensor:
-    """What one rank would add to the result."""
+    """Compute one rank's summand of the result."""
     hidden, index, weights = call
     local = count // ep
     chunk = {name: param.detach().chunk(ep)[part] for name, param in params.items()}
@@ -302,5 +302,5 @@ def _part(module: nn.Module, params: Any, call: Any, count: int, ep: int, part: 
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether ranks have experts of their own."""
+    """Whether the experts of a model are divided among ranks."""
     return any(placement_of(param).ep > 1 for param in model.parameters())

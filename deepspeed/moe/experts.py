@@ -1,4 +1,4 @@
-"""The experts of a layer that this rank has, as children of one module."""
+"""Local experts of a layer, as children of one module."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import nn
 
 
 class ExpertList(nn.ModuleList):
-    """Experts in the order of their numbers in the whole layer; indexing counts the local ones.
+    """List of this rank's experts; indexing counts local experts.
 
-    Children are named by their number in the whole layer, so that one name means one tensor on all ranks.
+    The name of a child is the number of the expert in the whole layer, so a name means the same tensor on all ranks.
 
     Args:
-        experts: those of this rank.
+        experts: the experts of this rank.
     """
 
     def __init__(self, experts: Iterable[nn.Module]) -> None:
         super().__init__(experts)
-        self._count = len(self)  # of the whole layer
+        self._count = len(self)  # experts in the whole layer
 
     def number_from(self, first: int, count: int) -> None:
-        """Name the experts first, first + 1, …, of `count` in the layer; modules and parameters stay the same."""
+        """Rename the children to first, first + 1, …; `count` is the number of experts in the whole layer."""
         experts = list(self._modules.values())
         self._modules.clear()
         self._modules.update({str(first + index): expert for index, expert in enumerate(experts)})
@@ -39,7 +39,7 @@ class ExpertList(nn.ModuleList):
         return self._modules[self._get_abs_string_index(idx)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As torch does; the experts of other ranks in a whole layer's state dict are not unexpected."""
+        """Load as torch does, but do not report experts of other ranks as unexpected keys."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         unexpected: list[str] = args[3]
         elsewhere = {str(number) for number in range(self._count)} - set(self._modules)
@@ -51,12 +51,12 @@ class ExpertList(nn.ModuleList):
 
 
 class Experts(nn.Module):
-    """Copies of one expert, which run one after the other.
+    """Copies of one expert, run one after the other.
 
     Args:
-        expert: a module from (rows, H) to (rows, H'), or to a tuple whose first item that is; it is copied.
-        num_local_experts: how many this rank has.
-        expert_group_name: of the ranks that have the layer's experts together; parameters are marked with it.
+        expert: a module that maps (rows, H) to (rows, H'), or to a tuple that starts with (rows, H'); it is copied.
+        num_local_experts: number of experts on this rank.
+        expert_group_name: name of the expert-parallel group; the parameters get it as attribute `group_name`.
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
@@ -69,15 +69,15 @@ class Experts(nn.Module):
     def forward(
         self, inputs: torch.Tensor, index: torch.Tensor | None = None, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run every expert, also those without rows.
+        """Run every expert, even on an empty batch.
 
         Args:
             inputs: (ranks, local experts, slots, H), a block for each expert; with `index`, (R, H) rows.
-            index: (R, k) local experts of each row; others (negative, too large) are not here.
-            weights: (R, k) of the choices.
+            index: (R, k) local experts chosen by each row; values outside of [0, num_local_experts) are ignored.
+            weights: (R, k) weights of the chosen experts.
 
         Returns:
-            (ranks, local experts, slots, H'); with `index`, (R, H'): for each row the weighted sum of its experts here.
+            (ranks, local experts, slots, H'); with `index`, (R, H'): the weighted sum of the results for each row.
         """
         if index is None or weights is None:
             blocks = inputs.chunk(self.num_local_experts, dim=1)
@@ -94,5 +94,5 @@ class Experts(nn.Module):
 
 
 def first_of(result: Any) -> torch.Tensor:
-    """The result of an expert, without what it returns beside."""
+    """Return the output tensor of an expert that may return a tuple."""
     return result[0] if isinstance(result, tuple) else result

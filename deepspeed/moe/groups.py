@@ -1,4 +1,4 @@
-"""What scripts ask `deepspeed.utils.groups` about the ranks of experts, by the name `ep_size_<n>` of their groups."""
+"""Expert groups behind `deepspeed.utils.groups`. A group is named `ep_size_<n>` for expert-parallel size n."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.foundation.log import warn_once
 
-_SHARING = ("ep",)  # the ranks to which a token may go
-_ALIKE = ("dp_replicate", "edp")  # the ranks that have the same experts
-_sizes: dict[str, int] = {}  # ep by name
+_SHARING = ("ep",)  # dimensions of the expert-parallel group
+_ALIKE = ("dp_replicate", "edp")  # dimensions of the expert-data-parallel group
+_sizes: dict[str, int] = {}  # expert-parallel size by group name
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Do nothing, with a warning: each `MoE` layer says its `ep_size`."""
+    """Do nothing except warn: each `MoE` layer has its own `ep_size`."""
     warn_once("groups.initialize does nothing: give MoE layers their ep_size, and deepspeed.initialize the mpu")
 
 
@@ -27,15 +27,15 @@ def _create_expert_and_data_parallel(
     use_data_before_expert_parallel_: bool = False,
     folding_spec: Any = None,
 ) -> None:
-    """Make the groups of an ep size on the current mesh. All ranks call together.
+    """Create the process groups for an expert-parallel size on the current mesh. All ranks call together.
 
     Args:
-        expert_parallel_size_: ranks that share the experts of a layer out.
-        mp_size, pp_size, mp_mode, folding_spec: the mesh has them.
-        use_data_before_expert_parallel_: only False: neighbours share experts out.
+        expert_parallel_size_: number of ranks among which the experts of a layer are divided.
+        mp_size, pp_size, mp_mode, folding_spec: ignored; the current mesh is used.
+        use_data_before_expert_parallel_: must be False: experts are divided among neighbouring ranks.
 
     Raises:
-        MeshError: the size does not divide the ranks.
+        MeshError: the size does not divide the number of ranks.
     """
     if use_data_before_expert_parallel_:
         raise NotAvailableError(
@@ -51,14 +51,14 @@ def _create_expert_and_data_parallel(
 def _create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any = None, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """As `_create_expert_and_data_parallel`; the current mesh has the ranks of `mpu`."""
+    """Call `_create_expert_and_data_parallel`; `mpu` is ignored, the current mesh is used."""
     _create_expert_and_data_parallel(
         expert_parallel_size_, use_data_before_expert_parallel_=use_data_before_expert_parallel_
     )
 
 
 def name_of(ep: int) -> str:
-    """The name of the groups of an ep size."""
+    """Return the name of the groups for an expert-parallel size."""
     return f"ep_size_{ep}"
 
 
@@ -74,65 +74,65 @@ def _group(name: str, dims: tuple[str, ...]) -> Any:
 
 
 def _get_expert_parallel_group(group_name: str) -> Any:
-    """The process group of the ranks that have the experts of a layer together."""
+    """Return the expert-parallel group: the ranks among which a layer's experts are divided."""
     return _group(group_name, _SHARING)
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    """Their global ranks."""
+    """Return the global ranks of the expert-parallel group."""
     return list(_axis(group_name, _SHARING).ranks)
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    """This rank's place among them."""
+    """Return this rank's position in the expert-parallel group."""
     return _axis(group_name, _SHARING).rank
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    """How many they are."""
+    """Return the number of ranks in the expert-parallel group."""
     return _axis(group_name, _SHARING).size
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """Their process groups by name."""
+    """Return all expert-parallel groups, keyed by name."""
     return {name: _group(name, _SHARING) for name in _sizes}
 
 
 def _get_expert_data_parallel_group(group_name: str) -> Any:
-    """The process group of the ranks that have the same experts."""
+    """Return the expert-data-parallel group: the ranks with the same experts."""
     return _group(group_name, _ALIKE)
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    """Their global ranks."""
+    """Return the global ranks of the expert-data-parallel group."""
     return list(_axis(group_name, _ALIKE).ranks)
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    """This rank's place among them."""
+    """Return this rank's position in the expert-data-parallel group."""
     return _axis(group_name, _ALIKE).rank
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    """How many they are."""
+    """Return the number of ranks in the expert-data-parallel group."""
     return _axis(group_name, _ALIKE).size
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """Their process groups by name."""
+    """Return all expert-data-parallel groups, keyed by name."""
     return {name: _group(name, _ALIKE) for name in _sizes}
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """Global rank of the first of the ranks that have the same experts."""
+    """Return the global rank of the first member of the expert-data-parallel group."""
     return _axis(group_name, _ALIKE).ranks[0]
 
 
 def _get_max_expert_size() -> int:
-    """The largest ep size.
+    """Return the largest expert-parallel size.
 
     Raises:
-        ArgumentError: there are no groups of experts.
+        ArgumentError: no expert groups exist.
     """
     if not _sizes:
         raise ArgumentError("there are no groups of experts: no layer has been divided")
@@ -140,15 +140,15 @@ def _get_max_expert_size() -> int:
 
 
 def _get_max_expert_size_name() -> str:
-    """The name of its groups."""
+    """Return the name of the groups with the largest expert-parallel size."""
     return name_of(_get_max_expert_size())
 
 
 def _get_max_expert_parallel_group() -> Any:
-    """Its process group of the ranks that have the experts of a layer together."""
+    """Return the expert-parallel group with the largest size."""
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    """Ranks that share one expert: those along `tp`."""
+    """Return the number of ranks among which a single expert is sliced: the size of `tp`."""
     return current_mesh().size("tp")

@@ -1,4 +1,4 @@
-"""The explicit layer of experts: what a model puts in the place of a feed-forward block."""
+"""MoE layer that replaces a feed-forward block in the model's own code."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 class MoE(nn.Module):
-    """Copies of an expert, of which each token goes to k (`sharded_moe.py` has the formulas).
+    """Mixture of experts: copies of one expert, with top-k routing (formulas in `sharded_moe.py`).
 
     Args:
         hidden_size: width H of a token.
-        expert: a module from (rows, H) to (rows, H), or to a tuple whose first item that is; it is copied, so all
-            experts begin equal unless they are initialised again.
-        num_experts: experts of the layer, on all ranks together.
-        ep_size: ranks among which they are divided; it divides the experts and the data-parallel ranks.
-        k: experts of a token.
-        capacity_factor: in training, the slots of an expert are k S / num_experts times this, for S tokens of a rank.
+        expert: a module that maps (rows, H) to (rows, H), or to a tuple that starts with (rows, H). It is copied, so
+            all experts start equal unless they are initialised again.
+        num_experts: number of experts on all ranks together.
+        ep_size: number of ranks among which the experts are divided; divides num_experts and the data-parallel size.
+        k: number of experts per token.
+        capacity_factor: in training, an expert has capacity_factor * k S / num_experts slots for a rank's S tokens.
         eval_capacity_factor: the same, in evaluation.
-        min_capacity: fewest slots.
+        min_capacity: minimum number of slots of an expert.
         use_residual: mix with a dense branch, which is `expert` itself (Rajbhandari et al. 2022, PR-MoE).
         noisy_gate_policy: None, "Jitter" or "RSample"; see `TopKGate`.
-        drop_tokens: whether an expert without slots drops tokens.
-        use_rts: k = 1: which tokens are dropped is random; False: the last ones.
+        drop_tokens: whether a full expert drops further tokens.
+        use_rts: for k = 1, drop random tokens of a full expert; False: drop the last ones.
         use_tutel: has no effect.
-        enable_expert_tensor_parallelism: `expert` is made of slices already; ranks along `tp` see the same tokens.
-        top2_2nd_expert_sampling: k = 2: draw the second expert, also in evaluation.
+        enable_expert_tensor_parallelism: `expert` is a slice already; ranks along `tp` get the same tokens.
+        top2_2nd_expert_sampling: for k = 2, sample the second expert, also in evaluation.
 
     Raises:
-        ArgumentError: `ep_size` does not divide `num_experts` (an AssertionError too).
+        ArgumentError: `ep_size` does not divide `num_experts`; this error is an AssertionError too.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class MoE(nn.Module):
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Divide the experts among the ranks of the current mesh; `deepspeed.initialize` calls it. All call together.
+        """Divide the experts among the ranks of the current mesh. All ranks call together, in `deepspeed.initialize`.
 
         Raises:
-            MeshError: `ep_size` does not divide the ranks.
-            ExpertParallelError: they have been divided on another mesh.
+            MeshError: `ep_size` does not divide the number of ranks.
+            ExpertParallelError: the experts were divided on another mesh before.
         """
         make = groups._create_expert_and_data_parallel
         make(self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_)
@@ -132,15 +132,15 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run tokens through their experts; all ranks that share the experts call together.
+        """Run tokens through their experts. All ranks of the expert-parallel group call together.
 
         Args:
             hidden_states: (…, H) tokens.
-            used_token: (S,) of 0 and 1, k = 1 only: tokens with 0 go to no expert.
+            used_token: (S,) of 0 and 1, only for k = 1: tokens with 0 go to no expert.
 
         Returns:
-            (…, H) output, 0-d balance loss of this rank's tokens, to be added to the model's loss, and (num_experts,)
-            int64 how often each expert was chosen.
+            (…, H) output; 0-d balance loss of this rank's tokens, to be added to the model's loss; (num_experts,)
+            int64 number of tokens that chose each expert.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

@@ -1,4 +1,4 @@
-"""Tokens that the ranks of a tensor-parallel group have alike, shared out among them and joined again."""
+"""Split replicated tokens among the ranks of a tensor-parallel group, and gather them again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from deepspeed.errors import ArgumentError
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """This rank's even share of a tensor that all ranks along `tp` have; its gradient is joined.
+    """Return this rank's equal slice of a tensor replicated along `tp`; the backward pass all-gathers the gradients.
 
     Raises:
-        ArgumentError: the dim is no multiple of the ranks.
+        ArgumentError: the size of `dim` is no multiple of the number of ranks.
     """
     axis = current_mesh().axis("tp")
     if input_.shape[dim] % axis.size:
@@ -24,5 +24,5 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The shares of all ranks along `tp`, joined along `dim`; the gradient of this rank's share is its own."""
+    """All-gather the slices of all ranks along `tp` in `dim`; the backward pass returns the slice of this rank."""
     return gather_from(input_, current_mesh().axis("tp"), dim, label="shared-out tokens")

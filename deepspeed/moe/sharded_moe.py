@@ -1,16 +1,16 @@
-"""Routers whose experts have a capacity, and the layer that sends tokens to their experts.
+"""Routers with a capacity for each expert, and the layer that sends tokens to their experts.
 
-S tokens choose k of E experts. An expert takes at most C tokens of a rank; further ones are dropped, which means that
-the expert adds nothing to them. With m the mean probability of an expert and c its share of the S tokens:
+S tokens choose k of E experts. An expert takes at most C tokens from each rank; further tokens are dropped: the expert
+adds nothing to them. Let m be an expert's mean probability and c its share of the S tokens:
 
-| k     | balance loss             | order in which tokens take slots         | weights                         |
-|-------|--------------------------|------------------------------------------|---------------------------------|
-| 1     | E sum(m c)               | random, or by position                   | the probability                 |
-| 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over those with slots |
-| other | E^2 / k mean(m c)        | by probability, or by position           | normalised over those with slots |
+| k     | balance loss             | order in which tokens take slots         | weights                            |
+|-------|--------------------------|------------------------------------------|------------------------------------|
+| 1     | E sum(m c)               | random, or by position                   | the probability                    |
+| 2     | E^2 mean(m c), 1st only  | first choices by position, then second   | normalised over choices with slots |
+| other | E^2 / k mean(m c)        | by probability, or by position           | normalised over choices with slots |
 
-k = 1: Fedus et al. 2021 (Switch); k = 2: Lepikhin et al. 2020 (GShard). The buffer (E, C, H) of these papers is not
-sent: only tokens with a slot travel, with the same results.
+k = 1: Fedus et al. 2021 (Switch); k = 2: Lepikhin et al. 2020 (GShard). Unlike in these papers, no (E, C, H) buffer is
+sent, only the tokens with a slot; results are the same.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _JITTER = 1e-2
 
 @dataclass(frozen=True)
 class CapacityRoutes:
-    """Where S tokens go.
+    """Routes of S tokens to experts with capacity.
 
     Args:
-        loss: 0-d, the balance loss of these tokens.
-        counts: (E,) int64: how often each expert was chosen, dropped choices included.
-        capacity: slots C of an expert.
+        loss: 0-d balance loss of these tokens.
+        counts: (E,) int64: number of tokens that chose each expert, dropped choices included.
+        capacity: number of slots C of an expert.
         index: (S, k) int64: the chosen experts.
-        slot: (S, k) int64: which slot of the expert a token has; of no meaning where it was dropped.
-        has_slot: (S, k) bool: which choices have a slot.
-        weights: (S, k): 0 where a choice was dropped.
+        slot: (S, k) int64: the token's slot in the chosen expert; undefined for dropped choices.
+        has_slot: (S, k) bool: False for dropped choices.
+        weights: (S, k): 0 for dropped choices.
     """
 
     loss: torch.Tensor
@@ -57,7 +57,7 @@ class CapacityRoutes:
     weights: torch.Tensor
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss, weights (S, E, C), slots taken (S, E, C) bool, counts."""
+        """Return the loss, weights (S, E, C), occupied slots (S, E, C) bool, and counts."""
         token = torch.arange(self.index.shape[0], device=self.index.device).unsqueeze(1).expand_as(self.index)
         places = token[self.has_slot], self.index[self.has_slot], self.slot[self.has_slot]
         shape = (self.index.shape[0], self.counts.numel(), self.capacity)
@@ -67,7 +67,7 @@ class CapacityRoutes:
         return self.loss, combining, taken, self.counts
 
     def sparse(self) -> tuple[Any, ...]:
-        """Loss, C, E, experts (k, S) int32 (-1: dropped), slots (k, S), weights (k, S), counts."""
+        """Return the loss, C, E, experts (k, S) int32 (-1: dropped), slots (k, S), weights (k, S), and counts."""
         experts = self.index.masked_fill(~self.has_slot, -1).t().int()
         return self.loss, self.capacity, self.counts.numel(), experts, self.slot.t(), self.weights.t(), self.counts
 
@@ -75,12 +75,12 @@ class CapacityRoutes:
     def of(
         cls, probabilities: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, has_slot: torch.Tensor, **rest: Any
     ) -> CapacityRoutes:
-        """With weights from probabilities.
+        """Create routes, with weights computed from the probabilities.
 
         Args:
-            probabilities, slots, has_slot: (S, E) of every expert; slots and has_slot also (S, k), of the choices.
-            index: (S, k) choices.
-            rest: `loss`, `counts`, `capacity`.
+            probabilities, index: (S, E) router probabilities, and (S, k) chosen experts.
+            slots, has_slot: (S, E) for every expert, or (S, k) for the chosen ones.
+            rest: `loss`, `counts` and `capacity`.
         """
         if slots.shape != index.shape:
             slots, has_slot = slots.gather(1, index), has_slot.gather(1, index)
@@ -102,26 +102,26 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> Any:
-    """Each token goes to one expert.
+    """Route each token to one expert.
 
     Args:
         logits: (S, E).
-        capacity_factor: slots of an expert are S / E times this, rounded up.
-        min_capacity: fewest slots.
-        used_token: (S,) of 0 and 1: tokens with 0 go nowhere.
-        noisy_gate_policy: "RSample": choose by logits with Gumbel noise.
+        capacity_factor: an expert has capacity_factor * S / E slots, rounded up.
+        min_capacity: minimum number of slots of an expert.
+        used_token: (S,) of 0 and 1: tokens with 0 go to no expert.
+        noisy_gate_policy: "RSample": add Gumbel noise to the logits before the choice.
         drop_tokens: False: as many slots as the fullest expert needs.
-        use_rts: which tokens get the slots of a full expert is random; False: the first ones.
-        ep_group: with `drop_tokens=False`, the fullest expert is that of all its ranks, which call together.
+        use_rts: random tokens get the slots of a full expert; False: the first tokens.
+        ep_group: with `drop_tokens=False`, take the fullest expert over all ranks of this group, which call together.
         sparse_routes: return choices instead of dense tensors.
         use_tutel: has no effect.
 
     Returns:
-        Balance loss (0-d), weights (S, E, C), slots taken (S, E, C) bool, counts (E,). With `sparse_routes`: loss, C,
-        E, experts (1, S) int32 (-1: dropped), slots (1, S), weights (1, S), counts.
+        Balance loss (0-d), weights (S, E, C), occupied slots (S, E, C) bool, counts (E,). With `sparse_routes`: loss,
+        C, E, experts (1, S) int32 (-1: dropped), slots (1, S), weights (1, S), counts.
 
     Raises:
-        ArgumentError: there are fewer tokens than `min_capacity`, and tokens may be dropped.
+        ArgumentError: there are fewer tokens than `min_capacity`, with `drop_tokens=True`.
     """
     if drop_tokens and logits.shape[0] < min_capacity:
         raise ArgumentError(
@@ -156,15 +156,15 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Any:
-    """Each token goes to two experts; all first choices get slots before the second ones.
+    """Route each token to two experts; all first choices get slots before the second ones.
 
     Args:
-        top2_2nd_expert_sampling: draw the second expert by the probabilities of those that are left (Gumbel-max).
-        logits, capacity_factor, min_capacity, drop_tokens, ep_group, sparse_routes: as `top1gating`, with twice the
-            slots.
+        top2_2nd_expert_sampling: sample the second expert from the remaining probabilities (Gumbel-max).
+        logits, capacity_factor, min_capacity, drop_tokens, ep_group: as in `top1gating`, with twice the slots.
+        sparse_routes: return choices instead of dense tensors.
 
     Returns:
-        As `top1gating`.
+        The same as `top1gating`, with 2 rows of choices.
     """
     probabilities = logits.softmax(1)
     first = probabilities.argmax(1, keepdim=True)
@@ -193,20 +193,20 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> Any:
-    """Each token goes to its k most probable experts.
+    """Route each token to its k most probable experts.
 
     Args:
-        k: experts of a token.
-        drop_policy: which tokens get the slots of a full expert: "probs", those with the largest probabilities of it,
-            or "position", the first ones.
-        logits, capacity_factor, min_capacity, drop_tokens, ep_group, sparse_routes: as `top1gating`, with k times the
-            slots.
+        k: number of experts per token.
+        drop_policy: order in which tokens get the slots of a full expert: "probs", the largest probabilities first, or
+            "position", the first tokens first.
+        logits, capacity_factor, min_capacity, drop_tokens, ep_group: as in `top1gating`, with k times the slots.
+        sparse_routes: return choices instead of dense tensors.
 
     Returns:
-        As `top1gating`.
+        The same as `top1gating`, with k rows of choices.
 
     Raises:
-        ArgumentError: the policy is none of these.
+        ArgumentError: `drop_policy` has another value.
     """
     if drop_policy not in ("probs", "position"):
         raise ArgumentError(f"drop_policy is {drop_policy!r}; it is 'probs' or 'position'")
@@ -227,19 +227,19 @@ def topkgating(
 
 
 def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum over experts of mean probability times share of the tokens; (S, E) each."""
+    """Sum, over the experts, mean probability times share of the tokens; both arguments are (S, E)."""
     tokens = max(1, mask.shape[0])
     return ((probabilities.sum(0) / tokens) * (mask.sum(0) / tokens)).sum()
 
 
 def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
-    """Slots of an expert for (S, E) logits."""
+    """Compute the number of slots of an expert for (S, E) logits."""
     tokens, experts = logits.shape
     return max(math.ceil(tokens / experts * factor), int(fewest))
 
 
 def _fullest(counts: torch.Tensor, group: Any) -> int:
-    """The largest count of any expert, on any rank of the group."""
+    """Return the largest token count of any expert, over all ranks of the group."""
     most = counts.max()
     if group is not None and get_world_size(group) > 1:
         all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")
@@ -247,23 +247,23 @@ def _fullest(counts: torch.Tensor, group: Any) -> int:
 
 
 def _mask(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """(S, E) bool: the experts that are chosen in (S, k)."""
+    """Return (S, E) bool: True for the experts in `index` (S, k)."""
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, index, True)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """(S, E) bool: the `count` largest values of each expert."""
+    """Return (S, E) bool: True for the `count` largest values of each expert."""
     best = values.topk(min(count, values.shape[0]), dim=0).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter_(0, best, True)
 
 
 def _gumbel(logits: torch.Tensor) -> torch.Tensor:
-    """Noise of the standard Gumbel distribution."""
+    """Sample noise from the standard Gumbel distribution."""
     return -torch.empty_like(logits).exponential_().log()
 
 
 class RouterLinear(nn.Linear):
-    """A linear layer without bias that computes in float32, or float64 for such inputs, also under autocast."""
+    """Linear layer without bias that computes in float32 (float64 for float64 inputs), also under autocast."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -272,18 +272,18 @@ class RouterLinear(nn.Linear):
 
 
 class TopKGate(nn.Module):
-    """Chooses experts for tokens.
+    """Router: chooses the experts of each token.
 
     Args:
         model_dim: width H of a token.
-        num_experts: E, on all ranks together.
-        k: experts of a token.
-        capacity_factor: in training, the slots of an expert are k S / E times this, rounded up.
+        num_experts: number of experts E on all ranks together.
+        k: number of experts per token.
+        capacity_factor: in training, an expert has capacity_factor * k S / E slots, rounded up.
         eval_capacity_factor: the same, in evaluation.
-        min_capacity: fewest slots.
+        min_capacity: minimum number of slots of an expert.
         noisy_gate_policy: in training "Jitter" (tokens times 1 ± 0.01), or "RSample" (k = 1: Gumbel noise on logits).
-        drop_tokens: whether an expert without slots drops tokens.
-        use_rts: k = 1: which tokens are dropped is random; False: the last ones.
+        drop_tokens: whether a full expert drops further tokens.
+        use_rts: for k = 1, drop random tokens of a full expert; False: drop the last ones.
         ep_group: see `top1gating`.
         top2_2nd_expert_sampling: see `top2gating`.
     """
@@ -323,12 +323,12 @@ class TopKGate(nn.Module):
         use_tutel: bool = False,
         sparse_routes: bool = False,
     ) -> Any:
-        """Route (S, H) tokens; returns what `top1gating` returns.
+        """Route (S, H) tokens and return the tuple described in `top1gating`.
 
         Args:
-            used_token: (S,), k = 1 only.
+            used_token: (S,), only for k = 1.
             use_tutel: has no effect.
-            sparse_routes: return choices, with slots for the tokens of this rank alone.
+            sparse_routes: return choices; capacities count the tokens of this rank only.
         """
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         policy = self.noisy_gate_policy if self.training else None
@@ -348,14 +348,14 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """Sends tokens to their experts, wherever these are, and adds the results up.
+    """Layer that sends tokens to their experts, on this and other ranks, and adds the results.
 
     Args:
         gate: a `TopKGate`.
         experts: the `Experts` of this rank.
-        ep_group_name: of the ranks that have the layer's experts together.
-        ep_size: how many they are.
-        num_local_experts: experts of this rank.
+        ep_group_name: name of the expert-parallel group.
+        ep_size: number of ranks in the expert-parallel group.
+        num_local_experts: number of experts on this rank.
         use_tutel: has no effect.
     """
 
@@ -386,13 +386,13 @@ class MOELayer(nn.Module):
             set_group(ep_group)
 
     def forward(self, *input: Any) -> torch.Tensor:
-        """Run (…, H) tokens through their experts; all ranks that share the experts call together.
+        """Run (…, H) tokens through their experts. All ranks of the expert-parallel group call together.
 
         Args:
-            input: the tokens and, for k = 1, which of them are used (S,).
+            input: the tokens and, for k = 1, an optional (S,) mask of the tokens to use.
 
         Returns:
-            (…, H') the weighted sums of the experts' results; 0 for tokens that were dropped by all their experts.
+            (…, H') weighted sums of the experts' results; 0 for a token dropped by all of its experts.
         """
         hidden = input[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -407,7 +407,7 @@ class MOELayer(nn.Module):
                 f"the experts of this layer are to be divided among {self.ep_size} ranks (ep_size): pass the model to "
                 f"deepspeed.initialize, or call the layer's set_deepspeed_parallelism(), before its first forward"
             )
-        owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # a dropped choice, -1, is nobody's
+        owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # no rank owns a dropped choice, -1
         routing = Routing.of(index.long(), owner, location.axis, location.name)
         rows, row_weights = dispatch(tokens, weights, routing)
         chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")

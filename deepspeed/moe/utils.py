@@ -1,6 +1,6 @@
-"""Tells the parameters of experts from others, and sorts optimizer groups by it.
+"""Utilities that tell expert parameters from shared ones and build optimizer groups for both.
 
-The engine needs no such groups: they are for scripts that make them.
+The engine does not need such groups; they exist for scripts that build them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Groups = dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]]
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has `MoE` layers, and how many experts the first one has, on all ranks together."""
+    """Return whether a model has `MoE` layers, and the number of experts (on all ranks) of the first one."""
     for module in m.modules():
         if isinstance(module, MoE):
             return True, module.num_experts
@@ -26,24 +26,24 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is marked as an expert's: `param.allreduce` is False."""
+    """Whether a parameter belongs to an expert: its attribute `allreduce` is False."""
     return getattr(param, "allreduce", True) is False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a group of an optimizer is marked as one of experts: its "moe" is true."""
+    """Whether an optimizer group holds experts: its entry "moe" is true."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(params: list[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters that all data-parallel ranks have alike, and those of experts."""
+    """Return the parameters replicated on all data-parallel ranks, and the parameters of experts."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: list[Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of parameters that all ranks have alike, and of experts; those without one are left out."""
+    """Return the gradients of replicated parameters, and those of experts; parameters without gradient are skipped."""
     shared, experts = split_params_into_shared_and_expert_params([p for p in group if p.grad is not None])
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
@@ -51,15 +51,15 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Groups, max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups of an optimizer, with the parameters of experts in groups of their own.
+    """Move the parameters of experts to optimizer groups of their own.
 
     Args:
-        param_groups: one group, or several; they are changed in place: experts leave them.
-        max_group_size: largest number of elements of a group of experts that has several parameters.
+        param_groups: one group, or several; the expert parameters are removed from them in place.
+        max_group_size: maximum number of elements in a group of several expert parameters.
 
     Returns:
-        The groups, then those of experts: with the settings of the group that they left, the "name" of the ranks that
-        have the experts together, and "moe" true.
+        The given groups, then the new ones. A new group has the settings of its original group, the "name" of its
+        expert-parallel group, and "moe" true.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     of_experts: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def _parts(params: Iterable[Parameter], most: float) -> list[list[Parameter]]:
-    """Parameters in their order, in lists of at most so many elements; a larger parameter is alone."""
+    """Split parameters, in order, into lists of at most `most` elements; a larger parameter gets a list of its own."""
     parts: list[list[Parameter]] = []
     size = 0.0
     for param in params:
@@ -91,11 +91,11 @@ def _parts(params: Iterable[Parameter], most: float) -> list[list[Parameter]]:
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Groups for an optimizer, split into shared and experts' parameters.
+    """Build optimizer groups, split into shared and expert parameters.
 
     Args:
-        model_parameters: parameters, which make a group "dense-params", or groups; if one has a "moe" already, the
-            groups are returned as they are.
+        model_parameters: parameters, which form a group "dense-params", or groups. If a group has the key "moe", the
+            groups are returned unchanged.
     """
     if not model_parameters or isinstance(model_parameters[0], torch.Tensor):
         model_parameters = [{"params": model_parameters, "name": "dense-params"}]

@@ -1,4 +1,4 @@
-"""The shared library of native code, or None if it was not built or is turned off."""
+"""Loader of the native library; the library is optional."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[.\d]*$", re.MULTI
 
 
 presented: Replaceable[Callable[[ctypes.CDLL], ctypes.CDLL]] = Replaceable(lambda loaded: loaded)
-"""What callers get of the library that was loaded."""
+"""Wrapper of the loaded library; simulations replace it."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, loaded at the first call; None, with one line on rank 0, where Python and torch do its work.
+    """Return the library, loaded at the first call; None (logged once on rank 0) if Python and torch must do its work.
 
-    Callers declare the argument types of the functions they use. `DS_NATIVE=0` in the environment turns it off.
+    Callers declare the argument types of the functions they use. The environment variable `DS_NATIVE=0` disables it.
     """
     loaded = _load()[0]
     return None if loaded is None else presented.current(loaded)
 
 
 def state() -> str:
-    """The state of the library in a few words: which kernels run, or why none does."""
+    """Describe the state of the library: which kernels run, or why none do."""
     return _load()[1]
 
 
@@ -65,13 +65,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _opened() -> ctypes.CDLL:
-    """The library over the OpenMP that torch has loaded: it names none of its own, so that there are no two of them."""
+    """Load the library with torch's OpenMP runtime: it links none itself, so that a process has only one."""
     try:
         return ctypes.CDLL(str(_FILE))
     except OSError as error:
         if "undefined symbol" not in str(error):
             raise
-    # torch loads its own for all to see; a build of torch that does not has it in the process all the same
+    # torch usually loads OpenMP with global symbols; other builds of torch have it in the process too
     loaded = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
     for path in dict.fromkeys([*loaded, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def _opened() -> ctypes.CDLL:
 
 
 def _fingerprint(sources: list[Path]) -> int:
-    """As setup.py forms it."""
+    """Hash the sources, in the same way as setup.py."""
     checksum = 0
     for source in sources:
         checksum = zlib.crc32(source.read_bytes(), checksum)
@@ -95,9 +95,9 @@ def _absent(reason: str) -> tuple[None, str]:
 
 
 def threads() -> int:
-    """Threads of a native call: this rank's share of the usable cores, and no more than torch uses.
+    """Return the threads of a native call: this rank's share of the usable cores, at most the number that torch uses.
 
-    `OMP_NUM_THREADS` is taken as it is, `torch.set_num_threads` lowers the share.
+    `OMP_NUM_THREADS` overrides this; `torch.set_num_threads` lowers the share.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()

@@ -1,5 +1,5 @@
-// Attention over pages in place. Scores of a row with all keys it sees, their softmax, the weighted sum: each in an order
-// that depends on the keys' positions alone, so a row's bits depend neither on its chunk nor on other sequences.
+// Paged attention in place. Scores, softmax and weighted sum of a row are computed in an order that depends only on the
+// keys' positions, so a row's bits depend neither on its chunk nor on other sequences.
 #include <algorithm>
 
 #include <omp.h>
@@ -50,7 +50,7 @@ DS_AVX512 static DS_INLINE __m512 sixteen(const char* row, Kind kind, int64_t at
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(halves)), 16));
 }
 
-// Keys [t, t + 16) as columns: turned[d][key], zeros behind the end.
+// Transpose keys [t, t + 16): turned[d][key], zeros past the end.
 DS_AVX512 static void turn(const Work& w, Rows& keys, int64_t t, float* turned) {
     alignas(64) float rows[KEYS * 16];
     const char* row[KEYS];
@@ -62,7 +62,7 @@ DS_AVX512 static void turn(const Work& w, Rows& keys, int64_t t, float* turned) 
     }
 }
 
-// R queries with 16 · V keys. Two chains of sums each, so that a query does not wait for itself.
+// Score R queries with 16 · V keys. Each query has two independent sums, to hide the latency of additions.
 template <int R, int V> DS_AVX512 static DS_INLINE void score(const Work& w, int64_t q, const float* turned, int64_t t) {
     __m512 sums[R][V][2];
     for (auto& row : sums)
@@ -104,7 +104,7 @@ DS_AVX512 static void score_span(const Work& w) {
     }
 }
 
-// The same in products of bf16, whose sums are fp32: queries are rounded as keys are, elements go by pairs.
+// The same with bf16 products and fp32 sums: queries are rounded to bf16, elements are multiplied in pairs.
 DS_BF16 static void turn_pairs(const Work& w, Rows& keys, int64_t t, uint32_t* turned) {
     const char* row[KEYS];
     for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? keys.next() : nullptr;
@@ -168,7 +168,7 @@ DS_BF16 static void score_span_pairs(const Work& w) {
     }
 }
 
-// R queries, 16 · V elements of a head from `d` on, `count` rows of values [count, size] from position `t` on.
+// Weighted sum for R queries: 16 · V head elements from `d` on, `count` rows of values [count, size] from `t` on.
 template <int R, int V>
 DS_AVX512 static DS_INLINE void mix(const Work& w, int64_t q, int64_t d, const float* values, int64_t t, int64_t count) {
     __m512 sums[R][V];

@@ -1,4 +1,4 @@
-// What the forms of attention share: the rows of a sequence and a head, their keys and values, the softmax.
+// Common code of the attention kernels: rows of one sequence and head, their keys and values, and the softmax.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace ds {
 
-constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
-constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
-constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/executors/native.py
+constexpr int64_t QUERIES = 32;  // queries of one key-value head that read its keys together
+constexpr int64_t KEYS = 16;     // keys scored together; a block begins at a multiple of it
+constexpr int64_t LARGEST = 512;  // maximum head size, LARGEST_HEAD in deepspeed/inference/executors/native.py
 
-// Rows of one sequence and one cached head.
+// Rows of one sequence and one key-value head.
 struct Work {
     const Pass& pass;
     const Heads& heads;
@@ -27,11 +27,11 @@ struct Work {
     int64_t padded;
 };
 
-// Rows of scores that are there for so many queries: tiles write sixteen, or one alone.
+// Number of allocated score rows for `count` queries: tiles write sixteen rows, or a single one.
 DS_INLINE int64_t in_tiles(int64_t count) { return count == 1 ? 1 : (count + 15) / 16 * 16; }
 
-// Rows of keys or values of consecutive positions. Those of a head lie far apart, where no processor looks ahead by
-// itself: with each row, the one that is a page further is asked for.
+// Rows of keys or values at consecutive positions. Rows of one head are far apart in memory, so hardware prefetching
+// does not work: reading a row prefetches the row one page ahead.
 class Rows {
 public:
     Rows(const Work& work, const void* rows)
@@ -46,7 +46,7 @@ public:
         return found;
     }
 
-    // Ask for the rows of the first page.
+    // Prefetch the rows of the first page.
     void begin() {
         enter();
         for (int64_t i = 0; i < std::min(left, w.end - position); i++) fetch(at + i * stride);
@@ -59,7 +59,7 @@ private:
     DS_INLINE void fetch(const char* from) const {
         for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(from + i);
     }
-    DS_INLINE void enter() {  // pages are looked up once each
+    DS_INLINE void enter() {  // looks up each page once
         at = row(position);
         left = w.pass.page_size - position % w.pass.page_size;
         ahead = position + left < w.end ? row(position + left) : nullptr;
@@ -77,7 +77,7 @@ DS_INLINE void load(const char* row, Kind kind, float* out, int64_t count) {
 
 // -- softmax ----------------------------------------------------------------------------------------------------------
 
-// Scores become weights; returns what their weighted sum is to be divided by.
+// Convert scores to softmax weights; returns the divisor of their weighted sum.
 DS_INLINE float weigh(const Work& w, int64_t q) {
     float* scores = w.scores + q * w.padded;
     const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window) - w.start : 0;
@@ -106,7 +106,7 @@ DS_INLINE float weigh(const Work& w, int64_t q) {
 }
 
 #if defined(__x86_64__)
-// The form in matrix tiles, of bf16 and heads of a multiple of 32 elements.
+// AMX kernel for bf16 and head sizes that are multiples of 32.
 void attend_in_tiles(const Work& w);
 #endif
 

@@ -1,5 +1,5 @@
-// Attention in matrix tiles: queries, keys, weights and values are of bf16, sums of fp32. Tiles add 32 products at a time,
-// keys begin at a multiple of 32, so a row's bits depend on positions alone here too.
+// Attention in AMX tiles: queries, keys, weights and values in bf16, sums in fp32. Tiles add 32 products at a time and
+// keys begin at multiples of 32, so a row's bits depend only on positions here too.
 #include <vector>
 
 #include "attention.h"
@@ -7,14 +7,14 @@
 #if defined(__x86_64__)
 namespace ds {
 
-// Sixteen keys as they lie in their page: the left operand.
+// Sixteen keys in the layout of their page: the left operand.
 DS_AMX static const char* sixteen_rows(const Work& w, const void* rows, int64_t t, std::vector<char>& copy,
                                        int64_t& apart) {
     const int64_t row_bytes = 2 * w.heads.size, stride = w.heads.cached * row_bytes;
     const auto* pool = static_cast<const char*>(rows) + w.head * row_bytes;
     if (w.pass.page_size % KEYS == 0) {
         apart = stride;
-        if (t + 2 * KEYS < w.end) {  // rows of a head lie far apart, where no processor looks ahead by itself
+        if (t + 2 * KEYS < w.end) {  // rows of a head are far apart, beyond hardware prefetching
             const char* ahead = pool + slot(w.pass, w.pages, t + 2 * KEYS) * stride;
             for (int64_t i = 0; i < KEYS; i++, ahead += stride)
                 for (int64_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(ahead + at);
@@ -29,14 +29,14 @@ DS_AMX static const char* sixteen_rows(const Work& w, const void* rows, int64_t 
     return copy.data();
 }
 
-// Sums of keys [t, t + 16) with sixteen queries each (or one alone), by query.
+// Store the scores of keys [t, t + 16) with sixteen queries (or a single one), by query.
 DS_AMX static void spread(const Work& w, const float* sums, int64_t q, int64_t t) {
     float* to = w.scores + q * w.padded + t - w.start;
     if (w.count == 1) std::memcpy(to, sums, 4 * KEYS);
     else transpose16(sums, 16, to, w.padded);
 }
 
-// Tiles 0 to 3 are of 2 · 16 queries times 2 · 16 keys; B and K say which of them there are.
+// Tiles 0 to 3 hold 2 · 16 queries times 2 · 16 keys; B and K are the numbers of used blocks.
 template <int B, int K>
 DS_AMX static DS_INLINE void score_tiles(const Work& w, const uint32_t* queries, const char* const* keys,
                                          const int64_t* apart, int64_t t) {
@@ -95,7 +95,7 @@ template <int B> DS_AMX static void score_span_tiles(const Work& w) {
     }
 }
 
-// B · 16 queries, D · 16 elements of a head from `d` on: weights of bf16 [16 · B, whole] times values by pairs of keys.
+// For B · 16 queries and D · 16 head elements from `d` on: bf16 weights [16 · B, whole] times values, in pairs of keys.
 template <int B, int D>
 DS_AMX static DS_INLINE void mix_tiles(const Work& w, const uint16_t* weights, int64_t whole, int64_t d,
                                        float (*sums)[256]) {
@@ -148,7 +148,7 @@ DS_AMX static DS_INLINE void mix_tiles(const Work& w, const uint16_t* weights, i
     DS_FENCE;
 }
 
-// Tile k of `sums` is of queries 16 · (k / across) and of elements d + 16 · (k % across).
+// Tile k of `sums` has queries from 16 · (k / across) and elements from d + 16 · (k % across).
 DS_AMX static void write_mixed(const Work& w, const float (*sums)[256], int64_t d, int across, const float* total) {
     for (int k = 0; k < 4; k++)
         for (int64_t i = 0; i < 16 && 16 * (k / across) + i < w.count; i++) {
@@ -158,10 +158,10 @@ DS_AMX static void write_mixed(const Work& w, const float (*sums)[256], int64_t 
         }
 }
 
-// eˣ for x ≤ 0 as `exponential` of decoder.h has it; 0 below -87, what is no number stays none.
+// eˣ for x ≤ 0, equal to `exponential` in decoder.h; 0 below -87, NaN stays NaN.
 DS_AMX static DS_INLINE __m512 exponentials(__m512 x) {
     const __mmask16 seen = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // what falls below normal numbers is slow, wanted or not
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // subnormal results are slow, even if unused
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f),
                                       _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x));
@@ -174,7 +174,7 @@ DS_AMX static DS_INLINE __m512 exponentials(__m512 x) {
     return _mm512_maskz_scalef_ps(seen, p, n);
 }
 
-// Weights of a row in bf16, before they are divided by what is returned: their sum in fp32.
+// Softmax weights of a row in bf16, not yet divided by their fp32 sum, which is returned.
 DS_AMX static float weigh_halves(const Work& w, int64_t q, uint16_t* weights) {
     float* scores = w.scores + q * w.padded;
     const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window - w.start) : 0;

@@ -1,5 +1,6 @@
 // Block I/O: a few threads that move tensors to and from files, several blocks at a time, past the page cache where
-// offset and length allow it; memory that direct I/O cannot take goes block by block through a page-aligned one. The twin in Python is deepspeed/ops/aio/threads.py; both do the same.
+// offset and length allow it; unaligned memory is copied through a page-aligned block. deepspeed/ops/aio/threads.py is
+// the equivalent in Python.
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
@@ -12,8 +13,8 @@
 #include <unistd.h>
 
 #if defined(__GLIBC__) && defined(__x86_64__)
-// glibc 2.34 took these into libc.so under new versions; the old ones name the same code there, and all that an older
-// system has. A library built on a new system then loads on those that torch's wheels support.
+// glibc 2.34 moved these symbols into libc.so with new versions. The old versions still exist there, and older systems
+// have only those. With them, a library built on a new system loads on all systems that torch's wheels support.
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
 __asm__(".symver pthread_attr_setstacksize, pthread_attr_setstacksize@GLIBC_2.2.5");
@@ -22,7 +23,7 @@ __asm__(".symver pthread_attr_setstacksize, pthread_attr_setstacksize@GLIBC_2.2.
 namespace {
 
 constexpr int64_t kAlignment = 4096;
-constexpr size_t kStack = 256 * 1024;  // these threads call one system call; the default stack is 8 MB of data limit
+constexpr size_t kStack = 256 * 1024;  // threads only make system calls; the default stack takes 8 MB of the data limit
 
 struct Job {
   int direct, plain;  // descriptors; direct is -1 where the file system has no direct I/O
@@ -34,8 +35,8 @@ struct Job {
   Job *next;
 };
 
-// Jobs in the order of their submission, linked through themselves: see the words about heaps at `Aligned`, to which
-// a thread's first `free` belongs too.
+// Queue of jobs in order of submission, as an intrusive list: no allocation in a thread (see `Aligned`), and no `free`
+// either.
 class Line {
  public:
   bool empty() const { return !first_; }
@@ -44,7 +45,7 @@ class Line {
     *last_ = job;
     last_ = &job->next;
   }
-  // A job that is not there is left alone.
+  // Unknown jobs are ignored.
   void remove(const Job *job) {
     for (Job **at = &first_; *at; at = &(*at)->next)
       if (*at == job) {
@@ -59,7 +60,7 @@ class Line {
   Job **last_ = &first_;
 };
 
-// std::condition_variable::wait would ask for a younger libstdc++ than the rest does.
+// std::condition_variable::wait would need a newer libstdc++ than the other code.
 class Signal {
  public:
   Signal() = default;
@@ -84,8 +85,8 @@ struct Queue {
   bool stopping;
 };
 
-// A thread's own aligned block, made when a job's memory is not aligned. It is mapped: the first allocation of a thread
-// would make it a heap of its own, which takes 64 MB of addresses, 128 MB for a moment, and so much of a limit on them.
+// Aligned block of one thread, for jobs with unaligned memory. Mapped with mmap, because a thread's first malloc would
+// create a heap for it: 64 MB of address space, temporarily 128 MB, which count towards a limit.
 class Aligned {
  public:
   explicit Aligned(int64_t bytes) : bytes_(bytes) {}
@@ -94,7 +95,7 @@ class Aligned {
   ~Aligned() {
     if (memory_) munmap(memory_, bytes_);
   }
-  // Null where there is no memory.
+  // Null if out of memory.
   char *pages() {
     if (!memory_) {
       void *mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -108,14 +109,14 @@ class Aligned {
   char *memory_ = nullptr;
 };
 
-// Moves one block. Returns the bytes moved; fewer with *error 0: the file ended.
+// Move one block. Returns the bytes moved; fewer bytes with *error 0 mean the end of the file.
 int64_t move(const Job &job, int64_t start, int64_t stop, Aligned &aligned, int *error) {
   int64_t at = start;
   bool refused = job.direct < 0;
   while (at < stop) {
     char *memory = job.memory + at;
     const int64_t offset = job.offset + at;
-    // What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno there.
+    // Bytes that direct I/O does not accept, also after a short count, use the page cache, which reports their errors.
     bool direct = !refused && offset % kAlignment == 0 && stop - at >= kAlignment;
     char *between = memory;
     if (direct && reinterpret_cast<uintptr_t>(memory) % kAlignment != 0) {
@@ -162,7 +163,7 @@ void *serve(void *argument) {
     job->running--;
     job->moved += moved;
     if (error && !job->error) job->error = error;
-    if (moved < stop - start && job->claimed < job->bytes) {  // the rest is not worth trying
+    if (moved < stop - start && job->claimed < job->bytes) {  // skip the remaining blocks
       job->claimed = job->bytes;
       queue.jobs.remove(job);
     }
@@ -176,7 +177,7 @@ bool is_over(const Job *job) { return !job->running && job->claimed == job->byte
 
 extern "C" {
 
-// Ends the threads once every job is over, and frees the queue.
+// End the threads after all jobs, and free the queue.
 void ds_io_stop(void *opaque) {
   Queue *queue = static_cast<Queue *>(opaque);
   {
@@ -188,7 +189,7 @@ void ds_io_stop(void *opaque) {
   delete queue;
 }
 
-// A queue with `threads` requests of `block` bytes in flight; null if not one thread could be started.
+// Create a queue with `threads` requests of `block` bytes in flight; null if no thread could be started.
 void *ds_io_start(int threads, int64_t block) {
   Queue *queue = new Queue();
   queue->block = block;
@@ -206,25 +207,25 @@ void *ds_io_start(int threads, int64_t block) {
   return nullptr;
 }
 
-// Starts moving `bytes` between memory and the file; returns a job to wait for.
+// Start moving `bytes` between memory and the file; returns a job to wait for.
 void *ds_io_submit(void *opaque, int direct, int plain, void *memory, int64_t offset, int64_t bytes, int writing) {
   Queue *queue = static_cast<Queue *>(opaque);
   Job *job = new Job{direct, plain, static_cast<char *>(memory), offset, bytes, writing != 0, 0, 0, 0, 0, nullptr};
   {
     std::lock_guard<std::mutex> guard(queue->lock);
-    if (bytes) queue->jobs.push(job);  // one of no bytes is over already: who waits for it frees it at once
+    if (bytes) queue->jobs.push(job);  // an empty job is finished already; waiting frees it
   }
   queue->work.notify_all();
   return job;
 }
 
-// Whether the job is over.
+// Whether the job is finished.
 int ds_io_done(void *opaque, void *job) {
   std::lock_guard<std::mutex> guard(static_cast<Queue *>(opaque)->lock);
   return is_over(static_cast<Job *>(job));
 }
 
-// Waits until the job is over and frees it. Returns 0 or the first errno; stores the bytes moved.
+// Wait for the job and free it. Returns 0 or the first errno; stores the bytes moved.
 int ds_io_wait(void *opaque, void *waited, int64_t *moved) {
   Queue *queue = static_cast<Queue *>(opaque);
   Job *job = static_cast<Job *>(waited);

@@ -9,7 +9,7 @@
 
 namespace ds {
 
-constexpr uint32_t POLYNOMIAL = 0xEDB88320;  // bits reversed, as all that follows
+constexpr uint32_t POLYNOMIAL = 0xEDB88320;  // bit-reversed, like all following values
 
 struct Table {
     uint32_t of[256] = {};
@@ -30,7 +30,7 @@ static uint32_t bytewise(uint32_t crc, const uint8_t* data, size_t count) {
 
 #if defined(__x86_64__)
 
-// x^power modulo the polynomial, shifted by the one bit that the product of two reversed factors lacks.
+// x^power modulo the polynomial, shifted by one bit, because the product of two reversed factors is one bit short.
 constexpr int64_t factor(int power) {
     uint32_t rest = 0x80000000;
     for (int i = 0; i < power; i++) rest = (rest >> 1) ^ (rest & 1 ? POLYNOMIAL : 0);
@@ -39,7 +39,7 @@ constexpr int64_t factor(int power) {
 
 #define DS_CLMUL __attribute__((target("avx2,pclmul,vpclmulqdq")))
 
-// What `part` is worth for the checksum when it stands over `next`, which lies farther on in the data.
+// Fold `part` forward onto `next`, which is later in the data.
 DS_CLMUL static inline __m128i fold(__m128i part, __m128i next, __m128i factors) {
     const __m128i low = _mm_clmulepi64_si128(part, factors, 0x00), high = _mm_clmulepi64_si128(part, factors, 0x11);
     return _mm_xor_si128(_mm_xor_si128(low, high), next);
@@ -51,10 +51,10 @@ DS_CLMUL static inline __m256i fold(__m256i part, __m256i next, __m256i factors)
     return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
 }
 
-constexpr int STREAMS = 4;  // as many multiplications are under way at once
+constexpr int STREAMS = 4;  // number of independent multiplications in flight
 constexpr size_t STEP = STREAMS * sizeof(__m256i);
 
-// At least STEP bytes, a multiple of 16; the state before and after is the one of `bytewise`.
+// For at least STEP bytes, a multiple of 16; the state is the same as in `bytewise`.
 DS_CLMUL static uint32_t folded(uint32_t crc, const uint8_t* data, size_t count) {
     constexpr int FAR = 8 * STEP;
     constexpr int64_t far_low = factor(FAR + 32), far_high = factor(FAR - 32);

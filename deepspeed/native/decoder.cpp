@@ -1,4 +1,4 @@
-// The layers of a decoder: norms, rotations, activations, and the order of the products between them.
+// Decoder layers: norms, rotary embeddings, activations, and the products between them.
 #include "decoder.h"
 
 #include <algorithm>
@@ -10,14 +10,14 @@ namespace ds {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
 
-constexpr int64_t CHUNK = 128;  // rows of the feed-forward part at a time: what lies between its products stays in cache
+constexpr int64_t CHUNK = 128;  // rows of the feed-forward part at a time, so that activations stay in cache
 
 // Mirrored by `Norm` in deepspeed/inference/executors/native_tensors.py.
 struct Norm {
     const void* weight;  // [width], null: no norm
     const void* bias;    // or null
     Kind kind;
-    int32_t centred;  // less the mean, as LayerNorm does
+    int32_t centred;  // subtract the mean, as LayerNorm does
     float eps;
 };
 
@@ -76,7 +76,7 @@ DS_INLINE void store(const float* x, void* pool, Kind kind, int64_t at, int64_t 
     else narrow(x, kind, static_cast<uint16_t*>(pool) + at, count);
 }
 
-DS_INLINE float logistic(float x) {  // of either sign, by an exponential that takes none above zero
+DS_INLINE float logistic(float x) {  // for any sign, with an exponential for x ≤ 0
     const float e = exponential(-std::fabs(x));
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
@@ -100,10 +100,10 @@ DS_INLINE void activate(Activation activation, float* gate, const float* up, int
     }
 }
 
-// The place of a row's first largest value; -1 where that is not finite.
+// Index of a row's (first) largest value; -1 if it is not finite.
 DS_INLINE int64_t largest(const float* x, int64_t count) {
     alignas(64) float lanes[16];
-    alignas(64) int32_t odd[16] = {};  // no numbers
+    alignas(64) int32_t odd[16] = {};  // lanes with NaN
     std::fill(lanes, lanes + 16, -INFINITY);
     int64_t i = 0;
     for (; i + 16 <= count; i += 16)
@@ -120,7 +120,7 @@ DS_INLINE int64_t largest(const float* x, int64_t count) {
     return std::find(x, x + count, found) - x;
 }
 
-// A row of a matrix in fp32; integers are rounded to `kind` first.
+// Convert a row of a matrix to fp32; integers are rounded to `kind` first.
 DS_INLINE void read_row(const Matrix& m, int64_t row, Kind kind, float* out) {
     const char* bytes = static_cast<const char*>(m.weights) + row * row_bytes(m);
     if (m.form == WHOLE) std::copy_n(reinterpret_cast<const float*>(bytes), m.inputs, out);
@@ -140,7 +140,7 @@ DS_INLINE void read_row(const Matrix& m, int64_t row, Kind kind, float* out) {
         }
 }
 
-// What lies between the products, one compilation for each instruction set.
+// Code between the products, compiled once per instruction set.
 struct Between {
     void (*norm)(const Norm&, const float* x, float* out, int64_t rows, int64_t width);
     void (*place)(const Layer&, const Pass&, const int64_t* span, float* qkv);
@@ -161,7 +161,7 @@ struct Between {
     TARGET static int64_t NAME##_largest(const float* x, int64_t count) { return largest(x, count); }                  \
     static const Between NAME = {NAME##_norm, NAME##_place, NAME##_activate, NAME##_largest};
 
-// Queries and keys of a sequence's rows are normed and rotated, keys and values go to their pages.
+// Normalise and rotate queries and keys of a sequence's rows, and store keys and values in their pages.
 DS_INLINE void place_span(const Layer& layer, const Pass& pass, const int64_t* span, float* qkv) {
     const Heads& h = layer.heads;
     const int64_t stride = (h.count + 2 * h.cached) * h.size;
@@ -238,7 +238,7 @@ static void feed_forward(const Layer& layer, const Pass& pass) {
 
 extern "C" {
 
-// parts: 1 the attention, 2 the feed-forward network, 3 both.
+// parts: 1: attention, 2: feed-forward network, 3: both.
 void ds_layers(const ds::Layer* layers, int64_t count, const ds::Pass* pass, int32_t parts) {
     for (int64_t i = 0; i < count; i++) {
         if (parts & 1) ds::attention_part(layers[i], *pass);
@@ -246,7 +246,7 @@ void ds_layers(const ds::Layer* layers, int64_t count, const ds::Pass* pass, int
     }
 }
 
-// out[rows, outputs]: the normed rows times the matrix.
+// out[rows, outputs]: the normalised rows times the matrix.
 void ds_head(const ds::Norm* norm, const ds::Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
     std::vector<float> normed(static_cast<size_t>(rows * matrix->inputs));
     ds::between().norm(*norm, x, normed.data(), rows, matrix->inputs);
@@ -255,12 +255,12 @@ void ds_head(const ds::Norm* norm, const ds::Matrix* matrix, const float* x, int
     ds::multiply(*matrix, input, out, matrix->outputs, false, threads);
 }
 
-// out[count, inputs]: rows of the matrix in fp32, those of integers rounded to a kind before.
+// out[count, inputs]: rows of the matrix in fp32; integers are rounded to `kind` first.
 void ds_rows(const ds::Matrix* matrix, const int64_t* rows, int64_t count, ds::Kind kind, float* out) {
     for (int64_t i = 0; i < count; i++) ds::read_row(*matrix, rows[i], kind, out + i * matrix->inputs);
 }
 
-// out[rows]: where each row's first largest value lies, -1 where that is not finite.
+// out[rows]: index of each row's (first) largest value; -1 if it is not finite.
 void ds_largest(const float* x, int64_t rows, int64_t columns, int64_t* out) {
     for (int64_t row = 0; row < rows; row++) out[row] = ds::between().largest(x + row * columns, columns);
 }

@@ -1,4 +1,4 @@
-// A pass of rows of several sequences through a decoder's layers, and the attention in it.
+// One pass of rows of several sequences through a decoder's layers, with attention.
 #pragma once
 
 #include "products.h"
@@ -8,8 +8,8 @@ namespace ds {
 // Mirrored by `Pass` in deepspeed/inference/executors/native_tensors.py.
 struct Pass {
     float* x;               // [rows, width], changed in place
-    const int64_t* spans;   // [sequences, 4]: first row, rows, position of the first, place of its first page in `pages`
-    const int64_t* pages;   // of all sequences; page p lies behind one page of zeros
+    const int64_t* spans;   // [sequences, 4]: first row, rows, first position, index of its first page in `pages`
+    const int64_t* pages;   // of all sequences; one page of zeros precedes page 0
     const float* cosines;   // [positions, rotary]
     const float* sines;
     int64_t rows, sequences, page_size;
@@ -20,15 +20,15 @@ struct Pass {
 struct Heads {
     void* keys;    // [slots, cached heads, size]
     void* values;  // the same
-    int64_t count, cached, size, rotary, window;  // window 0: all keys up to a row's own
+    int64_t count, cached, size, rotary, window;  // window 0: causal, without limit
     float scale;
-    Kind kind;  // of keys and values
+    Kind kind;  // dtype of keys and values
 };
 
-// out[row, heads · size] of queries [row, …], whose rows lie `stride` apart; keys and values are in their pages.
+// Computes out[row, heads · size] from queries [row, …] with row stride `stride`; keys and values are read from pages.
 void attend(const Pass& pass, const Heads& heads, const float* queries, int64_t stride, float* out);
 
-// Where a position of a sequence lies in a layer's pages.
+// Cache slot of a position of a sequence.
 inline int64_t slot(const Pass& pass, const int64_t* pages, int64_t position) {
     return (pages[position / pass.page_size] + 1) * pass.page_size + position % pass.page_size;
 }

@@ -1,4 +1,4 @@
-// What the loader asks: from which sources this library was built, and which instruction set its kernels use.
+// Functions for the loader: the fingerprint of this library's sources, and the instruction set of its kernels.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -10,8 +10,8 @@
 #include "numbers.h"
 
 #if defined(__GLIBCXX__) && _GLIBCXX_RELEASE >= 11
-// What containers call for a size no memory has: since GCC 11 a function of the youngest libstdc++, the only one the
-// library would need of it. With its own, the library loads where torch's wheels do.
+// Error function of containers for impossible sizes. Since GCC 11 this is a function of the newest libstdc++, the only
+// one that this library would need. With its own definition, the library loads wherever torch's wheels do.
 namespace std {
 __attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 }
@@ -20,7 +20,7 @@ __attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { thro
 namespace ds {
 
 #if defined(__x86_64__)
-// Products of integers, of bf16 pairs, and then matrix tiles, which Linux grants to those who ask.
+// Integer products, bf16 pair products, then AMX tiles, which a process must request from Linux.
 static InstructionSet beyond_avx512() {
     uint32_t a, b, c, d, pairs = 0;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) pairs = a >> 5 & 1;
@@ -42,7 +42,7 @@ static InstructionSet able() {
     return PORTABLE;
 }
 
-// Intel's instruction for pairs of bf16 takes four times as long as a fused product of fp32, which does half as many.
+// Intel's bf16 pair product takes four times as long as an fp32 multiply-add, which does half as many products.
 static InstructionSet best() {
     const InstructionSet set = able();
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ extern "C" {
 // DS_FINGERPRINT comes from setup.py.
 uint32_t ds_fingerprint() { return DS_FINGERPRINT; }
 
-// Use at most `highest` of what the processor has, or where that is beyond all the best; returns what is in use.
+// Use the processor's best instruction set, but at most `highest`; returns the one in use.
 int32_t ds_instruction_set(int32_t highest) {
     const ds::InstructionSet able = ds::able();
     if (highest > ds::AMX) ds::chosen = ds::best();

@@ -1,5 +1,5 @@
-// Matrices of bf16 in 12 bits, every bit of them: a byte of sign and mantissa, and a code of four bits for one of sixteen
-// exponents. Elements with another exponent, the escapes, stand in a list beside.
+// Lossless bf16 matrices in 12 bits: a byte with sign and mantissa, and a 4-bit code for one of sixteen exponents.
+// Elements with other exponents (escapes) are stored in a separate list.
 #pragma once
 
 #include "products.h"
@@ -7,11 +7,11 @@
 
 namespace ds {
 
-constexpr int64_t GROUP = 4;                 // outputs whose blocks lie side by side: one stream, four sums
+constexpr int64_t GROUP = 4;                 // outputs with interleaved blocks: one memory stream, four sums
 constexpr int64_t BLOCK = 64;                // columns
 constexpr int64_t PIECE = 96;                // bytes of an output's block
 constexpr int64_t STRIDE = GROUP * PIECE;    // bytes of a block of four outputs
-constexpr int64_t LOSSLESS_FAR = 8192;       // bytes that are asked for ahead
+constexpr int64_t LOSSLESS_FAR = 8192;       // prefetch distance in bytes
 
 // The escapes of four outputs, by column.
 struct Escapes {
@@ -20,9 +20,9 @@ struct Escapes {
     Escapes(const Matrix& m, int64_t output)
         : next(m.places + m.starts[output / GROUP]), end(m.places + m.starts[output / GROUP + 1]),
           value(m.values + m.starts[output / GROUP]) {}
-    // The block of the next one, or `columns`: none before that.
+    // The block of the next escape; `columns` if there is none before it.
     DS_INLINE int64_t block(int64_t columns) const { return next < end ? *next / (GROUP * BLOCK) * BLOCK : columns; }
-    // Calls put(which of the four outputs, column, bits) for those before a column.
+    // Calls put(index in the four outputs, column, bits) for the escapes before a column.
     template <class Put> DS_INLINE void take(int64_t column, Put put) {
         for (; next < end && *next < GROUP * column; next++, value++) put(*next % GROUP, *next / GROUP, *value);
     }
@@ -46,7 +46,7 @@ struct Decoder {
     }
 };
 
-// A block of four outputs with the escapes in it.
+// Decode a block of four outputs, escapes included.
 DS_AVX512 static DS_INLINE void decode_block(const Decoder& decode, const uint8_t* w, int64_t k, Escapes& escapes,
                                              uint16_t (*out)[BLOCK]) {
     for (int i = 0; i < GROUP; i++) {
@@ -59,7 +59,7 @@ DS_AVX512 static DS_INLINE void decode_block(const Decoder& decode, const uint8_
 }
 #endif
 
-// Outputs [output, output + outputs) as bf16 [outputs, inputs].
+// Unpack outputs [output, output + outputs) to bf16 [outputs, inputs].
 void unpack(const Matrix& matrix, int64_t output, int64_t outputs, uint16_t* out);
 
 }  // namespace ds

@@ -1,4 +1,4 @@
-// The sum of squares in one pass, in double: exact enough for any cut of a tensor, and not finite only where a value is.
+// Sum of squares in one pass, in double: accurate for any split of a tensor; infinite or NaN only if a value is.
 #include <algorithm>
 #include <vector>
 
@@ -6,11 +6,11 @@
 
 namespace ds {
 
-// Elements summed apart and added in order, so that the number of threads changes no bit.
+// Elements per partial sum; partial sums are added in order, so the number of threads does not change the result.
 constexpr int64_t CHUNK = 1 << 16;
 constexpr int64_t BLOCK = 128;
 constexpr int64_t LANES = 32;
-constexpr int64_t FAR = 4096;  // bytes asked for ahead: one stream comes faster from memory than the processor asks
+constexpr int64_t FAR = 4096;  // prefetch distance in bytes: hardware prefetching is too slow for a single stream
 
 DS_INLINE double sum_chunk(const void* base, Kind kind, int64_t begin, int64_t end) {
     alignas(64) float scratch[BLOCK];
@@ -67,7 +67,7 @@ double sum_of_squares(const void* values, ds::Kind kind, int64_t count, int thre
 
 }  // namespace
 
-// sums[i]: of the counts[i] numbers at values[i].
+// sums[i]: sum of squares of the counts[i] numbers at values[i].
 extern "C" void ds_sums_of_squares(const void* const* values, ds::Kind kind, const int64_t* counts, int64_t tensors,
                                    int threads, double* sums) {
     for (int64_t i = 0; i < tensors; i++) sums[i] = sum_of_squares(values[i], kind, counts[i], threads);

@@ -1,4 +1,4 @@
-// The element types of tensors, their conversion to fp32 and back, and the instruction sets kernels are compiled for.
+// Element types of tensors, their conversions from and to fp32, and the instruction sets of the kernels.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum InstructionSet : int32_t { PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX512_BF16
 
 InstructionSet instruction_set();
 
-// A kernel compiled three times; `pick` gives the one for this processor. The arithmetic, and so the result, is the same.
+// Kernel compiled three times; `pick` returns the version for this processor. All versions compute the same bits.
 template <class Function> struct Versions {
     Function portable, avx2, avx512;
     Function pick() const {
@@ -45,14 +45,14 @@ DS_INLINE uint32_t as_bits(float value) {
 
 DS_INLINE float from_bf16(uint16_t half) { return as_float(static_cast<uint32_t>(half) << 16); }
 
-// Round to nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; NaN stays NaN.
 DS_INLINE uint16_t to_bf16(float value) {
     const uint32_t bits = as_bits(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-// The exponent is moved by a multiplication, which also turns subnormal halves into normal floats.
+// Rescale the exponent by a multiplication, which also converts subnormal halves to normal floats.
 DS_INLINE float from_fp16(uint16_t half) {
     const uint32_t magnitude = (half & 0x7fffu) << 13;
     const uint32_t moved = as_bits(as_float(magnitude) * 0x1p112f);
@@ -60,7 +60,7 @@ DS_INLINE float from_fp16(uint16_t half) {
     return as_float(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
 }
 
-// Round to nearest, ties to even: a float whose last bit weighs as much as the half's is added and rounds for us.
+// Round to nearest, ties to even, by adding a float whose last bit has the weight of the half's last bit.
 DS_INLINE uint16_t to_fp16(float value) {
     const uint32_t bits = as_bits(value);
     const uint32_t magnitude = bits & 0x7fffffffu;

@@ -27,21 +27,21 @@ struct Leaf {
     float factor;  // multiplies the gradient
 };
 
-// Elements handled at once: all that a block touches stays in the first-level cache.
+// Elements per block, so that all of its data stays in the first-level cache.
 constexpr int64_t BLOCK = 64;
-// Bytes between the block at work and the one being fetched (measured; the hardware stops at each 4 KiB page).
+// Prefetch distance in bytes (measured; hardware prefetching stops at each 4 KiB page).
 constexpr int64_t AHEAD = 1792;
-// From this length on the copy leaves the caches before anyone reads it, so it is written around them.
+// Length from which the copy is written past the caches, because it would be evicted before its first use.
 constexpr int64_t STREAMED = 1 << 20;
-// Elements below which a second thread costs more than it brings.
+// Number of elements below which a second thread does not pay off.
 constexpr int64_t PER_THREAD = 1 << 15;
 
-// Products are added without rounding where torch's kernels do so: Lion's sign turns on the last bit.
+// Fused multiply-adds wherever torch's kernels use them: Lion's sign can depend on the last bit.
 DS_INLINE float lerp(float from, float to, float weight) {
     return weight < 0.5f ? std::fma(weight, to - from, from) : std::fma(weight - 1.0f, to - from, to);
 }
 
-// The fields of a rule are the numbers that its optimizer gives, in this order.
+// The fields of a rule are the numbers from its optimizer, in this order.
 struct Adam {
     float first_weight, second_decay, second_weight, step, eps, kept, l2;
     DS_INLINE void update(float& param, float gradient, float& first, float& second) const {
@@ -70,7 +70,7 @@ struct Lion {
     }
 };
 
-// Fetch a block ahead of the one at work, to be read or to be written as well.
+// Prefetch a later block, for reading or also for writing.
 template <bool written> DS_INLINE void fetch(const void* base, Kind kind, int64_t element) {
     const char* start = static_cast<const char*>(base) + element * width(kind) + AHEAD;
     for (int64_t byte = 0; byte < BLOCK * width(kind); byte += 64) __builtin_prefetch(start + byte, written);
@@ -176,8 +176,8 @@ DS_AVX512 inline __m256i update_lanes(const Leaf& leaf, const Adam& rule, int64_
     return to_bf16(param);
 }
 
-// From a bf16 gradient to a bf16 copy no element waits in memory for its neighbours, and the copy leaves by whole lines:
-// what the compiler makes of the general form costs about 2 % of the bandwidth (docs/status.md).
+// Special form for a bf16 gradient and a bf16 copy: elements stay in registers, and the copy is written in whole lines.
+// The compiled general form loses about 2 % of the bandwidth (docs/status.md).
 template <> DS_AVX512 void avx512<Adam>(const Leaf& leaf, const Adam& rule, int64_t begin, int64_t end) {
     const bool lines = leaf.count >= STREAMED && leaf.out && reinterpret_cast<uintptr_t>(leaf.out) % 64 == 0;
     const bool wide = leaf.param_kind == FP32 && leaf.first_kind == FP32 && leaf.second_kind == FP32;
@@ -192,7 +192,7 @@ template <> DS_AVX512 void avx512<Adam>(const Leaf& leaf, const Adam& rule, int6
             _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), line);
         }
     }
-    update_range(leaf, rule, whole, end);  // which also waits for what was written around the caches
+    update_range(leaf, rule, whole, end);  // also waits for the writes past the caches
 }
 #endif
 

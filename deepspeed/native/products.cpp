@@ -1,4 +1,4 @@
-// Forms of the product: each reads a panel of the matrix once for a block of rows. Sums run over the columns in lanes,
+// Product kernels: each reads a panel of the matrix once for a block of rows. Sums run over the columns in lanes,
 // and the lanes are added in one order, whatever the number of rows.
 #include "products_parts.h"
 
@@ -12,9 +12,9 @@
 
 namespace ds {
 
-constexpr int64_t ROWS_BYTES = 1 << 19;  // of rounded rows that are taken through the whole matrix together
+constexpr int64_t ROWS_BYTES = 1 << 19;  // bytes of rounded rows that are multiplied with the whole matrix together
 constexpr int LARGEST = 16383;
-constexpr int64_t PER_THREAD = 1 << 16;  // weights below which a second thread costs more than it brings
+constexpr int64_t PER_THREAD = 1 << 16;  // number of weights below which a second thread does not pay off
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
 
@@ -22,17 +22,17 @@ static void round_to_bf16(const float* x, uint16_t* out, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = to_bf16(x[i]);
 }
 
-// Integers of 15 bits, the largest of the row at their end.
+// Round a row to 15-bit integers, scaled by its largest value.
 DS_INLINE float to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
     float largest = 0.0f, nothing = 0.0f;
     for (int64_t i = 0; i < count; i++) {
         largest = std::max(largest, std::fabs(x[i]));
-        nothing += 0.0f * x[i];  // unless one is infinite or no number
+        nothing += 0.0f * x[i];  // unless a value is infinite or NaN
     }
     if (nothing != 0.0f) {
         std::fill(out, out + count, static_cast<int16_t>(0));
         std::fill(sums, sums + (count + LANES - 1) / LANES, 0.0f);
-        return NAN;  // and every output with it
+        return NAN;  // which makes every output NaN
     }
     const float step = largest / LARGEST, inverse = largest > 0.0f ? LARGEST / largest : 0.0f;
     for (int64_t start = 0; start < count; start += LANES) {
@@ -97,7 +97,7 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
 
 // -- portable ---------------------------------------------------------------------------------------------------------
 
-// Lanes are added by halves, as vectors do it.
+// Add lanes by halves, like the vector code.
 DS_INLINE float added(float* lanes) {
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
@@ -183,9 +183,9 @@ static void portable_write(const Part& p, float* y, int64_t stride, bool add) { 
 DS_AVX2 static void avx2_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 DS_AVX512 static void avx512_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 
-// A panel of a LOSSLESS matrix as one of bf16, for kernels that read such.
+// Unpack a panel of a LOSSLESS matrix to bf16, for kernels without LOSSLESS support.
 static Matrix unpacked_panel(const Matrix& matrix, int64_t output, int64_t outputs, std::vector<uint16_t>& room) {
-    room.resize(static_cast<size_t>((PANEL + 1) * matrix.inputs));  // tiles ask for a little more than they read
+    room.resize(static_cast<size_t>((PANEL + 1) * matrix.inputs));  // tiles prefetch slightly past the end
     unpack(matrix, output, outputs, room.data());
     Matrix made = matrix;
     made.form = HALF, made.weights = room.data(), made.outputs = outputs;
@@ -199,7 +199,7 @@ void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bo
     using Write = void (*)(const Part&, float*, int64_t, bool);
     const Write write = Versions<Write>{portable_write, avx2_write, avx512_write}.pick();
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
-    // So many rows stay in a cache while the matrix goes by.
+    // Number of rows that stay in cache while the matrix is read.
     const int64_t block = kernel.rows, bytes = std::max<int64_t>(1, (x.wide ? 4 : 2) * x.padded);
     const int64_t chunk = std::max(block, ROWS_BYTES / bytes / block * block);
     const int useful = static_cast<int>(std::clamp<int64_t>(matrix.outputs * matrix.inputs / PER_THREAD, 1, threads));

@@ -1,10 +1,10 @@
-// The product of matrices of integers in vectors of AVX-512: rows are integers of 15 bits, sums of their products exact.
+// AVX-512 product of integer matrices: rows are 15-bit integers, sums of products are exact.
 #include "vectors.h"
 
 #if defined(__x86_64__)
 namespace ds {
 
-// 32 integers as 16-bit ones, in the order of the columns.
+// Widen 32 integers to 16 bits, in column order.
 template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* row, int64_t k) {
     if constexpr (form == SIGNED8)
         return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
@@ -15,7 +15,7 @@ template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* 
     return _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), odd);
 }
 
-// Adds products of neighbours: one instruction where AVX512_VNNI is.
+// Add products of neighbours: a single instruction with AVX512_VNNI.
 template <bool VNNI> DS_AVX512 static DS_INLINE __m512i add_products(__m512i sum, __m512i line, __m512i x) {
     if constexpr (VNNI) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(line), "v"(x));
     else sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line, x));
@@ -67,7 +67,7 @@ DS_AVX512 static DS_INLINE void integer_outputs(const Part& p, Ahead& next, int6
     }
 }
 
-// One output, as it comes from memory, times R rows; its lanes are left as they are.
+// Multiply one output, read as a memory stream, with R rows; lanes are not added yet.
 template <Form form, bool VNNI, int R>
 DS_AVX512 static DS_INLINE void integer_lanes(const Part& p, int64_t n, __m512 (&sums)[R]) {
     const Matrix& m = p.matrix;
@@ -78,7 +78,7 @@ DS_AVX512 static DS_INLINE void integer_lanes(const Part& p, int64_t n, __m512 (
     for (auto& sum : sums) sum = _mm512_setzero_ps();
     for (int64_t k = 0; k < m.inputs; scale++) {
         for (const int64_t last = k + m.group; k < last;) {
-            __m512i whole[2][R];  // two, so that they wait less for themselves
+            __m512i whole[2][R];  // two, to hide latency
             for (auto& half : whole)
                 for (auto& sum : half) sum = _mm512_setzero_si512();
             const int64_t end = std::min(k + span, last);
@@ -99,7 +99,7 @@ DS_AVX512 static DS_INLINE void integer_lanes(const Part& p, int64_t n, __m512 (
     }
 }
 
-// Few rows take the matrix as one stream; sums of sixteen outputs are added together.
+// For few rows the matrix is read as one stream; the lanes of sixteen outputs are added together.
 template <Form form, bool VNNI, int R> DS_AVX512 static void integer_few(const Part& p) {
     for (int64_t n = 0; n < p.outputs; n += 16) {
         const int64_t there = std::min<int64_t>(16, p.outputs - n);

@@ -1,4 +1,4 @@
-// Matrices of bf16 in 12 bits: packed, and unpacked for what reads them whole.
+// Packing and unpacking of bf16 matrices in 12 bits.
 #include "lossless.h"
 
 #include <algorithm>
@@ -58,7 +58,7 @@ void unpack(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
     }
 }
 
-// A block of an output; marks in `rare` the columns whose exponent is none of the sixteen, which ascend.
+// Pack a block of an output; `rare` marks the columns with none of the sixteen exponents, which are ascending.
 DS_INLINE uint16_t pack_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
     uint16_t codes[BLOCK] = {}, any = 0;
     for (int64_t j = 0; j < BLOCK; j++) {
@@ -92,15 +92,15 @@ DS_AVX512 static uint16_t avx512_piece(const uint16_t* from, const uint16_t* exp
 
 extern "C" {
 
-// counts[256]: how many of `count` elements of bf16 have each exponent.
+// counts[256]: histogram of the exponents of `count` bf16 elements.
 void ds_exponents(const uint16_t* weights, int64_t count, int64_t* counts) {
-    int64_t found[4][256] = {};  // neighbours are often equal, and would wait for each other
+    int64_t found[4][256] = {};  // four histograms: equal neighbours would wait for each other
     for (int64_t i = 0; i < count; i++) found[i % 4][weights[i] >> 7 & 255]++;
     for (int i = 0; i < 256; i++) counts[i] = found[0][i] + found[1][i] + found[2][i] + found[3][i];
 }
 
-// Packs [outputs, inputs] with the exponents [32] of a matrix, ascending, into `out`, zeros before; and the escapes, of
-// which there is room for `most`. Returns how many there are.
+// Pack [outputs, inputs], with ascending exponents [32], into the zeroed `out`, and store up to `most` escapes. Returns
+// the number of escapes.
 int64_t ds_pack(const uint16_t* weights, int64_t outputs, int64_t inputs, const uint16_t* exponents, uint8_t* out,
                 int32_t* starts, int32_t* places, uint16_t* values, int64_t most) {
     using namespace ds;
@@ -126,7 +126,7 @@ int64_t ds_pack(const uint16_t* weights, int64_t outputs, int64_t inputs, const 
     return found;
 }
 
-// out[count, inputs] of bf16: rows of a matrix of these parts.
+// out[count, inputs] in bf16: rows of a matrix with these parts.
 void ds_unpack(const void* codes, const uint16_t* exponents, const int32_t* starts, const int32_t* places,
                const uint16_t* values, int64_t inputs, const int64_t* rows, int64_t count, uint16_t* out, int threads) {
     ds::Matrix matrix{};

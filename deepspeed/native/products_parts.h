@@ -1,4 +1,4 @@
-// What the forms of the product share: a unit of their work, and the end of a sum of integers.
+// Common code of the product kernels: the unit of work, and the scaling of integer sums.
 #pragma once
 
 #include "products.h"
@@ -7,27 +7,27 @@ namespace ds {
 
 constexpr int64_t PANEL = 32;   // outputs of a unit of work
 constexpr int64_t LANES = 32;   // columns of a step
-constexpr int64_t FLUSH = 1024;  // columns whose integer products fit into 32 bits: 128 · LARGEST · 1024 < 2³¹
+constexpr int64_t FLUSH = 1024;  // columns with integer products that fit into 32 bits: 128 · LARGEST · 1024 < 2³¹
 
-// What a kernel computes: sums[row][output] of rows [row, row + rows) and outputs [output, output + outputs). It may
-// write sums of outputs that are not there.
+// Unit of work: sums[row][output] for rows [row, row + rows) and outputs [output, output + outputs). A kernel may also
+// write sums of outputs past the end.
 struct Part {
     const Matrix& matrix;
     const Input& x;
     int64_t output, outputs, row, rows;
     float (*sums)[PANEL];
-    int64_t block, blocks;  // this is one of so many blocks of rows that go through these outputs
+    int64_t block, blocks;  // index and number of the row blocks for these outputs
 };
 
-// A form of the product, and the rows that it takes through a panel together.
+// Product kernel, and the number of rows that it processes together.
 struct Kernel {
     void (*run)(const Part&);
     int64_t rows;
-    bool lossless = false;  // unpacks such matrices itself; the others are given panels of bf16
+    bool lossless = false;  // reads LOSSLESS matrices directly; other kernels get unpacked bf16 panels
 };
 constexpr int64_t MOST_ROWS = 60;
 
-// Offsets times the sums of the input over their groups.
+// Sum of offsets times the input sums of their groups.
 DS_INLINE float offsets(const Matrix& m, int64_t output, const float* sums) {
     float total = 0.0f;
     const int64_t groups = m.inputs / m.group, parts = m.group / LANES;
@@ -42,13 +42,13 @@ DS_INLINE float finish(const Part& p, int64_t output, int64_t row, float sum) {
 }
 
 #if defined(__x86_64__)
-// The form in vectors of AVX-512, of matrices of any form.
+// AVX-512 kernel for matrices of any form.
 Kernel vectors(const Matrix& matrix, const Input& x);
 
-// A row rounded to bf16, as fp32: of each 32 columns the even ones, then the odd ones; zeros up to a whole step.
+// Round a row to bf16 and store it as fp32: in each 32 columns the even ones, then the odd ones; zero-padded.
 void round_to_wide(const float* x, float* out, int64_t count);
 
-// The form in matrix tiles, between a thread's `begin_tiles` and `end_tiles`.
+// AMX kernel; runs between a thread's `begin_tiles` and `end_tiles`.
 extern const Kernel tiles;
 void begin_tiles(int64_t rows);
 void end_tiles();

@@ -1,4 +1,4 @@
-// The product in matrix tiles (AMX), of matrices of bf16.
+// Product of bf16 matrices in AMX tiles.
 #include <algorithm>
 
 #include "products_parts.h"
@@ -7,11 +7,11 @@
 #if defined(__x86_64__)
 namespace ds {
 
-// The matrix is the left operand as it lies there; tiles of sums have outputs outside, rows inside.
+// The matrix, in its memory layout, is the left operand; tiles of sums are [outputs, rows].
 template <int A, int B>
 DS_AMX static DS_INLINE void tile_sums(const uint16_t* w, const char* x, const Part& p, int64_t columns, float* sums) {
     const int64_t bytes = 2 * p.matrix.inputs, block = columns * bytes, chunk = 64 * columns;
-    // The next outputs are fetched meanwhile, a part of them with each block of rows.
+    // Meanwhile the next outputs are prefetched, a part of them with each block of rows.
     const int64_t lines = 16 * A * bytes / 64, part = (lines + p.blocks - 1) / p.blocks;
     const int per = static_cast<int>((part * LANES + p.matrix.inputs - 1) / p.matrix.inputs);
     const char* next = reinterpret_cast<const char*>(w) + 16 * A * bytes + 64 * part * p.block;

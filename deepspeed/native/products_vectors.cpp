@@ -1,4 +1,4 @@
-// The product of floating matrices in vectors of AVX-512.
+// AVX-512 product of floating-point matrices.
 #include <algorithm>
 
 #include "lossless.h"
@@ -8,9 +8,9 @@
 #if defined(__x86_64__)
 namespace ds {
 
-constexpr int64_t SPAN = 768;  // columns of eight outputs that stay in the first cache as fp32
+constexpr int64_t SPAN = 768;  // columns of eight fp32 outputs that fit into the first-level cache
 
-// -- numbers with a point ---------------------------------------------------------------------------------------------
+// -- floating-point numbers -------------------------------------------------------------------------------------------
 
 struct Whole {
     static constexpr int64_t STEP = 16;
@@ -41,8 +41,8 @@ struct Pairs {
     }
 };
 
-// N outputs times R rows. With few rows a matrix comes from memory one output after the other: one stream (four side by
-// side came at half the rate). With more the next outputs are fetched meanwhile.
+// Multiply N outputs with R rows. For few rows the matrix is read one output after the other, as one stream (four
+// streams had half the bandwidth). For more rows the next outputs are prefetched meanwhile.
 #define DS_FLOATING(NAME, TARGET, DOT)                                                                                 \
     template <int N, int R>                                                                                            \
     TARGET static DS_INLINE void NAME##_tile(const Part& p, Ahead& next, int64_t n, int64_t r) {                       \
@@ -93,7 +93,7 @@ DS_FLOATING(pairs, DS_BF16, Pairs)
 
 // -- bf16 in products of fp32 -----------------------------------------------------------------------------------------
 
-// Of 32 columns the even ones and the odd ones.
+// 32 columns, split into even and odd ones.
 struct Two {
     __m512 even, odd;
     DS_AVX512 static DS_INLINE Two of(__m512i line) {
@@ -131,7 +131,7 @@ static DS_INLINE const float* wide_row(const Part& p, int64_t r) {
     return reinterpret_cast<const float*>(p.x.values.data()) + (p.row + r) * p.x.padded;
 }
 
-// An output as it comes from memory times R rows.
+// Multiply one output, read as a memory stream, with R rows.
 template <int R> DS_AVX512 static DS_INLINE void wide_few(const Part& p, int64_t n) {
     const int64_t columns = p.matrix.inputs, padded = p.x.padded;
     const char* w = outputs_from(p, n);
@@ -151,7 +151,7 @@ template <int R> DS_AVX512 static DS_INLINE void wide_few(const Part& p, int64_t
     put(p, n, 0, sums);
 }
 
-// `widen_outputs` of a LOSSLESS matrix.
+// `widen_outputs` for a LOSSLESS matrix.
 DS_AVX512 static void widen_lossless(const Part& p, int64_t n, int64_t k, int64_t end, float* out) {
     if (n + GROUP >= p.outputs) std::fill_n(out, 8 * (end - k), 0.0f);
     const Decoder decode = Decoder::of(p.matrix);
@@ -175,7 +175,7 @@ DS_AVX512 static void widen_lossless(const Part& p, int64_t n, int64_t k, int64_
     }
 }
 
-// Columns [k, end) of eight outputs as fp32, [step, output, 32]; zeros for outputs that are not there.
+// Convert columns [k, end) of eight outputs to fp32, [step, output, 32]; missing outputs are zero.
 DS_AVX512 static void widen_outputs(const Part& p, int64_t n, int64_t k, int64_t end, float* out) {
     if (p.matrix.form == LOSSLESS) return widen_lossless(p, n, k, end, out);
     const int64_t bytes = row_bytes(p.matrix), columns = p.matrix.inputs, there = std::min<int64_t>(8, p.outputs - n);
@@ -191,7 +191,7 @@ DS_AVX512 static void widen_outputs(const Part& p, int64_t n, int64_t k, int64_t
         }
 }
 
-// Eight outputs times R rows over some of the columns; `held` has the lanes of the columns before, and of these.
+// Multiply eight outputs with R rows over some of the columns; `held` accumulates the lanes over all columns.
 template <int R>
 DS_AVX512 static DS_INLINE void wide_tile(const Part& p, Ahead& next, const float* w, int64_t n, int64_t r, int64_t k,
                                           int64_t end, float* held) {
@@ -215,7 +215,7 @@ DS_AVX512 static DS_INLINE void wide_tile(const Part& p, Ahead& next, const floa
         for (int j = 0; j < R; j++) _mm512_store_ps(held + 16 * (R * i + j), sums[i][j]);
 }
 
-// Processors whose products of bf16 pairs take longer than those of fp32 widen a matrix on the way.
+// Widens the matrix on the fly, for processors on which bf16 pair products are slower than fp32 products.
 DS_AVX512 static void wide(const Part& p) {
     if (p.x.rows <= FEW) {
         for (int64_t n = 0; n < p.outputs; n++) switch (p.rows) {
@@ -251,7 +251,7 @@ struct Wide {
     }
 };
 
-// Four outputs times R rows: one stream of memory, and sums enough that none waits for itself.
+// Multiply four outputs with R rows: one memory stream, and enough independent sums to hide latency.
 #define DS_LOSSLESS(NAME, TARGET, DOT)                                                                                 \
     template <int R> TARGET static void NAME##_few(const Part& p) {                                                    \
         const int64_t columns = p.matrix.inputs, padded = p.x.padded;                                                  \
@@ -299,7 +299,7 @@ struct Wide {
 DS_LOSSLESS(lossless_wide, DS_AVX512, Wide)
 DS_LOSSLESS(lossless_pairs, DS_BF16, Pairs)
 
-// -- which ------------------------------------------------------------------------------------------------------------
+// -- selection --------------------------------------------------------------------------------------------------------
 
 Kernel vectors(const Matrix& matrix, const Input& x) {
     switch (matrix.form) {

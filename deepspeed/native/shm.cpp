@@ -2,8 +2,8 @@
 //
 // Every rank owns one segment, which all ranks of the group map. In it: a ring of small messages to each peer, version
 // counters, and a few slots through which collectives stream. A rank writes its own segment only, ring tails and
-// consumed counters apart. Beside the segments every process has one bell, the same in all its groups: others ring it
-// when something has happened for it in any of them.
+// consumed counters excepted. In addition, every process has one bell (a futex), shared by all its groups; other ranks
+// ring it after an event for this process in any group.
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -34,7 +34,7 @@ struct alignas(kLine) Ring {
   alignas(kLine) Message messages[kRing];
 };
 
-// What a chunk in a slot belongs to; a reader in another operation finds out here.
+// Operation of a chunk in a slot; readers detect a mismatch with their own operation here.
 struct Header {
   uint64_t sequence, operation, bytes, mark;
 };
@@ -45,7 +45,7 @@ struct Bell {
 };
 
 struct Control {
-  alignas(kLine) std::atomic<uint64_t> written;  // chunks this rank has put into its slots so far
+  alignas(kLine) std::atomic<uint64_t> written;  // chunks that this rank has written so far
   alignas(kLine) Header headers[kSlots];
   alignas(kLine) std::atomic<uint64_t> versions[kVersions];
 };
@@ -58,7 +58,7 @@ uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 struct Segment {
   Control* control;
-  Counter* consumed;  // by each rank: chunks of this segment it has read
+  Counter* consumed;  // by rank: chunks of this segment that it has read
   Ring* rings;        // to each rank
   char* slots;
 };
@@ -82,10 +82,10 @@ uint64_t lay_out(char* base, uint64_t size, uint64_t slot_bytes, Segment* segmen
 struct Peer {
   Segment segment;
   Bell* bell;
-  uint64_t read;  // chunks read of its segment
+  uint64_t read;  // chunks read from its segment
 };
 
-// Called while a wait lasts; anything but 0 ends the collective with that code.
+// Called during a wait; a nonzero result ends the collective with that code.
 using Meanwhile = int (*)();
 
 struct Context {
@@ -93,7 +93,7 @@ struct Context {
   int64_t nap_us;
   Meanwhile meanwhile;
   uint64_t sequence;  // collectives so far
-  Peer peers[1];      // size of them, this rank included
+  Peer peers[1];      // `size` entries, including this rank
 
   Segment& mine() { return peers[rank].segment; }
   Bell* bell() { return peers[rank].bell; }
@@ -131,8 +131,8 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// Look for a while without sleeping. It must be longer than waking up takes: else two ranks that wait for each other in
-// turn would both be asleep whenever the other is ready. The one that is waited for may need this very core: so yield.
+// Duration of spinning before a sleep. It must exceed the time to wake up: otherwise two ranks that wait for each other
+// in turn would always find the other asleep. The other rank may need this core, so spinning yields.
 template <typename Ready>
 bool spin(Context* context, Ready ready) {
   if (context->spin_ns == 0) return ready();
@@ -147,7 +147,7 @@ bool spin(Context* context, Ready ready) {
   return false;
 }
 
-// Wait until `ready()`; spin first, then sleep, with a call of `meanwhile` before each sleep but the first.
+// Wait until `ready()`: spin, then sleep, with a call of `meanwhile` before each sleep except the first.
 template <typename Ready>
 int wait_for(Context* context, Ready ready) {
   if (ready() || spin(context, ready)) return 0;
@@ -173,7 +173,7 @@ struct Stream {
   Context* context;
   Header header;
 
-  // The slot for this rank's next chunk, once everybody has read what was in it.
+  // Slot for this rank's next chunk, after all ranks have read its previous content.
   int slot(char** out) {
     Segment& mine = context->mine();
     const uint64_t next = mine.control->written.load(std::memory_order_relaxed);
@@ -194,7 +194,7 @@ struct Stream {
     ring_peers(context);
   }
 
-  // The next chunk of a peer.
+  // Next chunk from a peer.
   int peek(uint64_t peer, const char** out) {
     Segment& theirs = context->peers[peer].segment;
     const uint64_t next = context->peers[peer].read;
@@ -226,7 +226,7 @@ constexpr uint64_t kMaxRanks = 512;
     if (code_ != 0) return code_;    \
   } while (0)
 
-// data (+)= everybody's, chunk by chunk; every rank sums all of it.
+// Sum `data` over all ranks, chunk by chunk; every rank computes the whole sum.
 int all_reduce_whole(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
   Context* context = stream.context;
   const uint64_t width = static_cast<uint64_t>(ds::width(dtype)), per_chunk = context->slot_bytes / width;
@@ -253,7 +253,7 @@ int all_reduce_whole(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
   return 0;
 }
 
-// As above, but every rank sums a share of each chunk and the others copy it.
+// The same, but every rank sums a share of each chunk, which the others copy.
 int all_reduce_shared(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
   Context* context = stream.context;
   const uint64_t size = context->size, rank = context->rank, width = static_cast<uint64_t>(ds::width(dtype));
@@ -293,10 +293,10 @@ int all_reduce_shared(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
 
 extern "C" {
 
-// Bytes of a rank's segment, for a group of `size` ranks.
+// Size in bytes of a rank's segment, for a group of `size` ranks.
 uint64_t ds_shm_bytes(uint64_t size, uint64_t slot_bytes) { return lay_out(nullptr, size, slot_bytes, nullptr); }
 
-// A context over the mapped segments and bells of all ranks, each of zeros when it was made; null when there are too
+// Create a context over the mapped segments and bells of all ranks, which must be zero initially; null if there are too
 // many. A wait sleeps at most `nap_us` microseconds between two calls of `meanwhile`.
 void* ds_shm_open(uint64_t rank, uint64_t size, uint64_t slot_bytes, uint64_t spin_ns, int64_t nap_us, void** segments,
                   void** bells, int (*meanwhile)()) {
@@ -319,7 +319,7 @@ void* ds_shm_open(uint64_t rank, uint64_t size, uint64_t slot_bytes, uint64_t sp
 
 void ds_shm_close(void* context) { ::operator delete(context); }
 
-// Send a message of 64 bytes; 0 when the ring to that rank is full.
+// Send a message of 64 bytes; 0 if the ring to that rank is full.
 int ds_shm_push(void* handle, uint64_t peer, const void* message) {
   auto* context = static_cast<Context*>(handle);
   Ring& ring_to = context->mine().rings[peer];
@@ -331,7 +331,7 @@ int ds_shm_push(void* handle, uint64_t peer, const void* message) {
   return 1;
 }
 
-// Take a message; the rank it is from, or -1 when there is none.
+// Receive a message; returns its source rank, or -1 if there is none.
 int ds_shm_pop(void* handle, void* message) {
   auto* context = static_cast<Context*>(handle);
   for (uint64_t peer = 0; peer < context->size; ++peer) {
@@ -346,12 +346,12 @@ int ds_shm_pop(void* handle, void* message) {
   return -1;
 }
 
-// How often this process's bell has rung.
+// Number of rings of this process's bell so far.
 uint32_t ds_shm_bell(void* handle) {
   return static_cast<Context*>(handle)->bell()->rung.load(std::memory_order_seq_cst);
 }
 
-// Wait until the bell has rung more often than `seen`, at most so many microseconds: spinning first, then asleep.
+// Wait until the bell has rung more often than `seen`, or until the timeout (microseconds): spin, then sleep.
 void ds_shm_nap(void* handle, uint32_t seen, int64_t microseconds) {
   auto* context = static_cast<Context*>(handle);
   Bell* bell = context->bell();
@@ -359,7 +359,7 @@ void ds_shm_nap(void* handle, uint32_t seen, int64_t microseconds) {
   sleep_until_rung(bell, seen, microseconds);
 }
 
-// Raise this rank's version of a channel by one, and tell everybody.
+// Increment this rank's version of a channel, and notify all ranks.
 void ds_shm_advance(void* handle, uint64_t channel) {
   auto* context = static_cast<Context*>(handle);
   context->mine().control->versions[channel].fetch_add(1, std::memory_order_seq_cst);
@@ -372,7 +372,7 @@ uint64_t ds_shm_version(void* handle, uint64_t rank, uint64_t channel) {
 
 uint64_t ds_shm_channels() { return kVersions; }
 
-// The collectives return 0, what `meanwhile` returned, or -1000 - r when rank r is in another collective: another
+// Collectives return 0, the result of `meanwhile`, or -1000 - r if rank r is in another collective: a different
 // operation, size or mark.
 
 int ds_shm_all_reduce(void* handle, void* data, uint64_t n, ds::Kind dtype) {
@@ -383,7 +383,7 @@ int ds_shm_all_reduce(void* handle, void* data, uint64_t n, ds::Kind dtype) {
   return (whole ? all_reduce_whole : all_reduce_shared)(stream, static_cast<char*>(data), n, dtype);
 }
 
-// `data` holds all slices, cut at `cuts` (size + 1 element counts); the sum of the own one goes to `out`.
+// Reduce-scatter: `data` has all slices, split at `cuts` (size + 1 element counts); `out` gets the own sum.
 int ds_shm_reduce_scatter(void* handle, const void* data, const uint64_t* cuts, ds::Kind dtype, void* out) {
   auto* context = static_cast<Context*>(handle);
   const uint64_t size = context->size, rank = context->rank, width = static_cast<uint64_t>(ds::width(dtype));
@@ -394,7 +394,7 @@ int ds_shm_reduce_scatter(void* handle, const void* data, const uint64_t* cuts, 
   for (uint64_t r = 0; r < size; ++r) longest = cuts[r + 1] - cuts[r] > longest ? cuts[r + 1] - cuts[r] : longest;
   const void* parts[kMaxRanks];
   for (uint64_t at = 0; at < longest; at += step) {
-    // The piece of rank r's slice that travels in this step.
+    // Piece of rank r's slice that is sent in this step.
     const auto count = [&](uint64_t r) {
       const uint64_t left = cuts[r + 1] - cuts[r] > at ? cuts[r + 1] - cuts[r] - at : 0;
       return left < step ? left : step;
@@ -426,7 +426,7 @@ int ds_shm_reduce_scatter(void* handle, const void* data, const uint64_t* cuts, 
   return 0;
 }
 
-// Everybody's slice `own` of the concatenation that is cut at `cuts` (size + 1 byte counts) goes to `full`.
+// All-gather: `full` gets the concatenation of all ranks' slices `own`, split at `cuts` (size + 1 byte counts).
 int ds_shm_all_gather(void* handle, void* full, const uint64_t* cuts, const void* own, uint64_t mark) {
   auto* context = static_cast<Context*>(handle);
   const uint64_t size = context->size, rank = context->rank, step = context->slot_bytes;

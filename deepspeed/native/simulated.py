@@ -1,4 +1,4 @@
-"""The native library of a simulation: every function exists and does nothing."""
+"""Native library for simulations: every function exists and does nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 class _NoOpFunction:
-    """A native function: takes anything, changes nothing, returns 0."""
+    """Native function that accepts any arguments, changes nothing and returns 0."""
 
     argtypes: Any = ()
     restype: Any = None
@@ -24,7 +24,7 @@ class _SimulatedLibrary:
 
 
 def simulated_library(_loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """It stands where tensors have no values, for a library that is there."""
+    """Replace the loaded library in runs without tensor values."""
     return cast(ctypes.CDLL, _library)
 
 

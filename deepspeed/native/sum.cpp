@@ -6,7 +6,7 @@
 namespace ds {
 namespace {
 
-constexpr int64_t BLOCK = 1024;  // elements whose fp32 values and sum stay in the first-level cache
+constexpr int64_t BLOCK = 1024;  // elements per block, so that fp32 values and sum stay in the first-level cache
 
 struct Terms {
     const void* const* parts;
@@ -18,7 +18,7 @@ struct Terms {
     bool add;
 };
 
-// total = sum + the values from `at` on
+// total = sum + values starting at `at`
 DS_INLINE void plus(const float* sum, const void* base, Kind kind, int64_t at, int64_t count, float* total) {
     const auto* whole = static_cast<const float*>(base) + at;
     const auto* half = static_cast<const uint16_t*>(base) + at;
@@ -75,7 +75,7 @@ DS_AVX512 void avx512_two(const float* a, const float* b, int64_t elements, floa
 
 void sum(const void* const* parts, int count, uint64_t n, Kind kind, void* out, Kind out_kind, float scale, bool add) {
     const auto elements = static_cast<int64_t>(n);
-    if (count == 2 && kind == FP32 && out_kind == FP32 && scale == 1.0f && !add) {  // two ranks: one pass
+    if (count == 2 && kind == FP32 && out_kind == FP32 && scale == 1.0f && !add) {  // two ranks need a single pass
         using Function = void (*)(const float*, const float*, int64_t, float*);
         const Function two = Versions<Function>{portable_two, avx2_two, avx512_two}.pick();
         two(static_cast<const float*>(parts[0]), static_cast<const float*>(parts[1]), elements,

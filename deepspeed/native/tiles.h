@@ -1,4 +1,4 @@
-// What kernels on vectors of sixteen share: transposition, and the set-up of matrix tiles.
+// Common code of AVX-512 and AMX kernels: transposition, and the configuration of matrix tiles.
 #pragma once
 
 #if defined(__x86_64__)
@@ -13,12 +13,12 @@
 #define DS_BF16 __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prfchw")))
 #define DS_AMX \
     __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prfchw,amx-tile,amx-bf16,amx-int8")))
-// Tiles are read and written by instructions whose memory the compiler does not see.
+// Tile instructions access memory without the compiler's knowledge.
 #define DS_FENCE asm volatile("" ::: "memory")
 
 namespace ds {
 
-// Rows of 16 elements of 32 bits become columns, in place.
+// Transpose 16 × 16 elements of 32 bits, in place.
 DS_AVX512 DS_INLINE void transpose16(__m512i (&a)[16]) {
     __m512i b[16];
     for (int i = 0; i < 16; i += 2) {
@@ -44,7 +44,7 @@ DS_AVX512 DS_INLINE void transpose16(__m512i (&a)[16]) {
     }
 }
 
-// The same from memory to memory; `from` and `to` in elements between rows.
+// Transpose from memory to memory; `from` and `to` are row strides in elements.
 DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target, int64_t to) {
     const auto* in = static_cast<const int32_t*>(source);
     auto* out = static_cast<int32_t*>(target);
@@ -54,8 +54,8 @@ DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * to, a[i]);
 }
 
-// Up to sixteen rows of fp32 [rows, width] become pairs of bf16 [width / 2, made], the right operand of tiles; zeros for
-// rows that are not there.
+// Convert up to sixteen rows of fp32 [rows, width] to pairs of bf16 [width / 2, made], the right operand of tiles;
+// missing rows are zero.
 DS_BF16 inline void to_pairs(const float* x, uint32_t* out, int64_t rows, int64_t made, int64_t width) {
     for (int64_t k = 0; k < width; k += 32) {
         __m512i pairs[16];
@@ -73,7 +73,7 @@ DS_BF16 inline void to_pairs(const float* x, uint32_t* out, int64_t rows, int64_
     }
 }
 
-// Tiles 0 to 3 hold sums [rows, columns] of fp32, 4 and 5 [rows, 32] of bf16, 6 and 7 pairs [16, columns].
+// Tiles 0 to 3: fp32 sums [rows, columns]; 4 and 5: bf16 [rows, 32]; 6 and 7: bf16 pairs [16, columns].
 DS_AMX inline void configure_tiles(int rows, int columns) {
     alignas(64) uint8_t config[64] = {1};
     auto* bytes = reinterpret_cast<uint16_t*>(config + 16);

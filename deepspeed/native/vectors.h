@@ -1,5 +1,5 @@
-// What the products in vectors of AVX-512 share. Sums run over the columns in sixteen lanes; where several are added, a
-// tree of additions works on all of them at once.
+// Common code of the AVX-512 products. Each sum runs over the columns in sixteen lanes; the lanes of several sums are
+// added together in one tree.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 #if defined(__x86_64__)
 namespace ds {
 
-constexpr int64_t FEW = 4;  // rows that take a matrix as it comes from memory
-constexpr int64_t FAR = 4096;  // bytes that are asked for ahead there
+constexpr int64_t FEW = 4;  // maximum rows for reading a matrix as one memory stream
+constexpr int64_t FAR = 4096;  // its prefetch distance in bytes
 
 // -- the lanes of a sum -----------------------------------------------------------------------------------------------
 
-// The sum of the lanes of each of sixteen vectors, by halves as `added` in products.cpp does it.
+// Sum of the lanes of each of sixteen vectors, by halves as in `added` of products.cpp.
 DS_AVX512 static DS_INLINE __m512 add_lanes(const __m512 (&sums)[16]) {
     __m512 fours[4], twos[2];
     for (int i = 0; i < 4; i++) {
@@ -32,7 +32,7 @@ DS_AVX512 static DS_INLINE __m512 add_lanes(const __m512 (&sums)[16]) {
     return _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
 }
 
-// Sums of N outputs and R rows into their places.
+// Store the sums of N outputs and R rows.
 template <int N, int R>
 DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const __m512 (&sums)[N][R]) {
     if constexpr (N == 1) {
@@ -40,7 +40,7 @@ DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const _
     } else {
         constexpr int AT_ONCE = 16 / N;
         for (int first = 0; first < R; first += AT_ONCE) {
-            __m512 all[16];  // sums that are not there are others again
+            __m512 all[16];  // missing sums repeat others
             for (int l = 0; l < 16; l++) all[l] = sums[l % N][std::min(first + l / N, R - 1)];
             alignas(64) float added[16];
             _mm512_store_ps(added, add_lanes(all));
@@ -52,16 +52,16 @@ DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const _
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
-// The outputs of the next unit of work, asked for while this one is computed.
+// Prefetch of the next unit's outputs during the computation of this one.
 struct Ahead {
     const char *next, *end;
-    int64_t lines;  // a step
+    int64_t lines;  // cache lines per step
     DS_INLINE void fetch() {
         for (int64_t i = 0; i < lines && next < end; i++, next += 64) __builtin_prefetch(next, 0, 2);
     }
 };
 
-// For so many steps of this block of rows.
+// Prefetch plan for `steps` steps of this block of rows.
 static inline Ahead ahead(const Part& p, int64_t steps) {
     const int64_t bytes = row_bytes(p.matrix), lines = (p.outputs * bytes / p.blocks + 63) / 64;
     const char* begin = static_cast<const char*>(p.matrix.weights) + (p.output + p.outputs) * bytes;
@@ -73,7 +73,7 @@ static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
     return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
 }
 
-// The form for matrices of integers.
+// Kernel for integer matrices.
 Kernel integer_vectors(Form form);
 
 }  // namespace ds

@@ -1,4 +1,4 @@
-"""Optimizer kernels, one package each; every kernel has a plain-torch form."""
+"""Optimizer kernels and other operators; every kernel also has a plain-torch form."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ __all__ = ["__op_builders__", "adagrad", "adam", "aio", "lamb", "lion", "muon", 
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__compatible_ops__":  # looks at the machine, so not at import
+    if name == "__compatible_ops__":  # depends on the machine, so not evaluated at import
         return compatible_ops()
     raise AttributeError(f"module 'deepspeed.ops' has no attribute {name!r}")

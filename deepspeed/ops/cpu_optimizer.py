@@ -1,4 +1,4 @@
-"""The base of optimizers over host memory: one native pass per tensor, or the same arithmetic in plain torch."""
+"""Base class of optimizers in host memory: one native pass per tensor, or the same arithmetic in plain torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Fold:
-    """What else one pass does for a parameter: where its gradient is, and where its rounded new values go.
+    """Further tensors of one update: the gradient, and the target of rounded new values.
 
     Args:
-        gradient: as many elements as the parameter, any floating dtype.
-        out: as many elements, any floating dtype, or None.
+        gradient: as many elements as the parameter, any floating-point dtype.
+        out: as many elements, any floating-point dtype, or None.
     """
 
     gradient: Tensor
@@ -33,7 +33,7 @@ class Fold:
 
 
 class _NativeLeaf(ctypes.Structure):
-    """`Leaf` of optimizers.cpp."""
+    """ctypes mirror of `Leaf` in optimizers.cpp."""
 
     _fields_ = [
         ("count", ctypes.c_int64),
@@ -44,13 +44,13 @@ class _NativeLeaf(ctypes.Structure):
 
 
 class HostOptimizer(GroupOptimizer):
-    """A torch optimizer that updates each tensor in one pass over host memory.
+    """Optimizer that updates each tensor in one pass over host memory.
 
     Attributes:
-        folds: gradients and rounded copies of single parameters; the others use `.grad`. Set around `step()`.
-        factor: multiplies every gradient. Set around `step()`.
+        folds: gradients and rounded copies of single parameters; other parameters use `.grad`. Set around `step()`.
+        factor: multiplier of every gradient. Set around `step()`.
         kernel: name of the native function.
-        moments: names of the states that have the parameter's shape.
+        moments: names of the states with the parameter's shape.
     """
 
     kernel: ClassVar[str]
@@ -61,13 +61,13 @@ class HostOptimizer(GroupOptimizer):
     def __init__(
         self, params: Any, *, fp32_optimizer_states: bool, moments_dtype: torch.dtype | None, **defaults: Any
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
             params: tensors, or group dicts.
-            fp32_optimizer_states: moments of 16-bit parameters are fp32; otherwise of the parameters' dtype.
-            moments_dtype: dtype of all moments, whatever the parameters' is; None leaves it to the former.
-            defaults: the values of every group that does not bring its own.
+            fp32_optimizer_states: for 16-bit parameters, keep moments in fp32; False: in the parameters' dtype.
+            moments_dtype: dtype of the moments for all parameters; None: see `fp32_optimizer_states`.
+            defaults: default values of the groups.
 
         Raises:
             OptimizerError: a default is out of range.
@@ -88,15 +88,15 @@ class HostOptimizer(GroupOptimizer):
                 self._step_param(group, param, fold)
 
     def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
-        """Update the rows that a sparse gradient names.
+        """Update the rows of a sparse gradient.
 
         Args:
-            group: of the parameter.
+            group: group of the parameter.
             param: dense.
-            grad: sparse in its first dimension, coalesced.
+            grad: sparse in its first dim, coalesced.
 
         Raises:
-            OptimizerError: the rule moves rows without a gradient too.
+            OptimizerError: the update would also change rows without a gradient.
         """
         raise OptimizerError(
             f"{type(self).__name__} takes dense gradients, and one of shape {tuple(grad.shape)} is sparse: use "
@@ -104,9 +104,9 @@ class HostOptimizer(GroupOptimizer):
         )
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Take over a state as `state_dict()` gave it; moments get the dtype of this optimizer's."""
+        """Load a state from `state_dict()`; moments are converted to this optimizer's dtype."""
         super().load_state_dict(state_dict)
-        # torch has cast them to the dtype of their parameter, which rounds the fp32 moments of 16-bit parameters.
+        # torch has cast them to the parameters' dtype, which rounds fp32 moments of 16-bit parameters.
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
@@ -116,11 +116,11 @@ class HostOptimizer(GroupOptimizer):
                     self.state[param][name] = torch.empty_like(param, dtype=dtype).copy_(value)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """The fields of the rule in optimizers.cpp; `state` has counted the step already."""
+        """Return the rule's fields in optimizers.cpp; the step count in `state` includes this step."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel of its own")
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
-        """The state before the first step, its moments of `dtype`."""
+        """Return the state before the first step, with moments of `dtype`."""
         return {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
 
     def _moments_dtype(self, param: Tensor) -> torch.dtype:
@@ -143,7 +143,7 @@ class HostOptimizer(GroupOptimizer):
 
     def _step_natively(self, group: State, param: Tensor, fold: Fold, state: State) -> bool:
         native = library()
-        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
+        if native is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has one more moment
             return False
         moments = [state[name] for name in self.moments]
         tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
@@ -167,14 +167,14 @@ class HostOptimizer(GroupOptimizer):
         return True
 
     def _step_in_torch(self, group: State, param: Tensor, fold: Fold, state: State) -> None:
-        """The same step, chunk by chunk, by `update` in fp32 or wider."""
+        """Run the same step in torch, chunk by chunk, with `update` in fp32 or wider."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         shaped = [name for name in state if name != "step"]
         out = param if fold.out is None else fold.out
         columns = [param, fold.gradient, out, *(state[name] for name in shaped)]
         counted = state
         for values, gradient, copy, *moments in self._chunks(columns):
-            # torch's fused kernels take memory in the order in which it lies.
+            # torch's fused kernels need elements in memory order.
             new_values = values.to(dtype).contiguous()
             new_moments = [moment.to(dtype).contiguous() for moment in moments]
             counted = {n: v.clone() if torch.is_tensor(v) else v for n, v in state.items() if n not in shaped}
@@ -190,7 +190,7 @@ class HostOptimizer(GroupOptimizer):
 
     @staticmethod
     def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
+        """Yield chunks of tensors of equal length, as tuples; a tensor that is not contiguous stays whole."""
         if all(t.is_contiguous() for t in columns):
             return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
         return [tuple(t.view(columns[0].shape) for t in columns)]

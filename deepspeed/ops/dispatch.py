@@ -1,4 +1,4 @@
-"""Intercepts every operator that runs, without torch's compiler."""
+"""Dispatch mode without torch's compiler: intercepts every operator that runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """torch's own wraps `__torch_dispatch__` for its compiler, whose import takes seconds; nothing is compiled here.
+    """Base class of our dispatch modes; torch's own wraps `__torch_dispatch__` for its compiler, a slow import.
 
-    Inside, an encoder layer is not run as one fused operator, which would hide its products.
+    Inside, encoder layers do not use their fused operator, which would hide its matrix products.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._fast_paths: list[bool] = []  # as it was, for each time that the mode was entered
+        self._fast_paths: list[bool] = []  # previous values, one per nested entry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,9 +1,9 @@
-"""Runs operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
+"""Operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
 
-[Note: without values] A tensor of such a run is an ordinary CPU tensor whose memory is never touched, so the system
-allocates no pages for it: a model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a
-real run. Output shapes come from torch's meta kernels. Integers and booleans keep their values unless they are computed
-from a tensor without values, because models branch on masks and positions. So do small floating-point tensors.
+[Note: without values] A tensor of such a run is an ordinary CPU tensor with untouched memory, so the system allocates
+no pages for it. A model of any size runs in a few megabytes, with the kernel choices, classes and hooks of a real run.
+Output shapes come from torch's meta kernels. Integers and booleans keep their values unless they are computed from a
+tensor without values, because models branch on masks and positions. Small floating-point tensors keep theirs too.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from deepspeed.foundation.fake_mode import computing
 from deepspeed.foundation.pytree import map_tensors, tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 
-_SMALL = 1024  # elements that are computed if they can be
-_NUMBER = 1.0  # what is read of a tensor without values
+_SMALL = 1024  # maximum elements of tensors that keep values
+_NUMBER = 1.0  # value read from a tensor without values
 _RESIZES = ("resize_", "resize_as_", "set_", "_resize_output_")
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
 _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
-_RUN = ("mkldnn_rnn_layer",)  # whose meta kernels do not know how much is kept for backward
+_RUN = ("mkldnn_rnn_layer",)  # operators with meta kernels that do not size the tensors saved for backward
 _INDICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min", "randperm")
 
 
 class Valueless(DispatchMode):
-    """Inside, operators on large floating-point tensors cost no arithmetic and touch no memory."""
+    """Context in which operators on large floating-point tensors do no arithmetic and touch no memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self._without: dict[int, Any] = {}  # storages without values, by identity
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds what it would hold."""
+        """Whether a tensor holds its real values."""
         return tensor.untyped_storage()._cdata not in self._without
 
     def stand_ins(self, nest: Any) -> Any:
-        """The same nest, with tensors that have no values for large floating-point ones."""
+        """Replace the large floating-point tensors in nested arguments by tensors without values."""
         return map_tensors(lambda t: t.clone() if t.is_floating_point() and t.numel() > _SMALL else t, nest)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ class Valueless(DispatchMode):
         if kind == "write":
             return self._write(func, without, args, kwargs)
         shapes = None if name in _RUN else self._shapes(func, args, kwargs)
-        if shapes is None:  # no meta kernel, or sizes that depend on values
+        if shapes is None:  # no meta kernel, or data-dependent sizes
             out = func(*args, **kwargs)
             if without:
                 self._mark(tensor for tensor in tensors_in(out) if tensor.is_floating_point())
@@ -67,7 +67,7 @@ class Valueless(DispatchMode):
         floats = [t for t in tensors_in(shapes) if t.is_floating_point() or t.is_complex()]
         if not without and not any(t.numel() > _SMALL for t in floats):
             return func(*args, **kwargs)
-        # It goes where the call is told to put it, else where the arguments are.
+        # The device argument of the call, or else the device of the arguments.
         devices = (tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type != "cpu")
         device = kwargs["device"] if kwargs.get("device") is not None else next(devices, "cpu")
         return self._stand_in(shapes, args, name, torch.device(device))
@@ -78,7 +78,7 @@ class Valueless(DispatchMode):
         if not without and not large:
             return func(*args, **kwargs)
         if any(t.numel() == 0 for t in written) and "out" in kwargs:
-            return func(*args, **kwargs)  # torch gives it its size
+            return func(*args, **kwargs)  # torch sets its size
         self._mark(t for t in written if t.is_floating_point() or t.is_complex())
         returned = func._schema.returns
         if not returned:
@@ -88,7 +88,7 @@ class Valueless(DispatchMode):
         return tuple(written[: len(returned)])
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives, on the meta device; None where torch cannot say."""
+        """Compute a call's outputs on the meta device; None if torch cannot."""
         named = {key: _mapped(value, _to_meta) for key, value in kwargs.items() if key != "pin_memory"}
         if any(argument.name == "device" for argument in func._schema.arguments):
             named["device"] = torch.device("meta")
@@ -106,7 +106,7 @@ class Valueless(DispatchMode):
             if name in _INDICES and tensor.numel() and not tensor.dtype == torch.bool:
                 first = next(t for t in tensors_in(args))
                 most = max(1, first.shape[-1] if first.dim() else 1)
-                # Evenly: a router's tokens go to all its experts.
+                # Uniform, so that a router's tokens go to all experts.
                 return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
@@ -125,19 +125,19 @@ class Valueless(DispatchMode):
 
 
 def dispatches(types: Iterable[Any]) -> bool:
-    """Whether tensors of a class with a dispatch of its own are among the arguments (DTensor): what it makes of the
-    call comes back as calls on plain tensors."""
+    """Whether the arguments include tensor subclasses with their own dispatch (DTensor). Such a subclass turns the call
+    into calls on plain tensors, which are intercepted instead."""
     plain: Any = torch.Tensor
     return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
 
 
 def is_fake(types: Iterable[Any]) -> bool:
-    """Whether torch asks only for shapes (as DTensor does once for each operator): nothing of it happens."""
+    """Whether torch only computes shapes (FakeTensor, as DTensor does once per operator), so nothing really runs."""
     return any(kind.__name__ == "FakeTensor" for kind in types)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape, on the meta device."""
+    """Return an empty meta tensor of the same shape."""
     if tensor.layout != torch.strided:
         raise TypeError("sparse")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -153,7 +153,7 @@ def _mapped(tree: Any, change: Any) -> Any:
 
 @functools.cache
 def _kind(func: Any) -> str:
-    """`write`: changes an argument; `view`: gives an alias of one; `new`: gives new tensors."""
+    """Classify an operator: `write` changes an argument, `view` returns an alias, `new` returns new tensors."""
     schema = func._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return "write"
@@ -162,7 +162,7 @@ def _kind(func: Any) -> str:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that a call changes, in the order of the schema."""
+    """Return the tensors that a call changes, in the order of the schema."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -171,12 +171,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
 
 
 _ONE_KERNEL = ("_fused_rms_norm", "_fused_rms_norm_backward")
-# A device has one kernel for these; the CPU runs them in pieces, which keep more for backward.
+# A device has one kernel for these; the CPU decomposes them, which saves more for backward.
 
 
 @contextlib.contextmanager
 def device_kernels() -> Generator[None]:
-    """Inside, the CPU's tensors stay in one piece there too; only where operators have no values (`Valueless`)."""
+    """Context in which CPU tensors are treated as on a device, in one piece; only with operators without values."""
     library = torch.library.Library("aten", "IMPL")
     for name in _ONE_KERNEL:
         library.impl(name, _without_values, "CPU")

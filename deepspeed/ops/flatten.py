@@ -1,4 +1,4 @@
-"""Flattens several dense tensors into one, and back: the operator `utils` of upstream."""
+"""Flattening of dense tensors into one tensor, and back: upstream's operator `utils`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 1-D copy of all elements, tensor by tensor; all of one dtype."""
+    """Copy all elements into a 1-D tensor, tensor by tensor; all have the same dtype."""
     return _flatten_dense_tensors(tensors)
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Views of `flat` in the shapes of `tensors`."""
+    """Return views of `flat` in the shapes of `tensors`."""
     return _unflatten_dense_tensors(flat, tensors)

@@ -1,8 +1,8 @@
-"""Floating-point operations by operator: torch's table, with the operators that it lacks.
+"""Floating-point operations by operator: torch's formulas, and formulas for operators that torch lacks.
 
-An operation is half a multiply-add of a matrix product, a convolution or an attention. Elementwise arithmetic, norms
-and activations count as zero. Formulas that users register with `torch.utils.flop_counter.register_flop_formula` are
-used.
+A multiply-add of a matrix product, a convolution or an attention counts as two operations. Elementwise arithmetic,
+norms and activations count as zero. Formulas registered by users with `torch.utils.flop_counter.register_flop_formula`
+are included.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _attention_backward(
 
 
 def _lstm_layer(x: torch.Tensor, into: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
-    """One direction of one layer: (time, batch, features) through both weights at each time."""
+    """Count one direction of one LSTM layer: (time, batch, features) times both weights at each time step."""
     return 2 * prod(x.shape[:2]) * (into.numel() + hidden.numel())
 
 
 def _lstm_layer_backward(*args: Any, **__: Any) -> int:
-    return 2 * _lstm_layer(*args)  # of the input and of the weights, whether anybody wants both or not
+    return 2 * _lstm_layer(*args)  # gradients of input and weights are always both computed
 
 
 def _convolution_backward(
@@ -61,7 +61,7 @@ def _convolution_backward(
     *rest: Any,
     **_: Any,
 ) -> int:
-    """As much as forward for each gradient that is asked for; torch's formula counts the groups of a weight twice."""
+    """Count each requested gradient like the forward; torch's formula multiplies by the groups of a weight twice."""
     into_x, into_weight, _ = rest[2]
     return (into_x + into_weight) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
 
@@ -79,7 +79,7 @@ _MISSING: dict[Any, Formula] = {
 }
 _WRONG: dict[Any, Formula] = {aten.convolution_backward: _convolution_backward}
 
-# Fused attention does not keep its scores, so these compute them again: the gradients of (output, query, key, value).
+# Fused attention does not keep its scores, so these backward operators recompute them.
 _SCORES_AGAIN = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_efficient_attention_backward,
@@ -89,16 +89,16 @@ _SCORES_AGAIN = {
 
 
 def formulas() -> dict[Any, Formula]:
-    """From operator to what counts a call, given its arguments and `out_val`, its result."""
+    """Return a dict from operators to formulas, called with the arguments and `out_val`, the result."""
     return {**_MISSING, **flop_registry, **_WRONG}
 
 
 def computed_again(operator: Any, args: Sequence[Any]) -> int:
-    """How much of what a formula gives is a product that forward has computed already.
+    """Count the operations of a call that recompute products of the forward.
 
     Args:
-        operator: the packet of overloads.
-        args: of the call.
+        operator: overload packet of the operator.
+        args: arguments of the call.
     """
     if operator not in _SCORES_AGAIN:
         return 0

@@ -1,4 +1,4 @@
-"""The base class of our optimizers: the tensors of each parameter group are passed to one method."""
+"""Base class of the optimizers here: one method gets all tensors of a parameter group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ State = dict[str, Any]
 
 
 class GroupOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose subclass updates the tensors of one group at a time.
+    """Base class of optimizers; a subclass updates the tensors of one group at a time.
 
-    Given group dicts are kept as objects, so that whoever holds them sees and sets the live values.
+    Group dicts of the caller are kept as the same objects, so their owner can read and set current values.
     """
 
     set_grad_none = True
 
     def __init__(self, params: Any, **defaults: Any) -> None:
-        """Check the defaults and keep the groups.
+        """Check the defaults and create the groups.
 
         Args:
             params: tensors, or group dicts.
-            defaults: the values of every group that does not bring its own.
+            defaults: default values of the groups.
 
         Raises:
             OptimizerError: a default is out of range.
@@ -41,13 +41,13 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter with a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
         """
         loss = None
         if closure is not None:
@@ -58,16 +58,16 @@ class GroupOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_group(self, group: State) -> None:
-        """Update the parameters of one group that have a gradient."""
+        """Update the parameters of one group that have gradients."""
         params = [p for p in group["params"] if p.grad is not None]
         if params:
             grads = [p.grad.to(p.dtype) for p in params]
             self.update(group, params, grads, [self.state[p] for p in params])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, by default as `set_grad_none` says."""
+        """Clear the gradients; the default of `set_to_none` is `set_grad_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Update `params` in place from `grads` of the same dtype; an empty state is that of a first step."""
+        """Update `params` in place from `grads` of the same dtype; an empty state means a first step."""
         raise NotImplementedError(f"{type(self).__name__} has no update of its own")

@@ -20,17 +20,17 @@ NS_STEPS = 5
 
 
 def orthogonalize(matrix: Tensor, ns_method: str = "gram") -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly, by five Newton-Schulz steps (Jordan et al. 2024).
+    """Approximate the nearest semi-orthogonal matrix by five Newton-Schulz steps (Jordan et al. 2024).
 
-    X <- a X + b (X X') X + c (X X')^2 X, from X = matrix / |matrix|. "gram" makes the same steps on the small
-    Gram matrix X X' and touches the long side twice in all; "standard" multiplies by X in each step.
+    X <- a X + b (X X') X + c (X X')^2 X, from X = matrix / |matrix|. "gram" makes the same steps on the small Gram
+    matrix X X' and multiplies by the long side only twice; "standard" multiplies by X in each step.
 
     Args:
         matrix: fp32, two dims.
         ns_method: "gram" or "standard" (`optimizer.params.ns_method`).
 
     Returns:
-        A matrix of the same shape whose singular values lie near one.
+        A matrix of the same shape with singular values near one.
     """
     a, b, c = NS_COEFFICIENTS
     wide = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
@@ -52,11 +52,11 @@ def orthogonalize(matrix: Tensor, ns_method: str = "gram") -> Tensor:
 
 
 class Muon(GroupOptimizer):
-    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled decay; AdamW for what is not a matrix.
+    """Muon (Jordan et al. 2024) with Nesterov momentum and decoupled decay for matrices; AdamW for other parameters.
 
-    A parameter with two or more dims is a matrix (further dims are flattened into the second) unless its group, or
-    the parameter itself, says `use_muon=False`, as embeddings and output heads should.
-    p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(momentum * m + (1 - momentum) * g).
+    A parameter with two or more dims is a matrix (further dims are flattened into the second), unless its group or the
+    parameter itself has `use_muon=False`, as embeddings and output heads should. p -= lr * sqrt(max(1, rows / columns))
+    * orthogonalize(momentum * m + (1 - momentum) * g).
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Muon(GroupOptimizer):
         adam_lr: float | None = None,
         ns_method: str = "gram",
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
-            params: whole tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
-            lr: learning rate, for matrices and the rest unless the next two say otherwise.
-            momentum: decay of the matrices' momentum.
-            weight_decay: decay per unit of learning rate.
-            betas: decay of Adam's moments.
-            eps: added to the root of Adam's second moment.
+            params: whole tensors or group dicts (`optimizer.params.*` sets the other arguments).
+            lr: learning rate, for all parameters unless muon_lr or adam_lr is given.
+            momentum: decay rate of the matrices' momentum.
+            weight_decay: weight decay, multiplied by the learning rate.
+            betas: decay rates of Adam's moments.
+            eps: added to the square root of Adam's second moment.
             muon_lr: learning rate of matrices.
-            adam_lr: learning rate of the rest. A schedule moves the group's `lr`, the one of matrices; the rest
-                keeps its proportion to it.
+            adam_lr: learning rate of other parameters. A schedule changes the group's `lr`, that of matrices; this rate
+                stays proportional to it.
             ns_method: "gram" or "standard".
 
         Raises:
@@ -107,7 +107,7 @@ class Muon(GroupOptimizer):
         )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        """Update `params` in place by the class's equation, and those that are no matrices by AdamW."""
+        """Update matrices by the class's equation and other parameters by AdamW, in place."""
         rest = []
         for entry in zip(params, grads, states, strict=True):
             param = entry[0]

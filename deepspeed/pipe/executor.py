@@ -1,4 +1,4 @@
-"""Runs a stage's part of any schedule, and checks over all stages that a window is complete."""
+"""Executor of a stage's part of any schedule, with a check that all stages have completed an accumulation window."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from deepspeed.foundation.spans import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.split_backward import SplitBackward
 
-_APART = 1e-5  # relative; kernels may round the ends of differently aligned slices in another way
+_APART = 1e-5  # relative; kernels may round differently aligned slices in different ways
 
 
 class Count(NamedTuple):
-    """One rank's numbers of a window.
+    """Counters of one rank for one accumulation window (the micro-batches of one update).
 
     Args:
-        loss: its mean loss; 0 where it has none.
-        losses: micro-batches that it has a loss of.
-        items: that its losses are sums over; 0 where they are means.
-        stage: which it is.
-        step: updates before this window.
-        forward: chunks times micro-batches that it has computed.
-        backward: those that it ran backward of.
-        metrics: numbers that it reports beside the loss.
-        failed: whether it has no loss because computing it raised.
+        loss: mean loss of this rank; 0 without losses.
+        losses: number of micro-batches with a loss on this rank.
+        items: number of items over which the losses are summed; 0 if they are means.
+        stage: index of the stage.
+        step: number of updates before this window.
+        forward: number of forward passes (chunks times micro-batches).
+        backward: number of micro-batches with a backward pass.
+        metrics: other reported numbers.
+        failed: whether computing the loss raised.
     """
 
     loss: float
@@ -49,18 +49,18 @@ class Count(NamedTuple):
 
     @staticmethod
     def mean_loss(counts: Sequence[Count]) -> float:
-        """The mean loss over the ranks that have one, or over the items that their losses are sums over."""
+        """Return the mean loss over the ranks with losses, or over the items if losses are sums."""
         total = sum(count.loss * count.losses for count in counts)
         items = sum(count.items for count in counts if count.losses)
         return total / (items or sum(count.losses for count in counts) or 1.0)
 
     @staticmethod
     def check(counts: Sequence[Count], stages: int, micros: int, chunks: int) -> None:
-        """Check that a window of `micros` micro-batches was computed once, by stages after the same update.
+        """Check that a window of `micros` micro-batches was computed once, by stages at the same update.
 
         Raises:
             PipelineError: a micro-batch is missing or was computed twice, a loss was counted on two stages, or a stage
-                is updates behind; says which.
+                is updates behind; the message says which.
         """
         for rank, count in enumerate(counts):
             where = f"rank {rank} (stage {count.stage:.0f})"
@@ -82,23 +82,23 @@ class Count(NamedTuple):
 
 
 class Means:
-    """Numbers that the last stage reports beside the loss, as means over micro-batches and ranks."""
+    """Means, over micro-batches and ranks, of numbers that the last stage reports in addition to the loss."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Any, float]] = {}  # of values times weights, and of weights
+        self._sums: dict[str, tuple[Any, float]] = {}  # (sum of values times weights, sum of weights)
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def add(self, numbers: Mapping[str, torch.Tensor | float], weight: float = 1.0) -> None:
-        """Add one micro-batch's numbers; `weight` is its samples."""
+        """Add one micro-batch's numbers; `weight` is its number of samples."""
         for name, value in numbers.items():
             total, weights = self._sums.get(name, (0.0, 0.0))
             number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
-            self._sums[name] = total + number * weight, weights + weight  # on the device: nobody waits for it
+            self._sums[name] = total + number * weight, weights + weight  # stays on the device, without synchronization
 
     def over(self, axis: Axis) -> dict[str, float]:
-        """The means over all ranks that have one. All ranks of the axis call together."""
+        """Return the means over all ranks that have numbers. All ranks of the axis call together."""
         sums: dict[str, tuple[float, float]] = {}
         own_sums = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
         for rank_sums in all_gather_objects(axis, own_sums):
@@ -109,10 +109,10 @@ class Means:
 
 
 def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
-    """Check that parameters of several stages have one value on all. All ranks of the axis call together.
+    """Check that parameters shared by several stages are equal on all of them. All ranks of the axis call together.
 
     Raises:
-        PipelineError: a stage's copy differs; says which.
+        PipelineError: a stage's copy differs; the message says which.
     """
     own_sums = {
         name: (float(value.detach().double().sum()), float(value.detach().double().abs().sum()))
@@ -136,58 +136,58 @@ _CARRIES = {"F": "activation", "B": "gradient"}
 
 
 class ModelPart(Protocol):
-    """A part of a model that this stage holds."""
+    """Part of a model on this stage."""
 
     first: bool
     last: bool
     words: str
     reads_batch: bool
-    costs: list[float]  # of all parts of the model, by simulation's unit; empty: not known
-    metrics: Mapping[str, torch.Tensor | float]  # one number each, beside the last loss
+    costs: list[float]  # costs of all parts of the model, in the simulator's unit; empty: unknown
+    metrics: Mapping[str, torch.Tensor | float]  # scalars in addition to the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
-        """Outputs of the part, from those of the part before."""
+        """Compute the part's outputs from those of the previous part."""
         ...
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss of the last part's outputs."""
+        """Compute the loss from the last part's outputs."""
         ...
 
     def cast(self, dtype: torch.dtype) -> None:
-        """The model computes in another dtype than it was made in."""
+        """Adapt to a change of the model's dtype."""
         ...
 
 
 class Driver(Protocol):
-    """The engine of a stage: knows the batches, the model and the window."""
+    """Engine of a stage, with the batches, the model and the accumulation window."""
 
     @property
     def costs(self) -> list[float]:
-        """Of all parts of the model; see `ModelPart`."""
+        """Costs of all parts of the model; see `ModelPart`."""
         ...
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run a chunk; the last part gives what `run` returns, in training the loss."""
+        """Run a chunk; the last part returns its outputs, or in training the loss."""
         ...
 
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward from what a chunk has sent, or with None for gradients from the loss.
+        """Run backward from the outputs that a chunk has sent, or, with None for gradients, from the loss.
 
-        `run` is called as `torch.autograd.backward`.
+        `run` has the signature of `torch.autograd.backward`.
         """
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
-        """Run what a backward has put off."""
+        """Compute the weight gradients that a backward pass has deferred."""
 
     def words(self, chunk: int) -> str:
-        """Which part of the model a chunk is, for reports."""
+        """Describe the model part of a chunk, for messages."""
         ...
 
 
 class _ReceivedTensors(torch.autograd.Function):
-    """Received tensors enter this stage's graph; what comes back to them is noted."""
+    """Autograd function that inserts received tensors into this stage's graph and records their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, held: _Held, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -203,16 +203,16 @@ class _ReceivedTensors(torch.autograd.Function):
 
 @dataclass
 class _Held:
-    """A micro-batch in a chunk, from the moment its input arrives until its gradient is sent.
+    """State of a micro-batch in a chunk, from its input's arrival until its gradient is sent.
 
     Args:
-        value: what was received.
-        arrived: how many received tensors can have a gradient.
-        gradients: of those, once backward has run.
-        roots: where backward begins.
-        output_gradients: what it begins with; None: the loss.
-        anchor: the leaf that received tensors hang on; None: they can have no gradient.
-        outgoing: header and tensors to be sent.
+        value: the received value.
+        arrived: number of received tensors that can have a gradient.
+        gradients: gradients of the received tensors, after backward.
+        roots: roots of the backward pass.
+        output_gradients: gradients of the roots; None: the root is the loss.
+        anchor: leaf that gives received tensors a gradient; None: they cannot have one.
+        outgoing: header and tensors to send.
     """
 
     value: Any = None
@@ -225,12 +225,12 @@ class _Held:
 
 
 class OtherStages:
-    """What one stage meets of the others, in one run of a schedule.
+    """Interface to the other stages during one run of a schedule.
 
     Args:
-        schedule: that all run.
-        stage: which one is here.
-        costs: of the parts; none: alike.
+        schedule: the schedule of all stages.
+        stage: index of this stage.
+        costs: costs of the parts; empty: equal costs.
     """
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
@@ -238,25 +238,25 @@ class OtherStages:
 
     @staticmethod
     def sender(axis: Axis) -> type[Sender]:
-        """Sends to other stages of an axis."""
+        """Return the class that sends to other stages of an axis."""
         return Sender
 
     def come_to(self, place: int, action: Action) -> None:
-        """This stage has come to an action of its row."""
+        """Notification: this stage starts an action of its row."""
 
     def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """The message that an action receives from a rank."""
+        """Receive the message of an action from a rank."""
         return receiver.receive(label)
 
     def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:
-        """An action is about to send a message."""
+        """Notification: an action is about to send a message."""
 
 
 other_stages: Replaceable[type[OtherStages]] = Replaceable(OtherStages)
 
 
 class Executor:
-    """One stage of a pipeline; `ring`: messages go from the last stage to the first too, with several chunks."""
+    """Executor of one stage of a pipeline. With several chunks, stages form a `ring`: the last sends to the first."""
 
     def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
@@ -283,19 +283,19 @@ class Executor:
             "F": end(sends, (axis.rank, after), onward, True), "B": end(sends, (axis.rank, before), back, False)
         }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
-        self._split: dict[tuple[int, int], SplitBackward] = {}  # through backward, but for weights
+        self._split: dict[tuple[int, int], SplitBackward] = {}  # `B` done, `W` pending
         self._splits = False
         self._place = ""
-        self._others: OtherStages  # in the schedule that runs
+        self._others: OtherStages  # position in the running schedule
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of tensors sent so far."""
+        """Number of tensor bytes sent so far."""
         return sum(sender.bytes_sent for sender in self._sends.values() if sender is not None)
 
     @property
     def headers_sent(self) -> int:
-        """Headers sent so far: one for each change of tree, shapes or dtypes."""
+        """Number of headers sent so far: one for each change of structure, shapes or dtypes."""
         return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
 
     def run(self, schedule: PipelineSchedule, training: bool) -> list[Any]:
@@ -305,8 +305,8 @@ class Executor:
             Outputs of the last part by micro-batch, detached; empty on other stages.
 
         Raises:
-            PipelineError: a chunk raised; says stage, layers and micro-batch. All other ranks are told.
-            CommError: another rank failed or is late; shows where each stage stood in its schedule.
+            PipelineError: a chunk raised; the message has stage, layers and micro-batch. All other ranks are notified.
+            CommError: another rank failed or is late; the message shows each stage's position in its schedule.
         """
         self._held.clear()
         self._split.clear()
@@ -336,7 +336,7 @@ class Executor:
         return f"{what}, stage {self.stage} at {self._place}"
 
     def _failed(self, action: Action, error: Exception) -> PipelineError:
-        """Tell all ranks, and name the place."""
+        """Notify all ranks of an error, and return it with its place in the schedule."""
         where = (
             f"stage {self.stage} ({self._driver.words(action.chunk)}), micro-batch {action.micro}, "
             f"{_COMPUTES[action.op[-1]]}"
@@ -375,7 +375,7 @@ class Executor:
                 waiting = list(self._split.items())
                 while waiting and not split.overtakes(waiting[-1][1]):
                     waiting.pop()
-                for (micro, _), earlier in waiting:  # every gradient comes in the order of micro-batches
+                for (micro, _), earlier in waiting:  # gradients arrive in order of micro-batches
                     self._driver.weights(micro, earlier.weights)
                 self._split[action.micro, action.chunk], run = split, split.backward
             self._driver.backward(action.micro, held.roots, held.output_gradients, run)

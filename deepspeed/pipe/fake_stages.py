@@ -1,8 +1,8 @@
-"""Fake stages of a pipeline in a run without values.
+"""Simulated stages of a pipeline, for runs without values.
 
-One stage is run, and the others do not exist (`deepspeed/foundation/fake_mode.py`). Their progress follows from the
-schedule: stages in step are where the costs of their parts put them; late stages have done only what this stage has
-received.
+One stage runs; the others do not exist (`deepspeed/foundation/fake_mode.py`). Their progress follows from the schedule:
+stages in step are at the position given by the costs of their parts; late stages have only done the work behind
+messages that this stage has received.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.pipe.schedule_simulator import simulate
 
 
 class AbsentStages(OtherStages):
-    """The other stages of a pipeline where they are not there; without costs parts cost the same."""
+    """Stand-in for the other stages of a pipeline; without costs, all parts cost the same."""
 
     def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
         super().__init__(schedule, stage, costs)
@@ -31,7 +31,7 @@ class AbsentStages(OtherStages):
             {(action.op, action.micro, action.chunk): place for place, action in enumerate(row)}
             for row in schedule.rows
         ]
-        self._known = [-1] * schedule.stages  # of each stage: its last action that this one has heard of
+        self._known = [-1] * schedule.stages  # by stage: index of its last action known here
         self._now = 0.0
 
     @staticmethod
@@ -45,16 +45,16 @@ class AbsentStages(OtherStages):
             self._known[stage] = self._places[stage][">" + action.op[1], action.micro, chunk]
 
     def _peer(self, action: Action) -> tuple[int, int]:
-        """The stage, and its chunk, that a message is sent to or comes from."""
+        """Return the (stage, chunk) that is the other end of a message."""
         onward = 1 if action.op in (">F", "<B") else -1
         chunk, stage = divmod(self.schedule.part(self.stage, action.chunk) + onward, self.schedule.stages)
         return stage, chunk
 
     def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """As the run of the stage that sends it has said.
+        """Return the message that the simulated run of the sending stage has recorded.
 
         Raises:
-            UnheardError: the stage of `rank`, which sends it, has not been run.
+            UnheardError: the sending stage, on `rank`, has not run yet.
         """
         part = self.schedule.part(self.stage, action.chunk)
         if action.op == "<B":
@@ -66,16 +66,16 @@ class AbsentStages(OtherStages):
         return message.header, message.arrive(receiver.axis.shared is not None)
 
     def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:
-        """Keep what an activation's message says of itself, for the run of the next stage."""
+        """Record the shapes of an activation's message for the run of the next stage."""
         if action.op == ">F":
             stage_outputs()[self.schedule.part(self.stage, action.chunk)] = FakeMessage.of(header, tensors)
         if isinstance(sender, SimulatedSender):
             self._let_go(sender, action)
 
     def _let_go(self, sender: SimulatedSender, action: Action) -> None:
-        """Before a message is sent: have its peer read, and let go of, what it is through with.
+        """Before sending, mark earlier messages as read if their receiver has finished with them.
 
-        The sender's messages are called by window, micro-batch and chunk.
+        Messages are identified by window, micro-batch and chunk.
         """
         kind, (peer, _) = action.op[1], self._peer(action)
         for message in sender.unread():
@@ -85,7 +85,8 @@ class AbsentStages(OtherStages):
         sender.name((self, action))
 
     def _end(self, kind: str, peer: int, message: Any) -> int | None:
-        """The place in a peer's row where it lets go of a message: the receive after the last use; None: none is."""
+        """Return the position in a peer's row at which it frees a message (first receive after the last use), or
+        None."""
         window, action = message
         row, used = self.schedule.rows[peer], -1
         if window is self:

@@ -1,7 +1,7 @@
-"""Schedules under upstream's names, as lists of instructions.
+"""Schedules with upstream's names, as lists of instructions.
 
-They are equivalent to the rows of `deepspeed/pipe/schedule.py`, which an engine runs. A step is one forward or backward
-pass with its messages; the last one ends with the update.
+The schedules match the rows of `deepspeed/pipe/schedule.py`, which the engine runs. A step is one forward or
+backward pass with its messages; the last step ends with the update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.pipe.schedule_simulator import simulate
 
 
 class PipeInstruction:
-    """One action of a stage; keyword arguments become attributes."""
+    """Instruction of a stage; keyword arguments become attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name, self.kwargs = type(self).__name__, kwargs
@@ -45,11 +45,11 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An action for one micro-batch.
+    """Instruction for one micro-batch.
 
     Args:
-        buffer_id: place of the micro-batch among those that the stage holds at a time.
-        kwargs: `micro_batch`, its number in the window.
+        buffer_id: index of the micro-batch's buffer among the buffers of the stage.
+        kwargs: `micro_batch`, the index of the micro-batch in the update.
     """
 
     buffer_id: int
@@ -64,11 +64,11 @@ class LoadMicroBatch(BufferOpInstruction):
 
 
 class ForwardPass(BufferOpInstruction):
-    """Compute forward."""
+    """Run the forward pass."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Compute backward."""
+    """Run the backward pass."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -94,15 +94,15 @@ _UPDATE = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
 
 
 class PipeSchedule:
-    """The actions of one stage in a window; iterating gives its steps.
+    """Instructions of one stage for the micro-batches of one update; iteration yields the steps.
 
     Args:
-        micro_batches: of the window.
-        stages: of the pipeline.
-        stage_id: which of them, from 0.
+        micro_batches: number of micro-batches per update.
+        stages: number of stages.
+        stage_id: index of the stage, from 0.
 
     Raises:
-        ArgumentError: there is no such stage.
+        ArgumentError: the stage does not exist.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -111,11 +111,11 @@ class PipeSchedule:
         self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, one for each step."""
+        """Yield lists of instructions, one for each step."""
         raise NotImplementedError(f"{type(self).__name__} has no steps()")
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches that the stage holds at a time, at most."""
+        """Return the maximum number of micro-batches that the stage holds at a time."""
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
@@ -131,36 +131,36 @@ class PipeSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the window."""
+        """Number of micro-batches per update."""
         return self.micro_batches
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it has the beginning of the model."""
+        """Whether the stage is the first one."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it has its end."""
+        """Whether the stage is the last one."""
         return self.stage_id == self.stages - 1
 
 
 class _OfRows(PipeSchedule):
-    """Reads the row of its stage."""
+    """Schedule converted from a stage's row."""
 
     schedule_name: str
 
     @staticmethod
-    @functools.lru_cache(maxsize=4)  # every stage asks for the same
+    @functools.lru_cache(maxsize=4)  # all stages use the same schedule
     def _of_all_stages(name: str, stages: int, micro_batches: int) -> PipelineSchedule:
         return make_schedule(name, stages, micro_batches)
 
     def data(self) -> PipelineSchedule:
-        """The schedule of all stages, as an engine runs it."""
+        """Schedule of all stages, as the engine runs it."""
         return self._of_all_stages(self.schedule_name, self.stages, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, one for each forward or backward pass."""
+        """Yield lists of instructions, one for each forward or backward pass."""
         row, buffers = self.data().rows[self.stage_id], self.num_pipe_buffers()
 
         def instruction(kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
@@ -182,7 +182,7 @@ class _OfRows(PipeSchedule):
 
 
 class TrainSchedule(_OfRows):
-    """1F1B: each backward as early as possible."""
+    """1F1B: each backward pass runs as early as possible."""
 
     schedule_name = "1f1b"
 
@@ -192,7 +192,7 @@ class TrainSchedule(_OfRows):
         return simulate(_OfRows._of_all_stages(name, stages, micro_batches)).peaks
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches whose activations the stage holds at a time, at most."""
+        """Return the maximum number of micro-batches with activations on the stage at a time."""
         return self._peaks(self.schedule_name, self.stages, self.micro_batches)[self.stage_id]
 
     def _ends(self) -> tuple[type[PipeInstruction], ...]:
@@ -200,20 +200,20 @@ class TrainSchedule(_OfRows):
 
 
 class InferenceSchedule(_OfRows):
-    """Forward only; one micro-batch may still be on its way while the next is computed."""
+    """Forward only; one micro-batch can be in transfer while the next is computed."""
 
     schedule_name = "inference"
 
     def num_pipe_buffers(self) -> int:
-        """Two, or one where there is one micro-batch."""
+        """Return two, or one for a single micro-batch."""
         return min(2, self.micro_batches)
 
 
 class DataParallelSchedule(PipeSchedule):
-    """A rank with the full model: forward and backward of each micro-batch, then the update."""
+    """Schedule of a rank with the full model: forward and backward of each micro-batch, then the update."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, one for each micro-batch."""
+        """Yield lists of instructions, one for each micro-batch."""
         for micro in range(self.micro_batches):
             kinds = (LoadMicroBatch, ForwardPass, BackwardPass)
             step: list[PipeInstruction] = [kind(0, micro_batch=micro) for kind in kinds]

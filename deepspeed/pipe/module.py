@@ -1,4 +1,4 @@
-"""A model described as a list of layers; each rank builds those of its stage."""
+"""Model given as a list of layers; each rank builds the layers of its stage."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from deepspeed.zero.layout.placement import Placement, Relation, place
 
 
 class LayerSpec:
-    """A layer that is built only on its stage.
+    """Description of a layer that only its stage builds.
 
     Args:
         typename: class of the layer, a Module.
-        module_args: for it.
-        module_kwargs: for it.
+        module_args: positional arguments of the class.
+        module_kwargs: keyword arguments of the class.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -48,15 +48,15 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all others of the same key, on any stage.
+    """Description of a layer that shares its parameters with all layers of the same key, on any stage.
 
     Args:
-        key: of the shared parameters.
+        key: name of the shared parameters.
         typename: class of the layer.
-        module_args: for it.
+        module_args: positional arguments of the class.
         forward_fn: called with (layer, inputs) instead of the layer.
         tied_weight_attr: accepted for old scripts: all parameters of the layer are shared.
-        module_kwargs: for it.
+        module_kwargs: keyword arguments of the class.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A list of layers, split into stages. Parameter names have the layer's index in the full list, and its own name.
+    """A list of layers, split into stages. Parameter names begin with the layer's index in the full list.
 
     Args:
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
-        num_stages: ranks along `pp`; this or `topology`.
-        topology: a `ProcessTopology` with an axis "pipe", the outermost.
-        loss_fn: called with (outputs, labels) on the last stage; gives the loss, or (loss, numbers by name for
-            `engine.metrics`). None: the last layer gives the loss.
+        num_stages: number of ranks along `pp`; give this or `topology`.
+        topology: a `ProcessTopology` with "pipe" as its outermost axis.
+        loss_fn: called with (outputs, labels) on the last stage; returns the loss, or (loss, dict of
+            numbers for `engine.metrics`). None: the last layer returns the loss.
         seed_layers: build and run each layer with a separate seed.
         seed_fn: sets the seed; None: torch.manual_seed.
-        base_seed: of layer 0.
+        base_seed: seed of layer 0.
         partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
-            whose class matches), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
+            of matching classes), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
         checkpointable_layers: names of the classes that are recomputed; None: those with parameters.
@@ -97,8 +97,8 @@ class PipelineModule(nn.Module):
         stage_memory: limit of a stage's bytes, for "profile"; None: the device's memory, on the CPU no limit.
 
     Raises:
-        ArgumentError: arguments that cannot work together.
-        MeshError: the ranks do not divide into the stages.
+        ArgumentError: arguments contradict each other.
+        MeshError: the number of ranks is not divisible by the number of stages.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _checked_topology(num_stages: int | None, topology: ProcessTopology | None) -> tuple[int, ProcessTopology]:
-        """Stages and ranks by axis."""
+        """Return the number of stages, and the ranks by axis."""
         if num_stages is None and topology is None:
             raise ArgumentError("a PipelineModule needs num_stages or topology")
         world = ranks_started()
@@ -189,7 +189,7 @@ class PipelineModule(nn.Module):
         return bounds
 
     def _measured(self, parts: int) -> list[int]:
-        """Bounds by what layers cost, each built and run alone. All ranks call together."""
+        """Return bounds from measured costs; each layer is built and run alone. All ranks call together."""
         accelerator, limit = get_accelerator(), self._memory
         if limit is None and accelerator.device_name() != "cpu":
             limit = accelerator.total_memory()
@@ -202,13 +202,13 @@ class PipelineModule(nn.Module):
                 'partition_method "profile" runs the layers: pass example_input, what the first layer takes'
             )
         tied: dict[str, nn.Module] = {}
-        layers = (self._build_alone(spec, tied) for spec in self._specs)  # one at a time: the generator keeps none
+        layers = (self._build_alone(spec, tied) for spec in self._specs)  # one at a time: the generator holds no layer
         with torch.random.fork_rng(devices=[]), suspended():
             return measure(layers, self._example)
 
     @staticmethod
     def _build_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
-        """A layer that is built to be measured: a function to call, and its module."""
+        """Build one layer for a measurement; returns a function to call, and the module."""
         if isinstance(spec, TiedLayerSpec):
             module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
             return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
@@ -220,7 +220,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _trained_elements(layer: Any) -> float:
-        """Elements of a layer's trained parameters; one that is described is built without values."""
+        """Count the elements of a layer's trained parameters; a `LayerSpec` is built on the meta device."""
         if isinstance(layer, LayerSpec):
             with torch.device("meta"):
                 layer = layer.build()
@@ -228,7 +228,7 @@ class PipelineModule(nn.Module):
         return float(sum(param.numel() for param in params if param.requires_grad))
 
     def _build(self) -> None:
-        """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
+        """Build all layers one by one, so that random values match the full model's, and keep those of this stage."""
         own = {index for part in self._own_parts() for index in range(self._bounds[part], self._bounds[part + 1])}
         needed = {
             spec.key for index, spec in enumerate(self._specs) if index in own and isinstance(spec, TiedLayerSpec)
@@ -265,11 +265,11 @@ class PipelineModule(nn.Module):
                     place(param, Placement(relations={"pp": Relation.PARTIAL}, stages=frozenset(stages)))
 
     def _count_layer_params(self) -> list[int]:
-        """Elements of the parameters that train, by layer; those of other stages are counted too."""
+        """Return the number of trained parameter elements of each layer, including layers of other stages."""
         return [int(self._trained_elements(spec)) for spec in self._specs]
 
     def stages_of(self, key: str) -> list[int]:
-        """Stages with a layer of a tied key."""
+        """Return the stages with a layer of a tied key."""
         return sorted(
             {
                 self.stage_owner(layer)
@@ -284,7 +284,7 @@ class PipelineModule(nn.Module):
     # -- running --------------------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[LayerRun]:
-        """This stage's parts, by chunk."""
+        """Return this stage's parts, by chunk."""
         for part in self._own_parts():
             yield LayerRun(self, part, range(self._bounds[part], self._bounds[part + 1]))
 
@@ -292,8 +292,8 @@ class PipelineModule(nn.Module):
         """Run layers one after the other.
 
         Args:
-            inputs: of the first of them.
-            layers: their indices; None: all, where this rank has all.
+            inputs: inputs of the first layer.
+            layers: indices of the layers; None: all, if this rank has all.
         """
         if layers is None:
             if self._stages > 1:
@@ -336,7 +336,7 @@ class PipelineModule(nn.Module):
         return self._stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer."""
+        """Return the stage of a layer."""
         if not 0 <= layer_idx < len(self._specs):
             raise ArgumentError(f"there is no layer {layer_idx}: there are {len(self._specs)}")
         return next(part for part, high in enumerate(self._bounds[1:]) if layer_idx < high) % self._stages
@@ -345,16 +345,16 @@ class PipelineModule(nn.Module):
         return self._topology
 
     def mpu(self) -> Mesh:
-        """The mesh of the newest engine, which answers the names of a model-parallel unit."""
+        """Return the mesh of the newest engine, as a model-parallel unit (mpu)."""
         return current_mesh()
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of layers that were handed over as modules, which every rank has, by layer and name."""
+        """Return parameters of layers that were passed as modules, which exist on every rank, by layer and name."""
         layers = [(index, spec) for index, spec in enumerate(self._specs) if isinstance(spec, nn.Module)]
         return {f"{index}.{name}": param for index, layer in layers for name, param in layer.named_parameters()}
 
     def description(self) -> list[str]:
-        """A line for each layer, with its part: what all ranks have to agree on."""
+        """Describe each layer and its part in one line; all ranks must agree on this text."""
         parts = [part for part, (low, high) in enumerate(itertools.pairwise(self._bounds)) for _ in range(low, high)]
         return [
             f"layer {index} {self._describe(spec)}, part {part}"
@@ -363,7 +363,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _describe(spec: Any) -> str:
-        """A layer's class, its key where it is tied, and those arguments that mean the same on every rank."""
+        """Describe a layer: class, tied key, and the arguments that are equal on every rank."""
         if not isinstance(spec, LayerSpec):
             return _name(spec)
         plain = (int, float, str, bool, type(None))
@@ -373,11 +373,11 @@ class PipelineModule(nn.Module):
         return f"{_name(spec)}({', '.join(arguments)}){tied}"
 
     def partitions(self) -> list[int]:
-        """Bounds of the parts, in layers."""
+        """Return the bounds of the parts, in layers."""
         return list(self._bounds)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Parameters of this rank that other stages have too, with those stages."""
+        """Return this rank's parameters that are shared with other stages, and those stages."""
         return [
             (param, tuple(self.stages_of(key)))
             for key, module in self.tied_modules.items()
@@ -386,15 +386,15 @@ class PipelineModule(nn.Module):
         ]
 
     def get_additional_losses(self) -> Mapping[str, torch.Tensor | float] | None:
-        """Numbers by name that are shown beside the loss of a micro-batch that has just run; for subclasses.
+        """Return further numbers, by name, for the micro-batch that has just run; for subclasses to override.
 
-        They are asked of the last stage; `engine.metrics` has their means on every rank.
+        The last stage calls this; `engine.metrics` has the means on every rank.
         """
         return None
 
 
 class LayerRun:
-    """A part of a `PipelineModule`, as the executor runs it."""
+    """Part of a `PipelineModule`, as run by the executor."""
 
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers
@@ -404,18 +404,18 @@ class LayerRun:
         self.words = f"layers {layers[0]}" + (f"-{layers[-1]}" if len(layers) > 1 else "")
 
     def run(self, received: Any, batch: Any) -> Any:
-        """Outputs of the part's layers; the first part takes the batch's inputs."""
+        """Compute the outputs of the part's layers; the first part reads the batch's inputs."""
         if self.first:
             received = batch[0] if isinstance(batch, (tuple, list)) else batch
         return self._module(received, layers=self._layers)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Nothing stands for other stages' layers."""
+        """Do nothing: there are no stand-ins for other stages' layers."""
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss of outputs and labels, or of outputs and a batch that is a dict.
+        """Compute the loss from outputs and labels, or from outputs and a batch that is a dict.
 
-        `loss_fn` may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
+        `loss_fn` may return (loss, numbers by name); these numbers and the additional losses become `metrics`.
         """
         loss, numbers = outputs, {}
         if self._module.loss_fn is not None:

@@ -1,7 +1,7 @@
-"""Estimates and measures the cost of a model's layers, and partitions them over stages.
+"""Costs of a model's layers, estimated or measured, and the partition of layers over stages by cost.
 
-An output projection over a large vocabulary costs as much as a block or two, so stages with equally many blocks or
-parameters do not take equally long. Operations are counted in one forward on a small input, which gives every rank the
+An output projection over a large vocabulary costs as much as one or two blocks, so equal numbers of blocks or
+parameters do not give equal times. Operations are counted in one forward on a small input, which gives every rank the
 same numbers; seconds are measured on this machine.
 """
 
@@ -32,11 +32,11 @@ from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
 from deepspeed.pipe.schedule import warmup
 
-_NEAR = 4  # an item goes over to parts this far away at most, so that the search stays linear in the number of parts
+_NEAR = 4  # maximum distance of a move, so that the search is linear in the number of parts
 
 
 class _Crossings:
-    """A forward of the model with a reading at each border: before the first block, between blocks, after the last."""
+    """Forward of a model with a reading of a counter before the first block, between blocks, and after the last."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], read: Callable[[], float]
@@ -57,11 +57,11 @@ class _Crossings:
         self.crossed.append(next((t for t in tensors_in((args, kwargs)) if t.requires_grad), None))
 
     def forward(self) -> list[float]:
-        """What passed before the blocks, in each of them, and after them."""
+        """Return the differences of the counter: before the blocks, in each block, and after the blocks."""
         return [high - low for low, high in itertools.pairwise(self._marks)]
 
     def backward(self, params: list[nn.Parameter]) -> list[float]:
-        """The same of the backward that follows, which leaves no gradients behind."""
+        """Return the same differences for the backward pass, which leaves no gradients."""
         marks: list[float | None] = [None] * len(self.crossed)
 
         def note(index: int) -> Callable[[torch.Tensor], None]:
@@ -76,12 +76,12 @@ class _Crossings:
         begun = self._read()
         torch.autograd.grad(loss, params, allow_unused=True)
         end = self._read()
-        borders = [end, *(end if mark is None else mark for mark in marks), begun]  # what no gradient reached is last
+        borders = [end, *(end if mark is None else mark for mark in marks), begun]  # blocks without gradient come last
         return [late - early for late, early in itertools.pairwise(borders)]
 
 
 class _Counter(DispatchMode):
-    """Adds up the operations of what is dispatched."""
+    """Dispatch mode that counts floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class _Counter(DispatchMode):
 
 
 def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any]) -> list[float]:
-    """Floating-point operations of one forward: before the blocks, of each block in turn, and after them."""
+    """Count the floating-point operations of one forward: before the blocks, in each block, and after the blocks."""
     with _Counter() as counter, evaluating(model, use_cache=False):
         return _Crossings(model, blocks, inputs, lambda: counter.total).forward()
 
 
 def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any], repeats: int = 3) -> list[float]:
-    """Seconds of forward and backward, split as by `operations`: the least of `repeats` runs; labels are made up."""
+    """Measure seconds of forward and backward, split as in `operations`: minimum of `repeats` runs, random labels."""
     arguments = dict(inputs)
     if "labels" in inspect.signature(model.forward).parameters and "input_ids" in arguments:
         arguments["labels"] = arguments["input_ids"]
@@ -118,13 +118,13 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
 
 @contextmanager
 def seconds_clock() -> Iterator[Callable[[], float]]:
-    """Inside, the function that it gives reads seconds."""
+    """Context that yields a function for reading seconds."""
     yield _now
 
 
 @contextmanager
 def operations_clock() -> Iterator[Callable[[], float]]:
-    """Inside, the function that it gives reads the operations so far."""
+    """Context that yields a function for reading the number of operations so far."""
     with _Counter() as counter:
         yield lambda: float(counter.total)
 
@@ -138,9 +138,9 @@ def _now() -> float:
 
 
 def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
-    """Bounds of parts, as of `partition_balanced`, with which the slowest stage is as fast as can be.
+    """Partition blocks so that the slowest stage is as fast as possible; returns bounds as `partition_balanced` does.
 
-    Part p belongs to stage p % stages, and has a block at least; costs are those of `operations`.
+    Part p belongs to stage p % stages and has at least one block; costs are those of `operations`.
     """
     parts, weights = stages * chunks, _of_blocks(costs)
     sums = [0.0, *itertools.accumulate(weights)]
@@ -154,7 +154,7 @@ def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
 
 
 def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]) -> list[int]:
-    """Move single items between parts, from the bounds `best` on, as long as that lowers the price of the bounds."""
+    """Move single items between parts, starting from the bounds `best`, as long as `price` decreases."""
     parts = len(best) - 1
     moves = [(a, b) for a in range(parts) for b in range(max(0, a - _NEAR), min(parts, a + _NEAR + 1)) if a != b]
     better = True
@@ -162,7 +162,7 @@ def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]
         better = False
         for source, target in moves:
             if best[source + 1] - best[source] < 2:
-                continue  # a part keeps one
+                continue  # a part keeps at least one item
             step, low, high = (-1, source, target) if source < target else (1, target, source)
             moved = [bound + step if low < index <= high else bound for index, bound in enumerate(best)]
             if price(moved) < price(best):
@@ -171,34 +171,34 @@ def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]
 
 
 def costs_of_parts(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Costs of the parts, as multiples of their mean; all alike where nothing is known."""
+    """Return the costs of the parts, relative to their mean; equal if costs are unknown."""
     weights = _of_blocks(costs)
     own = [sum(weights[low:high]) for low, high in itertools.pairwise(bounds)]
     return [cost * len(own) / sum(own) for cost in own] if sum(own) else [1.0] * len(own)
 
 
 def _of_blocks(costs: Sequence[float]) -> list[float]:
-    """What runs around the blocks runs with the first and the last of them."""
+    """Add the costs before and after the blocks to the first and the last block."""
     weights = list(costs[1:-1])
     weights[0] += costs[0]
     weights[-1] += costs[-1]
     return weights
 
 
-_STATE = 4  # a trained element, its gradient and two moments of an optimizer
-_ALIKE = 0.02  # of an even share: stages whose times differ by less take equally long, and memory decides
+_STATE = 4  # elements per trained element: weight, gradient and two moments of an optimizer
+_ALIKE = 0.02  # relative to an even share: smaller differences of time count as equal, and memory decides
 
 Layer = tuple[Callable[[Any], Any], nn.Module | None]
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs.
+    """Cost of one layer.
 
     Args:
-        seconds: forward and backward of a micro-batch.
-        state: bytes of its parameters, gradients and an optimizer's moments.
-        activation: bytes that it keeps for the backward of a micro-batch.
+        seconds: time of forward and backward of a micro-batch.
+        state: bytes of parameters, gradients and the moments of an optimizer.
+        activation: bytes of the activations of one micro-batch that are saved for backward.
     """
 
     seconds: float
@@ -207,12 +207,12 @@ class LayerCost:
 
 
 def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[LayerCost]:
-    """Run layers one after the other, forward and backward; they leave no gradients behind.
+    """Measure layers, forward and backward, one after the other; no gradients remain.
 
-    The first layer takes the inputs; of each the least time of `repeats` runs counts, after a warm-up.
+    The first layer gets `inputs`. The time of a layer is the minimum of `repeats` runs after a warm-up.
 
     Raises:
-        ArgumentError: a layer cannot run; says which.
+        ArgumentError: a layer cannot run; the message says which.
     """
     device, costs = torch.device(get_accelerator().current_device_name()), list[LayerCost]()
     activations = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
@@ -236,12 +236,12 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
         state = sum(p.numel() * p.element_size() * (_STATE if p.requires_grad else 1) for p in params)
         costs.append(LayerCost(min(times[1:]), state, saved))
         activations = map_tensors(torch.Tensor.detach, outputs)
-        del call, module, params, outputs  # before the next one is built; `enumerate` would keep it too
+        del call, module, params, outputs  # free the layer before the next one is built; `enumerate` would hold it
     return costs
 
 
 def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter]) -> tuple[Any, int]:
-    """One forward and backward; what it gave, and bytes that it kept in between."""
+    """Run one forward and backward; returns the output, and the bytes saved in between."""
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,17 +260,17 @@ def _run(call: Callable[[Any], Any], activations: Any, params: list[nn.Parameter
 
 
 def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:
-    """Costs of the layers that all ranks agree on (median time, most bytes), and the least of their limits in bytes.
+    """Agree on layer costs over all ranks: median time, maximum bytes; also returns the smallest memory limit in bytes.
 
     All ranks call together.
 
     Raises:
-        ArgumentError: another rank could not measure; that one raises its own error.
+        ArgumentError: another rank could not measure; that rank raises its own error.
     """
     own_costs, error = list[LayerCost](), None
     try:
         own_costs = measured()
-    except Exception as raised:  # layers' own code; the others wait for this rank's answer
+    except Exception as raised:  # any error of a layer; the other ranks wait for this rank's answer
         error = raised
     message = own_costs, limit, describe_error(error) if error is not None else None
     everyone: list[Any] = [message]
@@ -290,12 +290,12 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
 
 
 def deal_layers(costs: Sequence[LayerCost], stages: int, chunks: int, limit: float | None = None) -> list[int]:
-    """Bounds of parts, as of `deal`, from measured costs; of cuts that take equally long, those of least memory.
+    """Partition layers by measured costs, as in `deal`; of equally fast partitions, choose the one with least memory.
 
-    A stage may hold `limit` bytes; None: any.
+    A stage may use `limit` bytes; None: no limit.
 
     Raises:
-        ArgumentError: no cut was found that keeps all stages under the limit.
+        ArgumentError: no partition keeps all stages under the limit.
     """
     parts, name = stages * chunks, "interleaved" if chunks > 1 else "1f1b"
     held = [warmup(name, stage, stages, 2 * stages, chunks) + 1 for stage in range(stages)]  # micro-batches x chunks

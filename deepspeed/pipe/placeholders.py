@@ -1,8 +1,8 @@
-"""Placeholders for modules that other stages run.
+"""Placeholders for modules of other stages.
 
-A stage runs the forward of the model's root module. Blocks and other modules with parameters that belong to other
-stages are replaced during the run: one placeholder returns the received values, others return NaN in the right shape.
-So a value that should have been sent but was not is visible in the result, and is never a silent zero.
+A stage runs the forward of the model's root module. During the run, blocks and other modules with parameters that
+belong to other stages are replaced: one placeholder returns the received values, the others return NaN in the right
+shape. A value that was not sent but should have been is then visible in the result as NaN, never a silent zero.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from deepspeed.foundation.pytree import map_tensors
 from deepspeed.zero.layout.units import STANDS_FOR
 from deepspeed.zero.parameters.parameter import is_managed
 
-Slot = tuple[nn.Module, str]  # a module, and the name of the child that is replaced in it
+Slot = tuple[nn.Module, str]  # parent module, and name of the replaced child
 
 
 class Handover(Exception):  # noqa: N818  no error: it ends the root's forward where the next part begins
-    """Carries what the last block of a part has returned out of the root's forward."""
+    """Exception that carries the output of a part's last block out of the root's forward."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("the last block of this stage has run")
@@ -30,11 +30,11 @@ class Handover(Exception):  # noqa: N818  no error: it ends the root's forward w
 
 
 class _StandIn(nn.Module):
-    """Answers what the root asks of the module it stands for."""
+    """Placeholder that answers attribute accesses from the module that it replaces."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, STANDS_FOR, module)  # no child: its parameters are none of this stage's
+        object.__setattr__(self, STANDS_FOR, module)  # not a child: its parameters do not belong to this stage
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,18 +44,18 @@ class _StandIn(nn.Module):
 
 
 class Elsewhere(_StandIn):
-    """A module with parameters that another stage runs: NaN in the shape that it would give.
+    """Placeholder for a module with parameters on another stage: returns NaN in the shape of the module's output.
 
-    It is made of the module without values, on the meta device; the name is for errors.
+    Shapes come from a copy on the meta device; the name is for error messages.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self.name = name
-        self.dtype_here: torch.dtype | None = None  # of floating-point results, where the model was cast
+        self.dtype_here: torch.dtype | None = None  # dtype of floating-point results, if the model was cast
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """NaN, on the device of the arguments."""
+        """Return NaN, on the device of the arguments."""
         devices: list[torch.device] = []
 
         def away(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,19 +72,19 @@ class Elsewhere(_StandIn):
 
 
 class Skipped(_StandIn):
-    """A block before this part: what came from the part before, as NaN but for the last one, which gives it."""
+    """Placeholder for a block before this part: the last one returns the received values, the others return NaN."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.value: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What it was given."""
+        """Return the stored value."""
         return self.value
 
 
 class Final(_StandIn):
-    """The last block of a part: what it returns goes to the next part, and the root's forward ends."""
+    """Last block of a part: its output goes to the next part, and the root's forward ends."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise the block's output as a `Handover`."""
@@ -92,7 +92,7 @@ class Final(_StandIn):
 
 
 def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """The same nest with NaN in floating-point tensors and 0 in others; `dtype` is for the former."""
+    """Copy nested tensors, with NaN in floating-point ones (in `dtype`, if given) and 0 in others."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()
@@ -103,10 +103,10 @@ def poisoned(nest: Any, device: torch.device | None = None, dtype: torch.dtype |
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """A copy of a module whose tensors are on the meta device."""
+    """Copy a module to the meta device."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if is_managed(tensor):  # whose move would gather its values
+        if is_managed(tensor):  # moving managed parameters would gather their values
             away = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         else:
             away = tensor.detach().to("meta")

@@ -1,10 +1,10 @@
-"""Schedules as data: the order of each stage's actions, as text that prints and parses.
+"""Pipeline schedules as data: the order of each stage's actions, in a printable and parsable text form.
 
-A line per stage, a word per action: `F3` and `B3` compute forward and backward of micro-batch 3, `<F3` and `>F3`
-receive and send an activation, `<B3` and `>B3` its gradient. If a row has `W3`, `B3` defers the weight gradients to it
-(`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage that has several. Chunk c of stage s is the (c *
-stages + s)-th part of the model. Sends do not block; messages from one stage to another arrive in order.
-`deepspeed/pipe/schedule_simulator.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
+The text has a line per stage and a word per action. `F3` and `B3` compute forward and backward of micro-batch 3, `<F3`
+and `>F3` receive and send its activation, `<B3` and `>B3` its gradient. If a row has `W3`, `B3` defers the weight
+gradients to it (`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage with several chunks. Chunk c of stage
+s is part c * stages + s of the model. Sends do not block; messages between two stages arrive in order.
+`deepspeed/pipe/schedule_simulator.py` validates a schedule; `deepspeed/pipe/executor.py` runs it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ONE_CHUNK = ("1f1b", "zero_bubble")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a stage does.
+    """Action of a stage.
 
     Args:
         op: `F`, `B`: compute forward or backward. `<F`, `<B`: receive its input. `>F`, `>B`: send its result. `W`:
             compute the weight gradients that `B` deferred.
-        micro: micro-batch, from 0.
-        chunk: part of the stage, from 0.
+        micro: index of the micro-batch, from 0.
+        chunk: index of the chunk in the stage, from 0.
     """
 
     op: str
@@ -41,7 +41,7 @@ class Action:
 
     @classmethod
     def parse(cls, word: str) -> Action:
-        """An action from the word that `str` makes of it."""
+        """Parse a word in the form of `str(action)`."""
         match = _WORD.fullmatch(word)
         if match is None:
             raise PipelineError(f"{word!r} is not an action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
@@ -53,12 +53,12 @@ Row = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What all stages do.
+    """Schedule of all stages.
 
     Args:
-        name: as in the JSON.
-        micros: micro-batches.
-        chunks: parts of each stage.
+        name: name in the JSON.
+        micros: number of micro-batches.
+        chunks: number of chunks per stage.
         rows: actions by stage.
     """
 
@@ -73,16 +73,16 @@ class PipelineSchedule:
 
     @functools.cached_property
     def splits(self) -> bool:
-        """Whether backward is in two."""
+        """Whether backward is split in two (`B` and `W`)."""
         return any(action.op == "W" for row in self.rows for action in row)
 
     @property
     def parts(self) -> int:
-        """Parts of the model: stages times chunks."""
+        """Number of model parts: stages times chunks."""
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """Which part of the model a chunk of a stage is."""
+        """Return the index of the model part of a stage's chunk."""
         return chunk * self.stages + stage
 
     def __str__(self) -> str:
@@ -90,20 +90,20 @@ class PipelineSchedule:
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
     def around(self, stage: int, position: int, beside: int = 3) -> str:
-        """A stage's place in its schedule: "F1 >F1 [<B0] B0 F2"."""
+        """Show a stage's position in its row with its neighbours: "F1 >F1 [<B0] B0 F2"."""
         row, low = self.rows[stage], max(0, position - beside)
         near = row[
             low : position + beside + 1
-        ]  # a stage says its place before each action: its whole row would be quadratic
+        ]  # called before each action: formatting the whole row would be quadratic
         words = [f"[{action}]" if place == position else str(action) for place, action in enumerate(near, low)]
         return " ".join([*(["…"] if low else []), *words, *(["…"] if low + len(near) < len(row) else [])])
 
 
 def parse(text: str) -> PipelineSchedule:
-    """A schedule from the text that `str` makes of it.
+    """Parse a schedule in the form of `str(schedule)`.
 
     Raises:
-        PipelineError: the text is no schedule; says which word is wrong.
+        PipelineError: the text is no schedule; the message has the wrong word.
     """
     head, *lines = text.strip().splitlines()
     match = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
@@ -116,19 +116,19 @@ def parse(text: str) -> PipelineSchedule:
 
 
 def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> PipelineSchedule:
-    """A schedule by its name.
+    """Create a schedule by name.
 
     Args:
-        name: "gpipe" all forward, then all backward; "1f1b" a backward as soon as there is one; "interleaved" 1f1b
-            over several chunks per stage, in rounds of as many micro-batches as there are stages; "zero_bubble" 1f1b
-            whose gradients of weights come later, in time that would be spent waiting (ZB-H1 of Qi et al., "Zero Bubble
-            Pipeline Parallelism", 2023); "inference" no backward.
-        stages: ranks along `pp`.
-        micros: micro-batches of a window.
-        chunks: parts of each stage; 1f1b and zero_bubble have one.
+        name: "gpipe": all forward passes, then all backward passes; "1f1b": each backward as early as possible;
+            "interleaved": 1f1b over several chunks per stage, in rounds of as many micro-batches as stages;
+            "zero_bubble": 1f1b with weight gradients deferred into waiting times (ZB-H1 of Qi et al., "Zero Bubble
+            Pipeline Parallelism", 2023); "inference": no backward.
+        stages: number of ranks along `pp`.
+        micros: number of micro-batches per update.
+        chunks: chunks per stage; 1 for 1f1b and zero_bubble.
 
     Raises:
-        ArgumentError: no such schedule, or one that cannot be had with these numbers.
+        ArgumentError: the name is unknown, or the schedule does not exist for these numbers.
     """
     if name not in NAMES:
         raise ArgumentError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
@@ -150,7 +150,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Pipel
 
 
 def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
-    """Forward and backward of one stage, without messages."""
+    """Return the forward and backward actions of one stage, without messages."""
     if name == "interleaved":
         rounds = [range(low, low + stages) for low in range(0, micros, stages)]
         order = [(micro, chunk) for group in rounds for chunk in range(chunks) for micro in group]
@@ -180,7 +180,7 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
 
 
 def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
-    """Forward passes before the first that is followed by a backward."""
+    """Return the number of forward passes before the first one that a backward pass follows."""
     total = micros * chunks
     if name == "gpipe":
         return total
@@ -190,13 +190,13 @@ def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
 
 
 def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) -> Iterable[Action]:
-    """Receives as late and sends as early as can be: a send does not wait."""
+    """Add receives as late and sends as early as possible; sends do not block."""
     for action in row:
         if action.op == "W":
             yield action
             continue
         part = action.chunk * stages + stage
-        # the part where this pass begins receives nothing, the part where it ends sends nothing
+        # the first part receives nothing, the last part sends nothing
         begins, ends = (0, last) if action.op == "F" else (last, 0)
         if part != begins:
             yield Action("<" + action.op, action.micro, action.chunk)

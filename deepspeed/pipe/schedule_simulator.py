@@ -1,4 +1,4 @@
-"""Simulates a schedule: detects deadlocks, checks that each micro-batch runs once, computes its cost."""
+"""Simulator of schedules: detects deadlocks, checks that each micro-batch runs once, and computes the cost."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.schedule import Action, PipelineSchedule
 
-FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
-WEIGHTS = 1.0  # of the latter, where it is in two
-Cost = float | tuple[float, ...]  # times those, or forward, backward and weights apart
+FORWARD, BACKWARD = 1.0, 2.0  # default costs of a part
+WEIGHTS = 1.0  # cost of `W`, included in BACKWARD
+Cost = float | tuple[float, ...]  # a multiple of these, or (forward, backward[, weights])
 
 
 @dataclass(frozen=True)
 class ScheduleCost:
-    """What a schedule costs.
+    """Cost of a schedule.
 
     Args:
-        time: until the last stage is done, where forward and backward of a part take what they cost, and messages
-            nothing, or what was said.
-        peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
-        idle: the part of stages times time in which nothing is computed.
-        put_off: of those peaks, how many are through backward, and only what their weights need is held.
-        begins: when each stage comes to each of its actions.
+        time: time at which the last stage finishes, for the given costs of parts and messages.
+        peaks: for each stage, the maximum number of (micro-batch, chunk) activations that it holds.
+        idle: fraction of stages times time without computation.
+        put_off: how many of these peaks have finished `B` and are only held for `W`.
+        begins: start time of each action, by stage.
     """
 
     time: float
@@ -35,14 +34,14 @@ class ScheduleCost:
 
 
 class _Stage:
-    """One stage on its way through its row."""
+    """Simulated state of one stage."""
 
     def __init__(self) -> None:
         self.position, self.clock, self.busy = 0, 0.0, 0.0
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
-        self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
-        self.begins: list[float] = []  # of each action so far, when the stage came to it
+        self.peak: tuple[int, int] = (0, 0)  # maximum of both counts together, and the first count at that time
+        self.begins: list[float] = []  # start time of each action so far
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 
@@ -58,7 +57,7 @@ class _Simulation:
         self.in_flight: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
     def run(self) -> None:
-        """Let every stage go on until none can."""
+        """Advance all stages until none can continue."""
         moved = True
         while moved:
             moved = False
@@ -74,7 +73,7 @@ class _Simulation:
             raise PipelineError(f"the schedule never ends: {'; '.join(map(self._waits, waiting))}")
 
     def _peer(self, index: int, action: Action) -> tuple[int, int]:
-        """(stage, chunk) that a message comes from or goes to."""
+        """Return the (stage, chunk) that is the other end of a message."""
         onward = 1 if action.op in (">F", "<B") else -1
         part = self.schedule.part(index, action.chunk) + onward
         if not 0 <= part < self.schedule.parts:
@@ -84,7 +83,7 @@ class _Simulation:
         return stage, chunk
 
     def _act(self, index: int, action: Action) -> bool:
-        """Do it; False where what it needs has not been sent."""
+        """Perform an action; returns False if its message has not been sent yet."""
         stage, kind = self.stages[index], action.op[-1]
         if action.op[0] == ">":
             if not stage.done[kind, action.micro, action.chunk]:
@@ -121,7 +120,7 @@ class _Simulation:
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
     def _hold(self, index: int, stage: _Stage, action: Action) -> None:
-        """What is held after it."""
+        """Update the held activations after an action."""
         place = (action.micro, action.chunk)
         if action.op == "B" and place not in stage.held:
             raise PipelineError(f"stage {index}: {action} before its forward (order swapped)")
@@ -146,7 +145,7 @@ class _Simulation:
         return f"stage {index} waits for {action} of stage {peer}, which {never}"
 
     def count(self) -> None:
-        """Everything was computed, and nothing was sent in vain."""
+        """Check that everything was computed, and that every sent message was received."""
         ops = "F" if self.schedule.name == "inference" else "FBW" if self.schedule.splits else "FB"
         wanted = [
             (op, micro, chunk)
@@ -166,17 +165,17 @@ class _Simulation:
 def simulate(
     schedule: PipelineSchedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
 ) -> ScheduleCost:
-    """Run a schedule, and give its cost.
+    """Simulate a schedule and return its cost.
 
     Args:
-        costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
-            unit (weights cost nothing where there are two); none: they cost 1 each.
-        beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
-        way: how long a message is under way, in the same unit; whoever sends it goes on.
+        costs: cost of each part: a multiple of `FORWARD` and `BACKWARD`, or (forward, backward[, weights]) in any unit;
+            without weights, these cost nothing; empty: all parts cost 1.
+        beside: extra time of each stage after the schedule (such as the update), in the same unit; empty: none.
+        way: transfer time of a message, in the same unit; the sender does not wait.
 
     Raises:
-        PipelineError: a stage waits for ever, takes or sends something else than its peer expects, or a micro-batch is
-            not computed exactly once; says which stage and action.
+        PipelineError: a deadlock, a message that its peer does not expect, or a micro-batch that is not computed
+            exactly once; the message has stage and action.
     """
     simulation = _Simulation(schedule, costs or [1.0] * schedule.parts, way)
     simulation.run()

@@ -1,13 +1,13 @@
-"""Splits a backward pass: input gradients first, weight gradients of matrix products later.
+"""Split of a backward pass: input gradients first, weight gradients of matrix products later.
 
-[Note: what is put off] autograd's graph of a micro-batch is read before its backward. Consider a product `x @ w` whose
-right side leads to parameters to which nothing else in the graph leads. Backward skips this edge, so autograd does not
-multiply for it. The product's gradient and `x` are kept; `weights` multiplies them as autograd would have, and sends
-the result along the same edge: casts, transpositions and hooks of parameters run as usual, once. So the model needs no
-change. All other gradients are computed immediately: biases, norms, embeddings, a weight that is also used in another
-way or very often, products of three dims, blocks that are recomputed in backward (their saved tensors can be read only
-once; with torch's older checkpoint, the whole part), compiled pieces, and a part whose input needs no gradient: no
-stage waits for it.
+[Note: what is put off] The autograd graph of a micro-batch is analysed before its backward. Consider a product `x @ w`
+with a right factor that depends on parameters only, without another use of them in the graph. Backward skips this edge,
+so autograd does not compute the weight gradient. The product's output gradient and `x` are kept. `weights` later
+multiplies them as autograd would and continues along the same edge, so casts, transpositions and parameter hooks run
+as usual, once. The model needs no change. All other gradients are computed immediately: biases, norms, embeddings, a
+weight with other or very many uses, products of three dims, recomputed blocks (their saved tensors can be read only
+once; with torch's older checkpoint, the whole part), compiled pieces, and all products of a part without input
+gradient, because no stage waits for one.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from deepspeed.errors import PipelineError
 
 Roots = Sequence[Any]  # edges or tensors
 Gradients = Sequence[torch.Tensor] | None
-# By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
+# By the name of the autograd node: index of the edge to the right factor, and the attribute of the left factor.
 _PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
-_REENTRANT = "CheckpointFunctionBackward"  # it refuses a backward that leaves something out
+_REENTRANT = "CheckpointFunctionBackward"  # reentrant checkpoint: it refuses a partial backward
 _ACCUMULATES = "AccumulateGrad"
 _KINDS = {*_PRODUCTS, _REENTRANT, _ACCUMULATES}
-_ANCHOR, _LEAF = 1, 2  # what is below a node: the anchor, any leaf
-_MOST = 4  # gradients that meet are formed together: a weight that more products use gets them at once, one by one
+_ANCHOR, _LEAF = 1, 2  # flags of a node: leads to the anchor, leads to a leaf
+_MOST = 4  # maximum deferred products with a common gradient sum, because they are computed together
 
 
 @dataclass
 class _Product:
-    """A product whose right factor gets its gradient later.
+    """Product with a deferred gradient of its right factor.
 
     Args:
-        edge: that this gradient goes down.
-        left: the other factor; what led to it is not held.
-        transposed: the right factor is stored by columns: autograd multiplies the other way round.
-        gradient: of the product, once backward has come to it.
-        versions: of both then.
+        edge: graph edge to the right factor.
+        left: the left factor, without its graph.
+        transposed: whether the right factor is stored by columns: autograd then multiplies in the other order.
+        gradient: gradient of the product, once backward has reached it.
+        versions: versions of both tensors at that time.
     """
 
     edge: GradientEdge
@@ -53,13 +53,13 @@ class _Product:
 
     @classmethod
     def of(cls, node: Node, edge: GradientEdge) -> _Product:
-        """The product that a node of the graph multiplies."""
+        """Create a product from its node in the graph."""
         left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
         rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
         return cls(edge, left, strides[0] == 1 and strides[1] == rows)
 
     def multiplied(self) -> torch.Tensor:
-        """The gradient of the right factor, as autograd forms it."""
+        """Return the gradient of the right factor, computed in autograd's order."""
         left, gradient = self.left, self.gradient
         if gradient is None or (left._version, gradient._version) != self.versions:
             raise PipelineError(
@@ -71,12 +71,12 @@ class _Product:
 
 @dataclass
 class _Group:
-    """Products whose gradients meet further down: they go there together, as in one backward.
+    """Products with gradients that are summed further down; one backward runs them, to keep the order of sums.
 
     Args:
-        nodes: of the graph, from their edges down.
-        products: all of them, by the node that multiplies.
-        came: those that backward has come to, in its order.
+        nodes: graph nodes below their edges.
+        products: all products, by their node.
+        came: the products that backward has reached, in order.
     """
 
     nodes: set[Node]
@@ -84,22 +84,22 @@ class _Group:
     came: list[_Product] = field(default_factory=list)
 
     def listen(self) -> None:
-        """Be told when backward comes to the products."""
+        """Register hooks that run when backward reaches the products."""
         for node, product in self.products.items():
             node.register_prehook(lambda gradients, product=product: self._arrive(product, gradients[0]))
-        self.products = {}  # a node holds its hooks: they must not hold it
+        self.products = {}  # a node holds its hooks, so hooks must not hold the node
 
     def _arrive(self, product: _Product, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # None: nothing led there
+        if gradient is not None:  # None: no gradient arrived
             product.gradient, product.versions = gradient, (product.left._version, gradient._version)
             self.came.append(product)
 
     def leaves(self) -> list[torch.Tensor]:
-        """The parameters."""
+        """Return the parameters below the products."""
         return [node.variable for node in self.nodes if type(node).__name__ == _ACCUMULATES]  # type: ignore[attr-defined]
 
     def send(self) -> None:
-        """Multiply, and go down."""
+        """Compute the deferred gradients and run backward below the products."""
         if self.came:
             torch.autograd.backward(
                 [product.edge for product in self.came], [product.multiplied() for product in self.came]
@@ -107,26 +107,26 @@ class _Group:
 
 
 class SplitBackward:
-    """The backward of a micro-batch through a part of the model, in two.
+    """Backward of a micro-batch through a part of the model, in two phases.
 
-    `anchor` is the leaf that received tensors hang on; None: nobody waits for a gradient, nothing is put off.
+    `anchor` is the leaf for gradients of received tensors; None: no stage waits for a gradient, so nothing is deferred.
     """
 
     def __init__(self, anchor: torch.Tensor | None) -> None:
         self._anchor = anchor
         self._groups: list[_Group] = []
-        self._now: dict[int, torch.Tensor] = {}  # leaves of this backward, by id
+        self._now: dict[int, torch.Tensor] = {}  # leaves of the immediate backward, by id
         self._later: set[int] = set()
-        self._hides = anchor is None  # not known which leaves get a gradient now
+        self._hides = anchor is None  # unknown which leaves get a gradient now
 
     @property
     def kept(self) -> int:
-        """Bytes that are kept for weights."""
+        """Number of bytes kept for deferred weight gradients."""
         pairs = [(product.left, product.gradient) for group in self._groups for product in group.came]
         return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
     def read(self, roots: Roots) -> None:
-        """Find what a backward from the roots can put off."""
+        """Analyse the graph below the roots, and choose the products to defer."""
         if self._anchor is None:
             return
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
@@ -134,33 +134,33 @@ class SplitBackward:
         self._groups = graph.groups()
         self._now = {id(leaf): leaf for leaf in graph.leaves()}
         self._later = {id(leaf) for group in self._groups for leaf in group.leaves()}
-        self._hides = graph.refuses  # what is computed again has a graph of its own, with leaves of its own
+        self._hides = graph.refuses  # recomputed parts have their own graph, with their own leaves
 
     def overtakes(self, earlier: SplitBackward) -> bool:
-        """Whether this backward may give a gradient now that another one has put off; after `read`."""
+        """Whether this backward may compute gradients that an earlier one has deferred; call after `read`."""
         return self._hides or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
-        """Backward without what is put off, after `read`; without gradients the root is a loss."""
+        """Run backward without the deferred products, after `read`; without gradients the root is a loss."""
         now, self._now = list(self._now.values()), {}
         torch.autograd.backward(roots, gradients, inputs=now if self._groups else None)
 
     def weights(self) -> None:
-        """The rest of it, weight by weight; a second call finds nothing left."""
+        """Compute the deferred gradients; a second call does nothing."""
         self._later.clear()
         while self._groups:
-            self._groups.pop().send()  # the last layers first, and each is let go
+            self._groups.pop().send()  # last layers first; each product is freed
 
 
 class _Graph:
-    """The graph of a micro-batch, as it is read from its roots; what leads to `anchor` is not put off."""
+    """Graph of a micro-batch below its roots; nodes that lead to `anchor` are never deferred."""
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
-        self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers
-        self._found: dict[Node, int] = {}  # what is known to be below
-        self._above: dict[Node, list[Node]] = {}  # where the anchor is not below
-        self._edges: dict[Node, GradientEdge] = {}  # of products: what may be put off
-        self._products: dict[Node, list[Node]] = {}  # by the node of their edge
+        self._nexts: dict[Node, Any] = {}  # edges of each node: (node or None, number)
+        self._found: dict[Node, int] = {}  # flags of what is below a node
+        self._above: dict[Node, list[Node]] = {}  # nodes above a node, outside of paths to the anchor
+        self._edges: dict[Node, GradientEdge] = {}  # edges of products that may be deferred
+        self._products: dict[Node, list[Node]] = {}  # products by the node of their edge
         self._leaves: list[Node] = []
         self.refuses = False
         for root in roots:
@@ -170,11 +170,11 @@ class _Graph:
                 for child, _ in self._nexts[node]:
                     self._above.setdefault(child, []).append(node)
         self.now: set[Node] = set()
-        self._reaches: set[Node] = set()  # of those in `_above`: from here down is something of this backward
+        self._reaches: set[Node] = set()  # nodes in `_above` with an immediate use below
         self._keep(roots)
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
-        """All that is below a node, from below: every micro-batch waits for it."""
+        """Visit all nodes below a root, children first; fast, because every micro-batch needs it."""
         nexts, known, open_ = self._nexts, self._found, [root]
         while open_:
             node = open_[-1]
@@ -202,7 +202,7 @@ class _Graph:
                 self._judge(node, kind, anchor)
 
     def _judge(self, node: Node, kind: str, anchor: torch.Tensor) -> None:
-        """A leaf, or a product all of whose factors are known."""
+        """Classify a node: a leaf, or a product with known factors."""
         if kind == _ACCUMULATES:
             self._leaves.append(node)
             self._found[node] = _ANCHOR | _LEAF if node.variable is anchor else _LEAF  # type: ignore[attr-defined]
@@ -211,13 +211,13 @@ class _Graph:
         elif (edge := self._right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
             others = [child for child, _ in self._nexts[node] if child is not None]
             others.remove(edge.node)
-            # It must be no other factor too, and autograd would not come here at all for nothing else.
+            # The right factor must not be a left factor too, and autograd must visit the node for another leaf.
             if edge.node not in others and any(self._found[child] & _LEAF for child in others):
                 self._edges[node] = edge
                 self._products.setdefault(edge.node, []).append(node)
 
     def _keep(self, nodes: list[Node]) -> None:
-        """These and what is below them are for this backward, and so is what it comes to by another way too."""
+        """Mark nodes, all nodes below them, and paths that these force, for the immediate backward."""
         now, nexts, known, edges = self.now, self._nexts, self._found, self._edges
         open_ = list(nodes)
         while open_:
@@ -234,7 +234,7 @@ class _Graph:
                 open_ += self._meet(node)
 
     def _meet(self, node: Node) -> list[Node]:
-        """This backward comes here: what is it to take besides, since sums of gradients are formed at once?"""
+        """Return further products that the immediate backward must include, because it reaches this node's sum."""
         reaches, taken, open_ = self._reaches, list[Node](), [node]
         while open_:
             node = open_.pop()
@@ -247,11 +247,11 @@ class _Graph:
         return taken
 
     def leaves(self) -> list[torch.Tensor]:
-        """Those of this backward; after `groups`."""
+        """Return the leaves of the immediate backward; call after `groups`."""
         return [node.variable for node in self._leaves if node in self.now]  # type: ignore[attr-defined]
 
     def groups(self) -> list[_Group]:
-        """What is put off, from below; products whose gradients meet are together."""
+        """Return the groups of deferred products, the lowest in the graph first."""
         if self.refuses:
             return []
         while True:
@@ -264,7 +264,7 @@ class _Graph:
             ]
             if not many:
                 break
-            self._keep([self._edges.pop(node).node for node in many])  # and there may be products in what they need
+            self._keep([self._edges.pop(node).node for node in many])  # whose inputs may contain further products
         groups = [
             _Group(below, {node: _Product.of(node, self._edges[node]) for node in nodes}) for nodes, below in together
         ]
@@ -273,7 +273,7 @@ class _Graph:
         return groups
 
     def _together(self) -> list[tuple[list[Node], set[Node]]]:
-        """Products that may be put off and whose gradients meet, and what is below their edges."""
+        """Group the deferrable products with common nodes below their edges; returns (products, nodes below)."""
         owner, joined = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
         for node, edge in self._edges.items():
             if node not in self.now:
@@ -292,14 +292,14 @@ class _Graph:
         return [group for group in joined if group[0]]
 
     def _reorders(self, nodes: list[Node], below: set[Node]) -> bool:
-        """Whether sums would be formed in another order: all products give at once, and what is between them later."""
+        """Whether deferring would change the order of gradient sums between the products."""
         direct = Counter(self._edges[node].node for node in nodes)
         between = {node: sum(above in below for above in self._above.get(node, ())) for node in direct}
         return any(between[node] and count + between[node] > 2 for node, count in direct.items())
 
     @staticmethod
     def _joined(joined: list[tuple[list[Node], set[Node]]], owner: dict[Node, int], first: int, second: int) -> int:
-        """The place of the larger of two, which takes the smaller one in: a node changes places a few times at most."""
+        """Merge the smaller of two groups into the larger (few moves per node); return the larger's index."""
         less, more = sorted((first, second), key=lambda index: len(joined[index][1]))
         joined[more][0].extend(joined[less][0])
         joined[more][1].update(joined[less][1])
@@ -309,12 +309,12 @@ class _Graph:
 
     @staticmethod
     def _right_factor(node: Node) -> GradientEdge | None:
-        """The edge to the right factor of a product of two matrices whose left one can be kept."""
+        """Return the edge to the right factor of a matrix product, if its left factor can be kept; else None."""
         place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
         if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
-            return None  # a sparse matrix has no strides
+            return None  # sparse matrices have no strides
         child, number = node.next_functions[place]
         if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
-            return None  # a hook may be there for one reading, as that of a block which is computed again
+            return None  # a saved-tensor hook may allow only one read, as for recomputed blocks
         factor = getattr(node, f"_saved_{left}")
         return GradientEdge(child, number) if factor.layout is torch.strided and factor.is_floating_point() else None

@@ -1,8 +1,8 @@
-"""Finds where an unedited model can be split into stages, and reduces it to one of them.
+"""Split of an unedited model into stages.
 
-One forward of the full model on a small input gives the order in which modules run. Then the parts are run one after
-the other, each with placeholders for all modules that it does not hold, and must give the outputs of the full model,
-bit by bit. A stage keeps the modules that its parts run; parameters that several stages keep are placed as `PARTIAL`.
+One forward of the full model on a small input gives the order of its modules. Then the parts run one after the other,
+each with placeholders for all modules of other parts, and must reproduce the outputs of the full model, bit by bit. A
+stage keeps the modules that its parts run; parameters on several stages are placed as `PARTIAL`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from deepspeed.zero.layout.placement import Relation, place, placement_of
 
 @dataclass
 class ModelSplit:
-    """How a model is cut into parts.
+    """Split of a model into parts.
 
     Args:
         container: name of the list of blocks.
         bounds: part p has the blocks from bounds[p] up to bounds[p + 1].
         before: names of modules that run before the blocks.
-        after: those that run after them.
-        needed: those of `before` whose values every part needs, and computes for itself.
-        strays: parameters of modules around the list; every part holds them.
-        costs: of the parts, in any unit.
+        after: names of modules that run after the blocks.
+        needed: modules of `before` that every part runs itself, because all parts need their values.
+        strays: parameters of modules around the list; every part has them.
+        costs: costs of the parts, in any unit.
     """
 
     container: str
@@ -54,33 +54,33 @@ class ModelSplit:
 
     @property
     def around(self) -> list[str]:
-        """Names of the modules with parameters around the blocks."""
+        """Names of the modules with parameters outside of the blocks."""
         return list(dict.fromkeys([*self.before, *self.after]))
 
     @property
     def units(self) -> list[str]:
-        """Names of the blocks, and of the modules around them."""
+        """Names of the blocks, and of the modules outside of them."""
         return [*(f"{self.container}.{block}" for block in range(self.bounds[-1])), *self.around]
 
     def blocks(self, part: int) -> range:
-        """Positions of a part's blocks."""
+        """Return the indices of a part's blocks."""
         return range(self.bounds[part], self.bounds[part + 1])
 
     def runs(self, part: int) -> set[str]:
-        """Names of the modules with parameters that a part runs."""
+        """Return the names of the modules with parameters that a part runs."""
         names = {f"{self.container}.{block}" for block in self.blocks(part)} | set(self.needed)
         names |= set(self.before) if part == 0 else set()
         return names | (set(self.after) if part == self.parts - 1 else set())
 
     def words(self, part: int) -> str:
-        """A part in words: "transformer.h 2-3"."""
+        """Describe a part: "transformer.h 2-3"."""
         blocks = self.blocks(part)
         return f"{self.container} {blocks[0]}" + (f"-{blocks[-1]}" if len(blocks) > 1 else "")
 
     # -- checked by running the model -----------------------------------------------------------------------------
 
     def trace(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Run the whole model, and note which modules run before and after its blocks; gives the model's outputs."""
+        """Run the whole model, record the modules that run before and after the blocks, and return the outputs."""
         container = model.get_submodule(self.container)
         around, count = dict(_around(model, self.container)), len(list(container.children()))
         calls: list[tuple[str, bool]] = []
@@ -111,10 +111,10 @@ class ModelSplit:
         return outputs
 
     def verify(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
-        """Run the parts one after another; they have to give the outputs of the whole model."""
+        """Run the parts one after another and raise if they do not reproduce the outputs of the whole model."""
         if not self._difference(model, inputs, outputs):
             return
-        required = []  # a value that is made before the blocks may be read in each of them
+        required = []  # every block may read values computed before the blocks
         for name in self.before:
             self.needed = [other for other in self.before if other != name]
             if self._difference(model, inputs, outputs):
@@ -128,14 +128,14 @@ class ModelSplit:
             )
 
     def _difference(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> str:
-        """How the parts, run one after another, differ from the whole model; empty: not at all."""
+        """Describe the difference between the parts, run one after another, and the whole model; "" if none."""
         stand_ins = stand_ins_of(model, self.around)
         value: Any = None
         with evaluating(model, use_cache=False):
             for part in range(self.parts):
                 try:
                     value = View(model, self, part, stand_ins).run(value, inputs)
-                except Exception as error:  # the model's own code, which meets what stands for other parts
+                except Exception as error:  # any error of the model's own code, which runs on placeholders
                     return f"the part of {self.words(part)} raised {type(error).__name__}: {error}"
         staged, whole = list(tensors_in(value)), list(tensors_in(outputs))
         if len(staged) == len(whole) and all(torch.equal(a, b) for a, b in zip(staged, whole, strict=True)):
@@ -145,7 +145,7 @@ class ModelSplit:
     # -- over stages ----------------------------------------------------------------------------------------------
 
     def modules_by_stage(self, model: nn.Module, stages: int) -> list[set[str]]:
-        """Names of the modules each stage keeps: those it runs, and those under which a parameter of them is named.
+        """Return the names of each stage's modules: modules that it runs, and modules that register their parameters.
 
         Part p belongs to stage p % stages.
         """
@@ -166,7 +166,7 @@ class ModelSplit:
         return modules
 
     def place_shared(self, model: nn.Module, modules: list[set[str]]) -> None:
-        """Place parameters that several stages hold: each of those stages has a part of the gradient."""
+        """Place the parameters of several stages: each of these stages has a partial gradient."""
         stages_of: dict[int, set[int]] = {}
         params = dict(model.named_parameters())
         for stage, names in enumerate(modules):
@@ -181,7 +181,7 @@ class ModelSplit:
 
 
 class View:
-    """One part of an unedited model: the root with stand-ins, by name, for modules that the part does not run."""
+    """One part of an unedited model: the root, with placeholders for modules that the part does not run."""
 
     def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
@@ -203,9 +203,9 @@ class View:
         self._slots = slots
 
     def run(self, received: Any, batch: Any) -> Any:
-        """Output of the part's last block, or of the root at the end of the model, from that of the part before.
+        """Compute the output of the part's last block (last part: of the root) from that of the previous part.
 
-        The batch has the arguments of the root's forward: by name, in a row, or one.
+        The batch has the arguments of the root's forward: a dict, a sequence, or a single one.
         """
         kwargs = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
@@ -231,16 +231,16 @@ class View:
         return outputs
 
     def cast(self, dtype: torch.dtype) -> None:
-        """What stands for other stages' modules gives this dtype too."""
+        """Set the output dtype of the placeholders."""
         for stand_in in self._stand_ins.values():
             if isinstance(stand_in, Elsewhere) and dtype != torch.float32:
                 stand_in.dtype_here = dtype
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss that the model returns: alone, first in a tuple, or by name; other single numbers become `metrics`.
+        """Return the model's loss: a tensor, the first of a tuple, or the entry "loss"; other scalars become `metrics`.
 
         Raises:
-            PipelineError: it returns none.
+            PipelineError: the model returns no loss.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
         loss = loss[0] if isinstance(loss, tuple) else loss
@@ -261,20 +261,20 @@ class View:
 
 
 def slot_of(model: nn.Module, name: str) -> Slot:
-    """Where a module stands."""
+    """Return the parent of a module, and the module's key in it."""
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
 
 
 def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Stand-ins for modules around the blocks."""
+    """Create placeholders for modules outside of the blocks."""
     return {name: Elsewhere(without_values(model.get_submodule(name)), name) for name in names}
 
 
 def keep_stage(model: nn.Module, layout: ModelSplit, stages: int, stage: int) -> list[View]:
-    """Reduce a whole model to one stage, in place, and give the stage's parts by chunk.
+    """Reduce a whole model to one stage, in place, and return the stage's parts by chunk.
 
-    What stays keeps its name in the whole model; parameters stay the same objects.
+    Remaining modules keep their names; parameters stay the same objects.
     """
     modules = layout.modules_by_stage(model, stages)
     layout.place_shared(model, modules)
@@ -298,19 +298,19 @@ def find_layout(
     chunks: int = 1,
     meter: Meter | None = None,
 ) -> ModelSplit:
-    """Cut a whole model, and check that its parts compute what it computes.
+    """Split a whole model, and check that its parts reproduce its outputs.
 
     Args:
-        model: whole.
-        stages: how many there are.
+        model: the whole model.
+        stages: number of stages.
         inputs: arguments of its forward.
-        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where the
-            operations of a block are not known), "parameters" by the blocks' parameters, "uniform" by their number.
-        chunks: parts of each stage.
-        meter: takes the place of operations, as `deepspeed.pipe.partition_cost.seconds`; the same on all ranks.
+        method: "best": balance operations, including modules outside of the blocks (parameters, if the operations of a
+            block are unknown); "parameters": balance the blocks' parameters; "uniform": equal numbers of blocks.
+        chunks: chunks per stage.
+        meter: measure instead of operations, such as `deepspeed.pipe.partition_cost.seconds`; the same on all ranks.
 
     Raises:
-        PipelineError: it cannot be cut so; says why.
+        PipelineError: the model cannot be split; the message has the reason.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise PipelineError(
@@ -325,7 +325,7 @@ def find_layout(
     weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
     if method == "uniform":
         bounds = partition_uniform(len(blocks), parts)
-    elif method == "parameters" or not all(costs[1:-1]):  # a block whose operations have no formula costs something
+    elif method == "parameters" or not all(costs[1:-1]):  # a block with operations without formula must not be free
         bounds = partition_balanced(weights, parts)
     else:
         bounds = deal(costs, stages, chunks)
@@ -337,7 +337,7 @@ def find_layout(
 
 
 def _block_list(model: nn.Module, parts: int) -> str:
-    """The outermost list of blocks with most parameters."""
+    """Return the outermost list of blocks with the most parameters."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -355,7 +355,7 @@ def _block_list(model: nn.Module, parts: int) -> str:
 
 
 def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with parameters that do not hold the list of blocks."""
+    """Return the outermost modules with parameters that do not contain the list of blocks."""
     path = [""]
     for part in container.split("."):
         path.append(f"{path[-1]}.{part}".lstrip("."))
@@ -368,7 +368,7 @@ def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]
 
 @contextlib.contextmanager
 def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -> Iterator[None]:
-    """Inside, modules run without graphs; each notes its name, and whether it would have had one."""
+    """Context without graphs that records each module's call, and whether its output would have had a graph."""
     modes: list[bool] = []
 
     def begins(name: str) -> None:
@@ -385,7 +385,7 @@ def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -
     ]
     handles += [module.register_forward_hook(lambda _m, _a, _o: ends()) for module in watched.values()]
     try:
-        with torch.enable_grad():  # and restores the mode that was, also where a module raised
+        with torch.enable_grad():  # restores the previous mode, even after an error
             yield
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Process topology and grid of pipelines, under upstream's names."""
+"""Process topology and pipeline grid, with upstream's names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.errors import ArgumentError, NotAvailableError
 
 
 class ProcessTopology:
-    """A grid of ranks, the last axis fastest.
+    """Grid of ranks; ranks are numbered along the last axis first.
 
     Args:
         axes: names, outermost first.
-        dims: ranks along each.
+        dims: number of ranks along each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate, of which every axis is given."""
+        """Return the rank at a coordinate; every axis must be given."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ArgumentError(f"get_rank() needs {', '.join(self.axes)}; for some of them there is filter_match()")
         coord = self.ProcessCoord(**coord_kwargs)
@@ -41,21 +41,21 @@ class ProcessTopology:
         return self.mapping[coord]
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of a rank, with the axes as attributes."""
+        """Return the coordinate of a rank, with the axes as attributes."""
         if not 0 <= rank < len(self._coords):
             raise ArgumentError(f"there is no rank {rank}: there are {len(self._coords)}")
         return self._coords[rank]
 
     def get_axis_names(self) -> list[str]:
-        """Names of the axes, outermost first."""
+        """Return the names of the axes, outermost first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along an axis; 0 for one that is not there."""
+        """Return the number of ranks along an axis; 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The rows of ranks that differ along an axis only."""
+        """Return the groups of ranks that differ only along an axis."""
         if axis not in self.axes:
             return []
         rows: dict[tuple[int, ...], list[int]] = {}
@@ -65,7 +65,7 @@ class ProcessTopology:
         return list(rows.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Ranks whose coordinate has these values."""
+        """Return the ranks with these coordinates."""
         return [
             rank
             for rank, coord in enumerate(self._coords)
@@ -73,13 +73,13 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks with index `idx` on an axis."""
+        """Return the ranks with index `idx` along an axis."""
         return self.filter_match(**{axis: idx})
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank in words, such as "model_00"."""
+        """Describe a rank by its coordinates, such as "model_00"."""
         coord = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omit_axes
@@ -93,27 +93,27 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of data-parallel neighbours."""
+    """Topology of stages, with data parallelism inside each stage."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages of data-parallel rows of ranks that share matrices."""
+    """Topology of stages, with data parallelism and tensor parallelism inside each stage."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-_DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, as the ranks of a mesh are
+_DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, like the ranks of a mesh
 
 
 class PipelineParallelGrid:
-    """This rank's coordinates and process groups. All ranks must create it together.
+    """Coordinates and process groups of this rank. All ranks must create the grid together.
 
-    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` are those of a `Mesh`; model means stages and
-    slices together, slice the ranks that share matrices.
+    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` correspond to a `Mesh`: "model" is stages and
+    slices together, "slice" is the tensor-parallel ranks.
 
     Args:
         topology: with axes of "pipe", "data" and "model" in this order; None: that of the newest engine.
@@ -121,7 +121,7 @@ class PipelineParallelGrid:
 
     Raises:
         ArgumentError: the topology has other axes.
-        MeshError: it has other ranks than were started.
+        MeshError: the topology's ranks are not those that were started.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -153,15 +153,15 @@ class PipelineParallelGrid:
         return self._mesh.coordinates["pp"]
 
     def get_data_parallel_id(self) -> int:
-        """Which replica of its stage this rank is."""
+        """Return the index of this rank's replica of its stage."""
         return self._mesh.axis(*DATA).rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage that stands as this one does along all other axes.
+        """Return the rank of another stage with the same coordinates along all other axes.
 
         Args:
-            stage_id: of the stage.
-            kwargs: coordinates, by axis, that are to be others.
+            stage_id: index of the stage.
+            kwargs: coordinates to change, by axis.
         """
         here = self._topo.get_coord(self.get_global_rank())._asdict()
         return self._topo.get_rank(**{**here, "pipe": stage_id, **kwargs})

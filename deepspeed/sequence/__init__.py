@@ -1,1 +1,1 @@
-"""Sequence parallelism: attention by heads, batches and losses over split sequences, tiled computation."""
+"""Sequence parallelism: attention over split sequences, their batches and losses, and tiled computation."""

@@ -1,7 +1,7 @@
-"""Batches of split sequences: each rank's slice, labels shifted before the split, and how slices are recognized.
+"""Batches of split sequences: each rank's slice, labels shifted before the split, and checks of slices.
 
-A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; all entries with the same size
-along dim 1 are split too. Each rank gets the positions of its tokens in the sequence.
+A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`. All entries with the same size
+along dim 1 are split too. Each rank also gets the positions of its tokens in the sequence.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.errors import DataError
 
-IGNORED = -100  # a label that counts nothing
+IGNORED = -100  # label of ignored tokens
 INPUTS = ("input_ids", "inputs_embeds")
 
 
 def length_of(batch: Any) -> int | None:
-    """Tokens along dim 1 of a batch of sequences; None for anything else."""
+    """Return the number of tokens along dim 1 of a batch of sequences; None for other objects."""
     if not isinstance(batch, Mapping):
         return None
     tokens = next((batch[name] for name in INPUTS if batch.get(name) is not None), None)
@@ -30,19 +30,19 @@ def length_of(batch: Any) -> int | None:
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The label of each token's successor; the last has none."""
+    """Shift labels by one: each token gets the label of its successor; the last gets -100."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
 def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
-    """This rank's slice of a whole batch, with the positions of its tokens.
+    """Return this rank's slice of a whole batch, with the positions of its tokens.
 
     Args:
-        batch: equal on all ranks of the axis; `labels` of a causal model get `shift_labels` beside them.
+        batch: equal on all ranks of the axis; `labels` of a causal model become `shift_labels` in addition.
         axis: ranks of a sequence.
 
     Raises:
-        DataError: it is no batch of sequences, or its length does not divide.
+        DataError: the object is no batch of sequences, or its length is not divisible by the number of ranks.
     """
     tokens = length_of(batch)
     if tokens is None:
@@ -76,7 +76,7 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
 
 
 def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start a document."""
+    """Whether positions `[batch, tokens]` continue from one rank's slice to the next, or start a document there."""
     if before is None or after is None or before.shape[0] != after.shape[0]:
         return False
     first = after[:, 0]
@@ -84,7 +84,7 @@ def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
 
 
 def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> None:
-    """Raise DataError where neighbouring ranks' positions are not of slices of one batch, see `continues`."""
+    """Raise DataError if the positions of neighbouring ranks do not continue each other, see `continues`."""
     for rank, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
         if not continues(before, after):
             raise DataError(
@@ -97,7 +97,7 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
 
 
 def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
-    """Raise DataError where a slice's last label is not the next slice's first token; `edges` are from `edge_of`."""
+    """Raise DataError if the last label of a slice is not the first token of the next; `edges` are from `edge_of`."""
     for rank, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
         if not before or not after or not bool(before["follow"]) or not bool(after["follow"]):
             continue
@@ -114,7 +114,7 @@ def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[in
 
 
 def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What `check_labels` compares of one rank's slice: empty without tokens, positions and shifted labels."""
+    """Return the edge values of a slice for `check_labels`; empty without tokens, positions and shifted labels."""
     names = ("input_ids", "shift_labels", "position_ids")
     tensors = [batch.get(name) for name in names] if isinstance(batch, Mapping) else [None]
     if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] < 2 for tensor in tensors):
@@ -132,21 +132,21 @@ def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Wraps a loader of whole batches into a loader of slices.
+    """Data loader of sequence slices, around a loader of whole batches.
 
     Ranks of a sequence must load the same batches; the first ten are compared. Accelerate's loaders distribute samples
-    to all ranks: there the ranks of a sequence process the batch of each of them in turn.
+    to all ranks: then the ranks of a sequence process the batches of all of them in turn.
 
     Args:
         dl: yields mappings with `input_ids` or `inputs_embeds`.
-        sp_rank: of this process in the group.
+        sp_rank: rank of this process in the group.
         sp_group: process group of the ranks of a sequence.
-        sp_world_size: their number.
-        device: to which slices are moved; None: they are not moved.
+        sp_world_size: size of the group.
+        device: target device of the slices; None: slices are not moved.
 
     Attributes:
-        shift_labels: `labels` become `shift_labels`, as causal models take them; set False, they stay, each with its
-            token, as masked LMs and token classifiers take them.
+        shift_labels: True: `labels` become `shift_labels`, for causal models; False: `labels` stay with their tokens,
+            for masked LMs and token classifiers.
     """
 
     shift_labels = True
@@ -168,7 +168,7 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Slices, as many on each rank of the group."""
+        """Yield slices, the same number on each rank of the group."""
         for batch in self._turns() if self._takes_turns else self.dl:
             if self._same.left and not self._takes_turns:
                 self._same.compare(batch)

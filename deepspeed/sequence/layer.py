@@ -1,8 +1,8 @@
-"""Attention over a sharded sequence: all-to-all between sequence shards and head shards.
+"""Attention over a split sequence: an all-to-all exchanges sequence shards for head shards.
 
-Attention saves its context by heads, and the next layer saves the same context by tokens; if key-value heads are
-copied, attention saves the copies. The all-to-all changes no bit, so one form is enough: autograd saves the form by
-tokens, which is saved anyway or is smaller, and backward runs the all-to-all again.
+Autograd would save the attention output twice: split by heads for attention, split by tokens for the next layer. Key-
+value heads that are replicated would be saved as copies. The all-to-all is exact, so only the token layout is saved,
+which is needed anyway or smaller; backward repeats the all-to-all.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from deepspeed.zero.parameters.functorch import in_transform
 
 @dataclass(eq=False)
 class Exchanged:
-    """A tensor by heads, which an exchange makes from one by tokens.
+    """Tensor in head layout, with the token layout from which an all-to-all made it.
 
     Args:
-        by_heads: of the whole sequence, this rank's heads.
-        by_tokens: of this rank's slice.
-        again: makes the one from the other, out of autograd's sight; all ranks call together.
-        where: for reports.
+        by_heads: the whole sequence for this rank's heads.
+        by_tokens: this rank's slice of the sequence, all heads.
+        again: converts `by_tokens` to `by_heads` without autograd; all ranks call together.
+        where: name for messages.
     """
 
     by_heads: torch.Tensor
@@ -45,15 +45,15 @@ class Exchanged:
 
     @property
     def fills_its_memory(self) -> bool:
-        """Whether any view of its memory is a view of it, as it was made."""
+        """Whether the tensor is unmodified and fills its storage, so that views of the storage are views of it."""
         tensor = self.by_heads
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.storage_offset()
         return alone and tensor._version == self.version
 
     def source(self) -> _Source:
-        """What is kept in its place."""
+        """Return the token layout, to be saved instead of the head layout."""
         tokens = self.by_tokens.detach()
-        if tokens.untyped_storage().nbytes() > tokens.nbytes:  # a part of something larger, which need not stay
+        if tokens.untyped_storage().nbytes() > tokens.nbytes:  # a view of a larger tensor, which need not stay alive
             tokens = tokens.clone()
         stride = self.by_heads.stride()
         return _Source(tokens, tokens._version, self.again, self.by_heads.shape, stride, self.where)
@@ -69,7 +69,7 @@ class _Source:
     where: str
 
     def by_heads(self) -> torch.Tensor:
-        """The tensor in the layout it had."""
+        """Recompute the tensor in head layout, with its original strides."""
         if self.tokens._version != self.version:
             raise SequenceParallelError(
                 f"what attention gave or was given in '{self.where}' has been changed in place, and backward needs it "
@@ -83,22 +83,22 @@ class _Source:
 
     @staticmethod
     def unpack(saved: tuple[_Source, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
-        """A view that autograd saved: (of what, its size, strides and offset)."""
+        """Restore a view that autograd saved as (source, size, strides, offset)."""
         source, size, stride, offset = saved
         return source.by_heads().as_strided(size, stride, offset)
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Whether autograd keeps for a while what gave `tensor`: not where a checkpoint computes it again, in backward."""
+    """Whether autograd stores the inputs of `tensor`; False while an activation checkpoint recomputes them."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1
 
 
 def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchanged]) -> None:
-    """Let autograd keep by tokens what attention saved by heads since `since`.
+    """Replace head layouts that autograd has saved since `since` by token layouts.
 
-    What hooks around the forward keep elsewhere, or compute again, is left to them.
+    Tensors under saved-tensor hooks of the caller (offload, recomputation) are not changed.
     """
     of = {each.by_heads.untyped_storage()._cdata: each for each in exchanged if each.fills_its_memory}
     sources: dict[int, _Source] = {}
@@ -116,7 +116,7 @@ def keep_by_tokens(context: torch.Tensor, since: int, exchanged: Sequence[Exchan
 
 
 def check_heads(heads: int, axis: Axis) -> None:
-    """Raise MeshError, with the nearest sizes, for ranks that query heads cannot be shared out to evenly."""
+    """Raise MeshError if the query heads are not divisible by the ranks; the message has the nearest sizes."""
     if heads % axis.size:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         below, above = [n for n in fits if n < axis.size][-1:], [n for n in fits if n > axis.size][:1]
@@ -128,9 +128,9 @@ def check_heads(heads: int, axis: Axis) -> None:
 
 
 def repeats(heads: int, axis: Axis) -> int:
-    """Copies of each key-value head, so that every rank has those that its query heads read.
+    """Return the number of copies of each key-value head, so that every rank has the heads that its query heads read.
 
-    The copies are as few as can be shared out evenly; each has a part of the head's gradient.
+    The number is the smallest that divides evenly; each copy has a part of the head's gradient.
     """
     return axis.size // gcd(heads, axis.size)
 
@@ -138,7 +138,7 @@ def repeats(heads: int, axis: Axis) -> int:
 def to_heads(
     tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies: int = 1, where: str = "attention"
 ) -> torch.Tensor:
-    """From this rank's slice of the sequence with all heads to the whole sequence with this rank's heads.
+    """Exchange this rank's slice of the sequence, all heads, for the whole sequence, this rank's heads.
 
     `heads` and `sequence` are dims of any layout; each head is copied, see `repeats`.
     """
@@ -156,19 +156,19 @@ def attend(
     where: str = "attention",
     recompute: bool = True,
 ) -> torch.Tensor:
-    """Attention over a sequence that is cut.
+    """Compute attention over a split sequence.
 
     Args:
-        local: takes query, key and value of the whole sequence and this rank's heads, returns the context alike.
-        states: query, key and value: this rank's slice of the sequence, all heads.
+        local: maps query, key and value (whole sequence, this rank's heads) to the context in the same layout.
+        states: query, key and value (this rank's slice of the sequence, all heads).
         axis: ranks of a sequence.
         heads: dim of the heads.
         sequence: dim of the sequence.
-        where: for reports.
-        recompute: exchange again in backward, rather than keep more than this rank's share.
+        where: name for messages.
+        recompute: repeat the all-to-all in backward instead of saving both layouts.
 
     Raises:
-        MeshError: the query heads cannot be shared out evenly.
+        MeshError: the query heads are not divisible by the number of ranks.
     """
     query, key, value = states
     check_heads(query.shape[heads], axis)
@@ -192,12 +192,12 @@ def attend(
 def single_all_to_all(
     input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, group: Any = None
 ) -> torch.Tensor:
-    """All-to-all: scatter dim `scatter_idx` over `group` and gather dim `gather_idx`; differentiable.
+    """Scatter dim `scatter_idx` over `group` and gather dim `gather_idx` (all-to-all); differentiable.
 
     Args:
-        input: at least as many dims as the numbers say.
-        scatter_idx: whole before, this rank's slice after.
-        gather_idx: this rank's slice before, whole after.
+        input: tensor with both dims.
+        scatter_idx: dim that is whole before and split after.
+        gather_idx: dim that is split before and whole after.
         batch_dim_idx: accepted for old scripts; any layout works.
         group: process group of the ranks.
     """
@@ -205,7 +205,7 @@ def single_all_to_all(
 
 
 class _SeqAllToAll:
-    """The name by which old scripts call `single_all_to_all`."""
+    """Old name of `single_all_to_all`."""
 
     @staticmethod
     def apply(
@@ -215,19 +215,19 @@ class _SeqAllToAll:
 
 
 class DistributedAttention(nn.Module):
-    """Any attention over a sharded sequence: inside, each rank has the whole sequence for its heads.
+    """Attention over a split sequence: the inner attention gets the whole sequence for this rank's heads.
 
     Args:
-        local_attention: called with query, key and value of the whole sequence and this rank's heads, then what
-            `forward` was given besides; returns the context in the same layout (heads and their width may be one dim).
-        sequence_process_group: ranks that share a sequence, or their `Axis`.
+        local_attention: called with query, key and value (whole sequence, this rank's heads), then with the other
+            arguments of `forward`; returns the context in the same layout (heads and head width may be one dim).
+        sequence_process_group: ranks of a sequence, or their `Axis`.
         scatter_idx: dim of the heads.
         gather_idx: dim of the sequence.
         sp_stream: accepted for old scripts; collectives are ordered with the computation.
-        num_kv_heads: accepted for old scripts; keys and values say it themselves.
+        num_kv_heads: accepted for old scripts; the number is read from the keys.
 
     Attributes:
-        recompute: repeat the all-to-all in backward instead of saving context and copied heads in two forms.
+        recompute: repeat the all-to-all in backward instead of saving context and copied heads in both layouts.
 
     Example:
         >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
@@ -260,23 +260,23 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's slice to the whole sequence.
+        """Compute the attention of this rank's slice to the whole sequence.
 
         Args:
             query: this rank's slice of the sequence, all heads.
-            key: the same; it may have fewer heads, each for as many neighbouring query heads.
-            value: as `key`.
+            key: the same; may have fewer heads, each shared by several neighbouring query heads.
+            value: the same as `key`.
             batch_dim_idx: accepted for old scripts; any layout works.
-            rotary_pos_emb: pair of tables for the whole sequence, by which query and key are rotated (halves of the
-                width); None: they are rotated already, or need not be.
-            *args: for the local attention.
+            rotary_pos_emb: pair (cos, sin) for the whole sequence, by which query and key are rotated (in halves of the
+                width); None: no rotation.
+            *args: further arguments of the local attention.
             **kwargs: likewise.
 
         Returns:
             The context, in the layout of `query`.
 
         Raises:
-            MeshError: the query heads cannot be shared out evenly.
+            MeshError: the query heads are not divisible by the number of ranks.
         """
 
         def local(*states: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ class DistributedAttention(nn.Module):
 
     @staticmethod
     def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
+        """Apply rotary embedding to the first `cos.shape[-1]` channels; cos and sin broadcast against `tensor`."""
         width = cos.shape[-1]
         turned, others = tensor[..., :width], tensor[..., width:]
         first, second = turned.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Tokenwise functions computed in tiles along the sequence: only one tile's activations exist at a time.
+"""Tiled computation of tokenwise functions along the sequence: only one tile's activations exist at a time.
 
-Forward saves no graph; backward recomputes each tile with its graph, and sums the gradients of the parameters over the
-tiles. A parameter gets one gradient, so engines see an ordinary layer.
+Forward saves no graph. Backward recomputes each tile with its graph, and sums the parameters' gradients over the tiles.
+A parameter gets one gradient per backward, as from an ordinary layer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError
 
-SEQUENCE = 1  # the dim of tokens: `[batch, sequence, …]`
+SEQUENCE = 1  # dim of tokens: `[batch, sequence, …]`
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a function is tiled: of its inputs the first `cut` are tiles of `lengths` tokens, parameters follow.
+    """Tiling of a function: its first `cut` inputs are split into tiles of `lengths` tokens; parameters follow them.
 
-    Results are joined along dim `join`, or added, each times its weight; a tile of weight 0 is not computed.
+    Results are concatenated along dim `join`, or summed with `weights`; a tile of weight 0 is not computed.
     """
 
     compute: Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ class _Tiling:
     weights: Sequence[float]
 
     def tiles(self, inputs: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
-        """The cut inputs, tile by tile."""
+        """Yield the split inputs, tile by tile."""
         return zip(*(tensor.split(list(self.lengths), SEQUENCE) for tensor in inputs[: self.cut]), strict=True)
 
 
@@ -92,10 +92,10 @@ def _tiled(
     join: int | None,
     weigh: Callable[[int, int], float],
 ) -> torch.Tensor:
-    """`compute` of tiles of the tensors `cut`, `[batch, sequence, …]` each; see `_Tiling`.
+    """Apply `compute` to tiles of the tensors `cut`, each `[batch, sequence, …]`; see `_Tiling`.
 
-    `params` are read besides and differentiated; `weigh` weighs a tile by its first token and the one after its last.
-    Where there are fewer tokens than shards, each token is a tile.
+    `params` are further inputs with gradients; `weigh` maps a tile's (first token, end) to its weight. With fewer
+    tokens than shards, each token is a tile.
     """
     lengths = {tensor.shape[SEQUENCE] for tensor in cut}
     if len(lengths) != 1:
@@ -103,7 +103,7 @@ def _tiled(
     tokens = lengths.pop()
     if shards < 1:
         raise ArgumentError(f"{tokens} token(s) cannot be computed in {shards} tiles: give a number from 1 on")
-    shards = min(shards, max(tokens, 1))  # a model with its tiles also generates, token by token
+    shards = min(shards, max(tokens, 1))  # a tiled model also generates, token by token
     ends = [tokens * tile // shards for tile in range(shards + 1)]
     weights = [weigh(first, last) for first, last in zip(ends, ends[1:], strict=False)]
     sizes = [last - first for first, last in zip(ends, ends[1:], strict=False)]
@@ -122,21 +122,21 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """`fn` of a long sequence, tile by tile.
+    """Compute `fn` of a long sequence, tile by tile.
 
     Args:
         fn: takes keyword arguments, returns a tensor.
         seqlen: tokens of the sequence.
         shards: number of tiles.
-        kwargs_to_shard: tensors `[batch, sequence, …]`, cut into tiles.
-        kwargs_to_pass: given to every tile as they are.
-        grad_requiring_tensor_key: which of the cut ones is differentiated; kept for old scripts: all are that ask.
+        kwargs_to_shard: tensors `[batch, sequence, …]`, split into tiles.
+        kwargs_to_pass: passed unchanged to every tile.
+        grad_requiring_tensor_key: accepted for old scripts: all split tensors that require gradients get them.
         compute_params: parameters that `fn` reads.
-        output_unshard_dimension: dim along which results are joined, without a reduction.
-        output_reduction: "mean" (tiles count by their tokens) or "sum" over tiles; None joins them.
+        output_unshard_dimension: dim for concatenating results, if there is no reduction.
+        output_reduction: "mean" (tiles weighted by their tokens) or "sum" over tiles; None: concatenate.
 
     Raises:
-        ArgumentError: the lengths, the number of tiles or the reduction cannot be.
+        ArgumentError: lengths, number of tiles or reduction are invalid.
     """
     if output_reduction not in ("mean", "sum", None):
         raise ArgumentError(f"output_reduction is {output_reduction!r}; it takes 'mean', 'sum' or None")
@@ -157,7 +157,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """The interface through which old scripts call `sequence_tiled_compute`."""
+    """Old interface of `sequence_tiled_compute`."""
 
     @staticmethod
     def apply(
@@ -172,7 +172,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """See `sequence_tiled_compute`; `args` are the values of both lists of keys."""
+        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys."""
         values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut, passed = ({key: values[key] for key in keys} for keys in (keys_to_shard, keys_to_pass))
         how = (grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction)
@@ -180,7 +180,7 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """An MLP block whose wide activations exist for one tile at a time."""
+    """MLP block with the wide activations of only one tile at a time."""
 
     @staticmethod
     def apply(
@@ -190,14 +190,14 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`fn(module, x)`.
+        """Compute `fn(module, x)` in tiles.
 
         Args:
             fn: the block's own forward.
             module: the block.
             x: `[batch, sequence, width]`.
             shards: number of tiles.
-            compute_params: parameters it reads; None: all of the module.
+            compute_params: parameters that `fn` reads; None: all parameters of the module.
 
         Example:
             >>> LlamaMLP.forward = lambda self, x, whole=LlamaMLP.forward: TiledMLP.apply(whole, self, x, 8)
@@ -207,7 +207,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """Logits and loss together: only the logits of one tile exist at a time."""
+    """Logits and loss in one tiled function: only the logits of one tile exist at a time."""
 
     @staticmethod
     def apply(
@@ -220,20 +220,20 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None = None,
         output_reduction: str = "mean",
     ) -> torch.Tensor:
-        """`fn(module, x, y)`, a scalar.
+        """Compute the scalar `fn(module, x, y)` in tiles.
 
         Args:
-            fn: the loss of a tile's tokens: their mean or their sum, as `output_reduction` says.
-            module: what `fn` needs, such as the model with its output projection.
-            x: `[batch, sequence, width]`, what logits are made of.
+            fn: loss of a tile's tokens: their mean or their sum, according to `output_reduction`.
+            module: first argument of `fn`, such as the model with its output projection.
+            x: `[batch, sequence, width]`, inputs of the output projection.
             y: `[batch, sequence]`, labels.
-            mask: `[batch, sequence]`, tokens that the mean of `fn` counts; None: all.
+            mask: `[batch, sequence]`, tokens that the mean of `fn` includes; None: all.
             shards: number of tiles.
-            compute_params: parameters that `fn` reads; None: all of the module.
+            compute_params: parameters that `fn` reads; None: all parameters of the module.
             output_reduction: "mean" or "sum".
 
         Raises:
-            ArgumentError: the lengths, the number of tiles or the reduction cannot be.
+            ArgumentError: lengths, number of tiles or reduction are invalid.
         """
         if output_reduction not in ("mean", "sum"):
             raise ArgumentError(f"output_reduction is {output_reduction!r}; it takes 'mean' or 'sum'")

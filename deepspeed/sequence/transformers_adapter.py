@@ -1,9 +1,9 @@
 """Sequence parallelism for Transformers models, through their attention, mask and loss interfaces.
 
-A model is prepared once (`cut_sequence`): its attention and masks use the functions registered here, and a hook around
+`cut_sequence` prepares a model once: its attention and masks then use the functions registered here, and a hook around
 its forward checks the positions of the batch. If the ranks' positions continue each other, the forward runs on slices:
-masks are made for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens,
-and each rank has its own random numbers for dropout. All other calls, such as `generate`, run on the whole sequence.
+masks cover the whole sequence, attention exchanges sequence slices for heads, the loss covers all tokens, and each rank
+has its own random state for dropout. All other calls, such as `generate`, run on the whole sequence.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, sh
 from deepspeed.sequence.layer import attend, check_heads
 from deepspeed.zero.parameters.module_hooks import Hook
 
-# Logits for each token, and a loss that is the mean over the tokens with labels: by slices, with all tokens' count.
+# Models with per-token logits and a loss that is the mean over labelled tokens, combined over slices.
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification")
-# Logits or losses of one token, or of all together: a slice has none of them.
+# Models with logits or losses of one token or of the whole sequence, which slices cannot provide.
 WHOLE_HEADS = (
     "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining",
     "ForQuestionAnswering", "DoubleHeadsModel",
 )  # fmt: skip
 _LIBRARY = "transformers."
-_KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
+_KEYWORD = "ds_sequence"  # keyword that carries the data from a forward to its attention, also in recomputation
 _MARK = "_ds_sequence_model"
-_PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
+_PREFIX = "ulysses_"  # prefix of the names of split-sequence attention, followed by the local core
 _PRIME = 1_000_003
 
 
 class Sequence:
-    """One forward's whole sequence: positions and mask `[batch, sequence]`, or no mask; labels of this rank's tokens.
+    """Data of one forward for the whole sequence: positions and optional mask `[batch, sequence]`; this rank's labels.
 
-    Labels are there as long as no loss function has read them.
+    `labels` is set until a loss function has read them.
     """
 
     __slots__ = ("axis", "labels", "mask", "model", "positions")
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """A number for the document of each token; None where there is one, or where they see each other."""
+        """Document number of each token; None for a single document, or if documents attend to each other."""
         if self.mask is not None or not self.model.separates:
             return None
         steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
@@ -81,7 +81,7 @@ class Sequence:
         return documents if bool(documents[:, -1].any()) else None
 
     def by_document(self, rule: Callable[..., Any], documents: torch.Tensor) -> Callable[..., Any]:
-        """A mask's rule for packed documents: by positions within one, and tokens of two do not see each other."""
+        """Adapt a mask function to packed documents: positions within a document, no attention across documents."""
         positions = self.positions
 
         def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -95,7 +95,7 @@ _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
 
 
 def gather_positions(own: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The positions [batch, tokens] of whole sequences, from those of each rank's slice."""
+    """All-gather the positions [batch, tokens] of whole sequences from the slices of the ranks."""
     return gathered(own, axis, 1, label="positions of a sequence")
 
 
@@ -103,13 +103,13 @@ position_gathers: Replaceable[Callable[[torch.Tensor, Axis], torch.Tensor]] = Re
 
 
 class SequenceModel:
-    """An outermost model of Transformers, cut along the sequence; `disable_in_eval`: whole sequences in evaluation."""
+    """Outermost Transformers model with split sequences; with `disable_in_eval`, evaluation runs on whole sequences."""
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
-        self.takes_slices = False  # the next forward has to be one of slices
+        self.takes_slices = False  # the next forward must get slices
         self.recompute = True  # see `kept`
-        self.separates = True  # packed documents, whole ones too: some models of Transformers do not
+        self.separates = True  # separate packed documents also in whole sequences: some models do not
         self._before = (model.config._attn_implementation, model.loss_function)
         self._core = ""
         self._names: dict[int, str] = {}
@@ -118,16 +118,16 @@ class SequenceModel:
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy is the plain model
+        return None  # a copy is the original model
 
     @property
     def without_cache(self) -> dict[str, bool]:
-        """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
+        """Arguments that disable the KV cache: with a cache, Transformers ignores packed documents."""
         return without_cache(self.model)
 
     @staticmethod
     def check(model: Any, axis: Axis) -> None:
-        """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
+        """Raise NotAvailableError for an unsupported model, MeshError for heads that are not divisible by the ranks."""
         parameters, config = inspect.signature(model.forward).parameters, model.config
         kinds = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith(_LIBRARY)]
         why, head = "", next((name for name in kinds if name.endswith(WHOLE_HEADS)), "")
@@ -148,7 +148,7 @@ class SequenceModel:
             check_heads(heads, axis)
 
     def install(self, core: str) -> None:
-        """Have the model compute with attention `core` over slices."""
+        """Make the model compute attention over slices, with the local attention `core`."""
         from transformers.loss.loss_utils import ForMaskedLMLoss
 
         self._core = core.removeprefix(_PREFIX)
@@ -157,8 +157,8 @@ class SequenceModel:
         self.model.loss_function = _whole_loss(inner, kind)
         self._token_loss = _whole_loss(ForMaskedLMLoss, TOKEN_HEADS[0])
         self._names = {id(module): name for name, module in self.model.named_modules()}
-        # First of all hooks: what others see of a forward are slices.
-        for module in self.model.modules():  # those inside may be called without the outermost
+        # First of all hooks, so that other hooks see slices.
+        for module in self.model.modules():  # inner models may be called directly
             if is_instance_of(module, "PreTrainedModel"):
                 self._hooks += [
                     module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
@@ -167,12 +167,12 @@ class SequenceModel:
         object.__setattr__(self.model, _MARK, self)
 
     def name_of(self, module: nn.Module) -> str:
-        """Of a module inside, for reports."""
+        """Return the name of a submodule, for messages."""
         return self._names.get(id(module), type(module).__name__)
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Inside, attention is Transformers' own, of whole sequences."""
+        """Context in which the model uses Transformers' own attention, on whole sequences."""
         disabled, cut = self.disable_in_eval, self.model.config._attn_implementation
         self.disable_in_eval = True
         self.model.set_attn_implementation(self._core)
@@ -183,7 +183,7 @@ class SequenceModel:
             self.disable_in_eval = disabled
 
     def remove(self) -> None:
-        """Make it the plain model again."""
+        """Restore the original model."""
         for hook in self._hooks:
             hook.remove()
         implementation, self.model.loss_function = self._before
@@ -191,8 +191,8 @@ class SequenceModel:
         object.__delattr__(self.model, _MARK)
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before forward: its arguments, of slices or as they are."""
-        if _current.get() is not None:  # called by the outermost
+        """Pre-hook of forward: prepare the arguments if they are slices, else leave them unchanged."""
+        if _current.get() is not None:  # call from the outermost model
             self._entered.append((_current.set(_current.get()), None))
             return None
         call = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
@@ -211,16 +211,16 @@ class SequenceModel:
             raise DataError(f"attention_mask has shape {tuple(mask.shape)}: for a split sequence pass [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
         sequence = Sequence(self, positions, whole, call.get("labels"))
-        # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
+        # With a mask, Transformers does not look for packed documents, which a slice shows only in part.
         local = torch.ones_like(call["position_ids"], dtype=torch.bool) if mask is None else mask
         call |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
         self._entered.append((_current.set(sequence), self._fork() if model.training else None))
         return (), call
 
     def _positions(self, call: dict[str, Any], expected: bool) -> torch.Tensor | None:
-        """Positions of the whole sequence; None where the ranks have no slices of one, as in `generate`.
+        """Return the positions of the whole sequence; None if the ranks' inputs are not slices, as in `generate`.
 
-        Slices of documents that repeat themselves may look like whole sequences: `expected` says that these are slices.
+        Slices of equal documents look like whole sequences; `expected` marks inputs that are known to be slices.
         """
         own, tokens = call.get("position_ids"), length_of(call)
         generates = next(caches_in(call), None) is not None
@@ -232,7 +232,7 @@ class SequenceModel:
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
-        # A whole sequence each, or as many documents.
+        # Equal whole sequences, or equal documents, on all ranks.
         if not expected and all(torch.equal(part, slices[0]) for part in slices):
             everyone = all_gather_objects(self.axis, digest(rows))
             if len(set(everyone)) == 1:
@@ -240,7 +240,7 @@ class SequenceModel:
         return whole
 
     def _fork(self) -> torch.Tensor:
-        """Random numbers of this rank's own, for tokens of its own; gives the state to return to."""
+        """Give each rank its own random state, since tokens differ; returns the previous state."""
         accelerator = get_accelerator()
         device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
         drawn = int(torch.randint(1 << 40, (), device=device))
@@ -249,7 +249,7 @@ class SequenceModel:
         return around
 
     def leave(self, model: nn.Module, inputs: Any, output: Any) -> Any:
-        """After forward, whatever became of it: its output, with a loss of all tokens."""
+        """Post-hook of forward, even after an error: return the output, with the loss over all tokens."""
         if not self._entered:
             return None
         try:
@@ -261,7 +261,7 @@ class SequenceModel:
                 get_accelerator().set_rng_state(around)
 
     def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
-        """The output; a model that labels tokens may have lines of its own for its loss, the mean over them."""
+        """Replace the loss of a token classifier's own forward by the mean over the tokens of all ranks."""
         labels = sequence.labels if sequence is not None else None
         if labels is None or output is None:
             return output
@@ -269,12 +269,12 @@ class SequenceModel:
         pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
         loss, logits = pair
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
-        # Its class, or one that it inherits from: a client's has any name. Its forward may be one of Transformers.
+        # Match the class or a base class: users name their classes freely. The forward may come from Transformers.
         labels_tokens = any(kind.__name__.endswith(TOKEN_HEADS) for kind in type(self.model).__mro__)
         known = type(self.model).forward.__module__.startswith(_LIBRARY)
         if (names and loss is None) or not (labels_tokens or (known and scalar)):
             return output
-        # What a forward of a client's own computes is not known to be the mean over the tokens.
+        # The loss of a user's own forward need not be the mean over the tokens.
         alike = known and labels_tokens and scalar and isinstance(logits, torch.Tensor)
         if not alike or logits.shape[:-1] != labels.shape:
             raise NotAvailableError(
@@ -291,31 +291,31 @@ class SequenceModel:
 
 
 def sequence_models(model: nn.Module) -> list[SequenceModel]:
-    """Those inside that were cut."""
+    """Return the models inside with split sequences."""
     return [vars(module)[_MARK] for module in model.modules() if vars(module).get(_MARK) is not None]
 
 
 def cut_sequence(
     model: nn.Module, axis: Axis, core: str | None = None, disable_in_eval: bool = False
 ) -> list[SequenceModel]:
-    """Let the models of Transformers inside `model` take slices of sequences; what is cut already stays so.
+    """Enable split sequences in the Transformers models inside `model`; models that are already prepared stay so.
 
     Args:
-        model: any module; one without a model of Transformers inside takes care of its sequences itself.
-        axis: ranks that share sequences.
-        core: attention that each rank computes, a name of Transformers such as "sdpa"; None: the model's own.
+        model: any module; without a Transformers model inside, it must handle split sequences itself.
+        axis: ranks of a sequence.
+        core: local attention on each rank, a name of Transformers such as "sdpa"; None: the model's own.
         disable_in_eval: see `SequenceModel`.
 
     Raises:
-        NotAvailableError: a model's attention cannot be reached, with what stands in the way.
-        MeshError: query heads cannot be shared out evenly, with the nearest sizes.
+        NotAvailableError: a model's attention cannot be replaced; the message has the reason.
+        MeshError: query heads are not divisible by the ranks; the message has the nearest sizes.
     """
     if axis.size == 1 or "transformers" not in sys.modules:
         return []
     for module in pretrained_models(model).values():
         config: Any = module.config
         known: SequenceModel | None = vars(module).get(_MARK)
-        if known is not None and known.axis is not axis:  # of an engine on other ranks
+        if known is not None and known.axis is not axis:  # from an engine on other ranks
             known.remove()
             known = None
         if known is None:
@@ -325,7 +325,7 @@ def cut_sequence(
 
 
 def _registered(core: str) -> str:
-    """The name of a core's attention over a cut sequence, known to Transformers from now on."""
+    """Register split-sequence attention with a local core in Transformers; returns its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
@@ -341,7 +341,7 @@ def _registered(core: str) -> str:
 
 
 def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
-    """What a module computes under the name of a core: its file may have its own table, and has its eager one."""
+    """Return the attention function that a module uses for a core name: from its own file's table, or its eager one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
 
     home = sys.modules.get(type(module).__module__)
@@ -355,7 +355,7 @@ def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
 
 
 class _Local:
-    """An attention module as its core sees it: this rank's query heads, and what is one number for each of them."""
+    """View of an attention module for its local core: attributes per query head are sliced to this rank's heads."""
 
     def __init__(self, module: nn.Module, axis: Axis, heads: int, kv: int) -> None:
         self._module, self._axis, self._heads = module, axis, heads
@@ -366,7 +366,7 @@ class _Local:
         return self.own(getattr(self._module, name))
 
     def own(self, value: Any) -> Any:
-        """This rank's part of a number for each query head; anything else as it is."""
+        """Return this rank's part of a tensor with one number per query head; other values unchanged."""
         each = isinstance(value, torch.Tensor) and value.is_floating_point()
         if each and value.shape == (self._heads * self._axis.size,):
             return value.narrow(0, self._axis.rank * self._heads, self._heads)
@@ -384,7 +384,7 @@ def _attention(
     ds_sequence: Sequence | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As attention of Transformers: states `[batch, heads, tokens, width]` to a context `[batch, tokens, heads, …]`."""
+    """Attention function for Transformers: `[batch, heads, tokens, width]` to `[batch, tokens, heads, …]`."""
     if ds_sequence is None:
         if _current.get() is not None:
             raise NotAvailableError(
@@ -402,7 +402,7 @@ def _attention(
         return _core_of(module, core)(shown, query, key, value, attention_mask, **own)[0]
 
     model = ds_sequence.model
-    # In memory tokens come before heads, as a model's projections leave them, and as it goes on with the context.
+    # In memory, tokens come before heads, as in the projections before and after attention.
     states = [state.transpose(1, 2) for state in (query, key, value)]
     return attend(local, states, model.axis, 2, 1, model.name_of(module), model.recompute), None
 
@@ -416,7 +416,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
+    """Mask function for Transformers, for the whole sequence: with padding and packed documents of all ranks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     make: Callable[..., Any] = MASKS[core]
@@ -433,8 +433,8 @@ def _mask(
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
-    inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
+    """Wrap a model's loss to cover all tokens of a sequence, equal on all of its ranks, which sum the gradients."""
+    inner = getattr(inner, "_ds_inner", inner)  # for a copy of a prepared model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
         return inner
@@ -481,27 +481,27 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """What a script asked for: see `cut_sequence`."""
+    """Options of a script; see `cut_sequence`."""
 
     core: str | None = None
     disable_in_eval: bool = False
 
 
-_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was handed out
+_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was returned
 
 
 def settings_of(mpu: Any) -> SequenceSettings:
-    """What was registered with a model-parallel unit; with any other, or None, nothing was."""
+    """Return the settings registered with a model-parallel unit; defaults for any other object."""
     return _asked.get(mpu, SequenceSettings()) if isinstance(mpu, Mesh) else SequenceSettings()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
-    """A mesh in which that many neighbouring ranks share a sequence; it works as a model-parallel unit.
+    """Create a mesh with sequence-parallel groups of neighbouring ranks; it also serves as a model-parallel unit (mpu).
 
     All ranks must call together; process groups are initialized if necessary.
 
     Raises:
-        MeshError: the number of ranks is not divisible.
+        MeshError: the number of ranks is not divisible by the size.
     """
     if not is_initialized():
         init_distributed()
@@ -526,12 +526,12 @@ class UlyssesSPAttentionHF:
         """Prepare `initialize(…, mpu=…)`, which adapts the model; a model that is passed here is adapted immediately.
 
         Args:
-            model_name_or_path: a model of Transformers, or where its configuration is found.
-            core_attn_implementation: the attention of each rank, such as "sdpa"; None: the model's own.
-            sequence_parallel_size: ranks that share a sequence.
-            micro_batch_size: accepted for old scripts; batches say it themselves.
+            model_name_or_path: a model of Transformers, or the location of its configuration.
+            core_attn_implementation: local attention of each rank, such as "sdpa"; None: the model's own.
+            sequence_parallel_size: number of ranks per sequence.
+            micro_batch_size: accepted for old scripts; the size is read from each batch.
             seq_length: tokens of every sequence, if all have the same length.
-            seq_length_is_variable: they are not.
+            seq_length_is_variable: whether sequences have different lengths.
             disable_in_eval: compute whole sequences in evaluation.
             max_length: old name of `seq_length`.
 
@@ -539,9 +539,9 @@ class UlyssesSPAttentionHF:
             A new mesh, with `get_sequence_parallel_group()` and similar methods.
 
         Raises:
-            ArgumentError: the sequence does not divide.
-            MeshError: ranks or query heads do not, with the nearest sizes.
-            NotAvailableError: the model's attention cannot be reached.
+            ArgumentError: the sequence length is not divisible by the number of ranks.
+            MeshError: ranks or query heads are not divisible; the message has the nearest sizes.
+            NotAvailableError: the model's attention cannot be replaced.
         """
         tokens = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and (tokens is None or tokens % sequence_parallel_size):
@@ -557,7 +557,7 @@ class UlyssesSPAttentionHF:
             config = AutoConfig.from_pretrained(model_name_or_path)  # pyright: ignore[reportArgumentType]
         if (heads := config_number(text_config(config), HEAD_KEYS[:1])) is not None:
             check_heads(heads, mesh.axis("sp"))
-        unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
+        unit = copy(mesh)  # meshes of equal sizes are one object, but settings must not be shared
         _asked[unit] = settings = SequenceSettings(core_attn_implementation, disable_in_eval)
         if model is not None:
             cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)

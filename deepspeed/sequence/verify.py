@@ -1,4 +1,4 @@
-"""Compares a sequence-parallel model with the whole one on a small example batch."""
+"""Verification of a sequence-parallel model against its unsplit form, on a small example batch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from deepspeed.foundation.transformers_model import text_config
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.sequence.transformers_adapter import SequenceModel
 
-_TOKENS = 5  # per rank
+_TOKENS = 5  # tokens per rank
 PACKED = "packed"
 T = TypeVar("T")
 
 
 def prove(model: SequenceModel, everyone: Axis) -> None:
-    """Compare a model on slices with itself on whole sequences: one batch padded on its left, one of packed documents.
+    """Compare a model on slices with itself on whole sequences: a left-padded batch, and a batch of packed documents.
 
-    All ranks of `everyone`, which compute with these layers, call together: their forwards meet.
+    All ranks of `everyone`, which compute with these layers, call together, because their forwards communicate.
 
     Raises:
-        SequenceParallelError: on every rank, with the differences by rank, or with the error of one of them.
+        SequenceParallelError: on every rank, with the differences by rank, or with the error of one rank.
     """
     _Comparison(model, everyone).run()
 
@@ -52,7 +52,7 @@ class _Comparison:
             raise self._error(wrong)
 
     def _together(self, action: Callable[[], T]) -> T:
-        """What an action gives this rank; where a rank raises, all end."""
+        """Run an action; an error on any rank is raised on all."""
         return run_collectively(self._everyone, action).result_or_raise(self._error)
 
     def _error(self, texts: Sequence[str]) -> SequenceParallelError:
@@ -63,7 +63,7 @@ class _Comparison:
         )
 
     def _batches(self) -> dict[str, dict[str, Any]]:
-        """Two sequences each: padded on the left, and packed of two documents."""
+        """Create batches of two sequences each: padded on the left, and packed from two documents."""
         device = next(self._model.parameters()).device
         ids = example_tokens(self._model.config, 2, self._tokens)
         mask, padding = torch.ones_like(ids), getattr(text_config(self._model), "pad_token_id", None)
@@ -78,7 +78,7 @@ class _Comparison:
         }
 
     def _compared(self, kind: str, batch: dict[str, Any]) -> list[str]:
-        """What differs, by rank. Documents see each other over slices too, where the model lets them in whole ones."""
+        """Return the differences, by rank. Documents attend to each other if they do so on whole sequences."""
         texts: list[str] = []
         for separates in (self._adapted.separates, False):
             self._adapted.separates = separates
@@ -114,15 +114,15 @@ class _Comparison:
             what = f"outputs of {kind} sequences differ"
             if by_token:
                 wanted, got = wanted[:, own_tokens][counted], got[counted]
-            elif wanted.shape != got.shape:  # the model's own affair
+            elif wanted.shape != got.shape:  # depends on the model
                 continue
-            else:  # of one token that it takes for the first or last
+            else:  # outputs of a single token, such as the first or last one
                 what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
             if (relative := relative_difference(got, wanted)) > tolerance(dtype):
                 yield f"{what} by {relative:.2g} of their largest value"
 
     @staticmethod
     def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
-        """Floating tensors, by the names they have."""
+        """Return the floating-point tensors of an output, by name."""
         named = output.items() if isinstance(output, Mapping) else [("output", output)]
         return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server around the inference engine."""
+"""OpenAI-compatible HTTP server around the inference engine."""

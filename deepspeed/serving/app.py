@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from deepspeed.serving.protocol import APIError, BaseRequest, ChatCompletionRequest, CompletionRequest
 from deepspeed.serving.service import PendingRequest, Service
 
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # paths that clients make up would be no end
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # unknown paths would create unlimited metrics
 
 
 class Endpoints:
-    """What each path answers."""
+    """Handlers of the HTTP paths."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def app(self) -> FastAPI:
-        """The web application."""
+        """Create the web application."""
         app = FastAPI(title="ds_serve", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_exception_handler(APIError, self._refuse)
         app.add_exception_handler(404, self._refuse_path)
@@ -103,9 +103,9 @@ class Endpoints:
         try:
             body = await self._answer_unless_gone(request, pending)
         finally:
-            pending.close()  # a task that is cancelled before it began closes nothing
+            pending.close()  # a task that is cancelled before its start closes nothing
         if body is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         counter.inc()
         return JSONResponse(body)
 
@@ -116,7 +116,7 @@ class Endpoints:
             raise APIError(401, "Incorrect API key provided", code="invalid_api_key", kind="authentication_error")
 
     async def _body(self, request: Request) -> bytes:
-        """The body, read no further than its limit."""
+        """Read the body, up to its size limit."""
         most, body = self._service.options.max_body, bytearray()
         length = request.headers.get("content-length", "")
         too_long = APIError(400, f"The body is longer than {most} bytes", code="request_too_large")
@@ -129,7 +129,7 @@ class Endpoints:
         return bytes(body)
 
     async def _answer_unless_gone(self, request: Request, pending: PendingRequest) -> dict[str, Any] | None:
-        """The answer; None when the client went away, and then its work is cancelled."""
+        """Return the answer; if the client disconnects, cancel its work and return None."""
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -147,7 +147,7 @@ class Endpoints:
 
 
 class _ResponseStream(StreamingResponse):
-    """A stream that gives its request up however it ends, begun or not."""
+    """Streaming response that cancels its request at the end, even if the stream never began."""
 
     def __init__(self, pending: PendingRequest, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

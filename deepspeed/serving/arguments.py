@@ -1,4 +1,4 @@
-"""The arguments of `ds_serve`: the model, the limits and the address."""
+"""Arguments of `ds_serve`: model, limits and address."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
     "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
 }  # fmt: skip
-_LONGEST = 1e8  # seconds; the event loop's clock has an end
+_LONGEST = 1e8  # seconds; the event loop's clock is limited
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine's process needs.
+    """Options of the engine process.
 
     Attributes:
-        model: a folder of Transformers, or a name that it resolves.
-        dtype: "auto" (the folder's), "fp32", "bf16" or "fp16".
+        model: a folder of Transformers, or a name on the hub.
+        dtype: "auto" (that of the folder), "fp32", "bf16" or "fp16".
         quantize: "", "int8" or "int4".
-        checkpoint: weights in place of the folder's, in any form that `init_inference` takes.
-        threads: of torch; 0 leaves its own choice.
-        cache_bytes: of keys and values; 0 lets the generator choose.
-        max_sequences: sequences that run at once.
-        max_length: tokens of prompt and answer; 0 takes the model's own limit.
-        max_batch_tokens: rows of a pass.
-        speculation: tokens guessed at a time.
-        prefix_cache: whether beginnings that are known are not computed again.
-        lossless_weights: whether bf16 matrices are held in 12 bits, where that is computed with; every bit is kept.
+        checkpoint: weights that replace those of the folder, in any form that `init_inference` accepts.
+        threads: threads of torch; 0: torch's default.
+        cache_bytes: size of the KV cache; 0: chosen by the generator.
+        max_sequences: maximum number of running sequences.
+        max_length: maximum number of tokens of prompt and answer; 0: the model's own limit.
+        max_batch_tokens: maximum number of rows in a pass.
+        speculation: number of draft tokens per pass.
+        prefix_cache: whether known prefixes are reused.
+        lossless_weights: whether bf16 matrices are packed in 12 bits, if supported, without loss.
     """
 
     model: str
@@ -53,22 +53,22 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the web process needs.
+    """Options of the web process.
 
     Attributes:
-        engine: of the other process.
-        name: of the model in requests and answers.
-        host: address to listen at.
-        port: 0 takes a free one.
-        api_keys: one of them must come as a bearer token; none means everybody is served.
-        max_waiting: requests accepted beyond those that run; more are answered 429.
-        max_body: bytes of a request.
-        max_choices: answers to one request, over all of its prompts.
-        timeout: seconds until a request is given up.
-        step_timeout: seconds without a step, while requests are there, after which health is 503.
-        drain: seconds that running requests have after SIGTERM.
-        grace: seconds between the engine's death and the end of this process, in which health says so.
-        chat_template: a Jinja file in place of the tokenizer's own.
+        engine: options of the engine process.
+        name: name of the model in requests and answers.
+        host: address to listen on.
+        port: 0: a free port.
+        api_keys: accepted bearer tokens; empty: no authentication.
+        max_waiting: maximum number of waiting requests; further ones get status 429.
+        max_body: maximum bytes of a request.
+        max_choices: maximum number of answers to one request, over all of its prompts.
+        timeout: seconds until a request is cancelled.
+        step_timeout: seconds without a step, with open requests, after which health is 503.
+        drain: seconds for running requests to finish after SIGTERM.
+        grace: seconds from the engine's death to the end of this process, during which health reports it.
+        chat_template: a Jinja file that replaces the tokenizer's own template.
     """
 
     engine: EngineOptions
@@ -87,10 +87,10 @@ class ServeOptions:
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
-    """The command line of `ds_serve`."""
+    """Parse the command line of `ds_serve`."""
     args = _parser().parse_args(arguments)
     keys = list(args.api_key)
-    if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
+    if not all(key.strip() for key in keys):  # an unset variable gives an empty key, which would disable authentication
         raise ArgumentError("--api-key is empty; leave it out to need none")
     if args.api_key_file:
         lines = [line.strip() for line in _read(args.api_key_file).splitlines() if line.strip()]

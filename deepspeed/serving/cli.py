@@ -1,4 +1,4 @@
-"""`ds_serve MODEL`: the engine runs in a child process, HTTP in this one."""
+"""Command `ds_serve MODEL`: the engine runs in a child process, HTTP in this process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from deepspeed.serving.engine import EngineProcess
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server. Returns 0 when it was asked to end and all requests were answered; 1 when the engine could not
-    start or has ended; 2 for wrong arguments."""
+    """Run the server. Returns 0 after a requested shutdown with all requests answered; 1 if the engine could not start
+    or has ended; 2 for wrong arguments."""
     try:
         options = parse(arguments)
     except DeepSpeedError as error:
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(serve(options))
-    except (DeepSpeedError, OSError, ValueError) as error:  # Transformers says so where there is no model
+    except (DeepSpeedError, OSError, ValueError) as error:  # errors of Transformers for missing models
         print(f"ds_serve: {error}", file=sys.stderr)
         return 1
 
 
 async def serve(options: ServeOptions) -> int:
-    """Start the engine, answer until a signal or the engine's end; returns the exit code."""
+    """Start the engine and answer requests until a signal or the engine's end; returns the exit code."""
     import uvicorn
     from transformers import AutoTokenizer
 
@@ -51,7 +51,7 @@ async def serve(options: ServeOptions) -> int:
     from deepspeed.serving.service import Service
 
     say_untested()
-    listening = _bound(options.host, options.port)  # what cannot be had is said before the model is loaded
+    listening = _bound(options.host, options.port)  # report invalid options before the model is loaded
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
@@ -66,7 +66,7 @@ async def serve(options: ServeOptions) -> int:
         raise
     level, reason = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
     logger.log(level, "ds_serve: %s generates by %s%s", options.name, ready.kind, reason)
-    try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
+    try:  # always end the engine process: it ignores signals
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(
             Endpoints(service).app(), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
@@ -75,7 +75,7 @@ async def serve(options: ServeOptions) -> int:
         logger.info("ds_serve: listening at http://%s:%d", *listening.getsockname()[:2])
 
         class Server(uvicorn.Server):
-            """Leaves signals to us: its own way ends the process by the signal it got, whatever was drained."""
+            """Uvicorn server without its signal handlers, which end the process by the signal even after draining."""
 
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
@@ -93,9 +93,9 @@ async def serve(options: ServeOptions) -> int:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, that does not listen yet."""
-    # The protocol by its name: asyncio looks at it before it turns off Nagle's delays, 40 ms of every answer that
-    # follows another on its connection.
+    """Bind a socket to an address, without listening."""
+    # Explicit protocol: asyncio checks it before it disables Nagle's algorithm, which would delay further answers on a
+    # connection by 40 ms.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -108,7 +108,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _on_signal(service: Any, server: Any) -> list[str]:
-    """The first signal drains, the second ends at once; returns the list that signals are put in."""
+    """Install handlers: the first signal drains, the second ends immediately; returns the list of received signals."""
     signals: list[str] = []
 
     def take(name: str) -> None:
@@ -127,7 +127,7 @@ def _on_signal(service: Any, server: Any) -> list[str]:
 
 
 async def _exit_after(ended: asyncio.Event, server: Any, grace: float) -> None:
-    """When the engine is gone, health says so for a while, then the process ends."""
+    """End the process some time after the engine's end; until then, health reports it."""
     await ended.wait()
     await asyncio.sleep(grace)
     server.should_exit = server.force_exit = True

@@ -1,4 +1,4 @@
-"""The engine as the web process sees it: a child process, and a receiver for each running request."""
+"""Engine as seen by the web process: a child process, and a receiver for each running request."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Su
 
 
 class EngineGone(UsageError):
-    """The engine's process has ended; no request is answered any more."""
+    """Error: the engine process has ended, so no request can be answered."""
 
 
 class EngineProcess:
-    """Starts the engine's process and carries messages; answers come on the event loop.
+    """Starts the engine process and exchanges messages with it; answers arrive on the event loop.
 
     Args:
-        options: of the engine.
+        options: options of the engine.
         on_step: called on the event loop with every `Step`.
-        on_end: called on the event loop once, when the process is gone, with the reason.
+        on_end: called once on the event loop, with the reason, when the process has ended.
     """
 
     def __init__(self, options: EngineOptions, on_step: Callable[[Step], None], on_end: Callable[[str], None]) -> None:
@@ -43,10 +43,10 @@ class EngineProcess:
         self._stopping = False
 
     async def start(self) -> Ready:
-        """Start, and wait until the model is loaded.
+        """Start the process, and wait until the model is loaded.
 
         Raises:
-            EngineGone: it could not be loaded; the message says why.
+            EngineGone: the model could not be loaded; the message has the reason.
         """
         context = multiprocessing.get_context("spawn")
         self._loop = asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there and has not said that it ends."""
+        """Whether the process runs and has not announced its end."""
         return not self._ended.is_set() and not self.failure
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -82,18 +82,18 @@ class EngineProcess:
     def submit(
         self, tokens: list[int], sampling: dict[str, Any], put: Callable[[TokenChunk | Refused | None], None]
     ) -> int:
-        """Hand a request over.
+        """Submit a request to the engine.
 
         Args:
             tokens: the prompt.
             sampling: keyword arguments of `SamplingParams`.
-            put: called with what comes of it: parts; a refusal; None when the engine is gone.
+            put: called with each result: chunks of tokens; a refusal; None if the engine has ended.
 
         Returns:
-            Its number.
+            Number of the request.
 
         Raises:
-            EngineGone: there is no engine.
+            EngineGone: the engine has ended.
         """
         if not self.alive:
             raise EngineGone(self.failure or "the engine's process has ended")
@@ -103,12 +103,12 @@ class EngineProcess:
         return self._next
 
     def cancel(self, ident: int) -> None:
-        """Give a request up; nothing happens when it is finished."""
+        """Cancel a request; finished requests are ignored."""
         if self.live.pop(ident, None) is not None and self.alive:
             self._outbox.put(Cancel(ident))
 
     async def stop(self, patience: float = 10.0) -> None:
-        """End the process; running requests are given up."""
+        """End the process; running requests are cancelled."""
         self._stopping = True
         for ident in list(self.live):
             self.cancel(ident)
@@ -131,7 +131,7 @@ class EngineProcess:
     # -- threads --------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Hand messages to the event loop until the pipe ends."""
+        """Forward messages to the event loop until the pipe closes."""
         while True:
             try:
                 message = self._pipe.recv()
@@ -170,7 +170,7 @@ class EngineProcess:
             put(message)
 
     def _over(self) -> None:
-        """The process is gone: everybody who waits is told."""
+        """Notify all waiting requests that the process has ended."""
         code = self._process.exitcode
         self.failure = self.failure or ("" if self._stopping else f"the engine's process ended with code {code}")
         for put in self.live.values():

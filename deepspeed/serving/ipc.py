@@ -1,4 +1,4 @@
-"""The messages between the web process and the engine's process."""
+"""Messages between the web process and the engine process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Submit:
-    """A request: its number, the prompt's tokens, and the keyword arguments of `SamplingParams`."""
+    """Submit a request: its number, the prompt's tokens, and the keyword arguments of `SamplingParams`."""
 
     ident: int
     tokens: list[int]
@@ -17,19 +17,19 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits for this request any more."""
+    """Cancel a request."""
 
     ident: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End, once everything sent before is done."""
+    """End the engine after all earlier messages."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine is loaded: the longest text, and how it generates."""
+    """Report a loaded engine: its maximum length, and its kind of generation."""
 
     max_length: int | None
     kind: str
@@ -38,14 +38,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine ends, and why."""
+    """Report the end of the engine, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A request that the generator does not take, and why."""
+    """Report a refused request, with the reason."""
 
     ident: int
     reason: str
@@ -53,7 +53,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """New tokens of a request: see `deepspeed.inference.request.Output`.
+    """New tokens of a request; see `deepspeed.inference.request.Output`.
 
     `logprobs` are (token, log-probability, ((token, log-probability), …)).
     """
@@ -68,13 +68,13 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class Step:
-    """One step is over, or the engine has nothing to do.
+    """Report a finished step, or that the engine has no work.
 
     Attributes:
-        number: of steps so far.
-        parts: what it brought.
-        running, waiting, free_pages, pages, preemptions: the generator's load.
-        idle: there was nothing to do.
+        number: number of steps so far.
+        parts: outputs of the step.
+        running, waiting, free_pages, pages, preemptions: load of the generator.
+        idle: whether there was no work.
     """
 
     number: int

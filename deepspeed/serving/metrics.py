@@ -1,4 +1,4 @@
-"""The Prometheus metrics."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Metrics:
         return make  # type: ignore[return-value]
 
     def step(self, step: Step) -> None:
-        """Take in what the engine says of itself."""
+        """Update the metrics from a step's report."""
         self.steps.inc(step.number - self._seen.number)
         self.preemptions.inc(max(step.preemptions - self._seen.preemptions, 0))
         self.new_tokens.inc(sum(len(part.tokens) for part in step.parts))
@@ -48,5 +48,5 @@ class Metrics:
         self._seen = step
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

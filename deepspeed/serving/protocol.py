@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepspeed.errors import DeepSpeedError
 
-# Fields that say nothing about the answer: taken and left alone.
+# Fields without effect on the answer: accepted and ignored.
 IGNORED_FIELDS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }  # fmt: skip
-# field: values that ask for nothing
+# field: values that request nothing
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
@@ -23,8 +23,8 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class APIError(DeepSpeedError):
-    """A request that is not answered: the HTTP status, OpenAI's field, code and `kind` of error, and the seconds after
-    which it may be repeated."""
+    """Error response: HTTP status, OpenAI's field, code and `kind` of error, and the seconds until the client may
+    retry."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str = "",
@@ -35,7 +35,7 @@ class APIError(DeepSpeedError):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Return the error in OpenAI's format."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
@@ -46,7 +46,7 @@ class StreamOptions(BaseModel):
 
 
 class BaseRequest(BaseModel):
-    """What both endpoints take."""
+    """Common fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str
@@ -70,7 +70,7 @@ class BaseRequest(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Any:
-        """A request from its bytes; `APIError` 400 names the field that is wrong."""
+        """Parse a request; an `APIError` with status 400 names the wrong field."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -97,15 +97,15 @@ class BaseRequest(BaseModel):
         return stops
 
     def wanted_tokens(self) -> int | None:
-        """Tokens of the answer at most; None: as many as there is room for."""
+        """Maximum number of tokens of the answer; None: no limit except the available room."""
         return self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to each token; None: no log-probabilities."""
+        """Number of alternatives per token; None: no log-probabilities."""
         return None
 
     def sampling(self, most: int) -> dict[str, Any]:
-        """The keyword arguments of `SamplingParams`, but for `index`."""
+        """Return the keyword arguments of `SamplingParams`, except `index`."""
         options: dict[str, Any] = {
             "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
@@ -133,7 +133,7 @@ class BaseRequest(BaseModel):
 
 
 class CompletionRequest(BaseRequest):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = False
@@ -148,7 +148,7 @@ class CompletionRequest(BaseRequest):
         return prompts
 
     def wanted_tokens(self) -> int | None:
-        """OpenAI's default is 16."""
+        """Maximum number of tokens of the answer; OpenAI's default is 16."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
@@ -156,7 +156,7 @@ class CompletionRequest(BaseRequest):
 
 
 class Text(BaseModel):
-    """A part of a message's content."""
+    """Text part of a message's content."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
@@ -164,7 +164,7 @@ class Text(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a chat."""
+    """Message of a chat."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant"]
@@ -173,13 +173,13 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """What chat templates read."""
+        """Return the message in the form for chat templates."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatCompletionRequest(BaseRequest):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -187,11 +187,11 @@ class ChatCompletionRequest(BaseRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def wanted_tokens(self) -> int | None:
-        """The newer name goes first."""
+        """Maximum number of tokens of the answer; the newer field has priority."""
         return self.max_completion_tokens or self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        """`top_logprobs`, where `logprobs` is on."""
+        """`top_logprobs`, if `logprobs` is on."""
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -16,13 +16,13 @@ _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(body: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"data: {_encoded(body)}\n\n"
 
 
 @dataclass(eq=False)
 class ResponseChoice:
-    """One answer as it grows: its index among the answers of a request, the prompt's tokens, and with `echo` the text
+    """State of one answer: its index among the answers of a request, the prompt's tokens, and with `echo` the text
     `lead` before the first token."""
 
     index: int
@@ -36,7 +36,7 @@ class ResponseChoice:
     reason: str | None = None
 
     def take(self, part: TokenChunk) -> tuple[str, list[Any]]:
-        """New text and log-probabilities."""
+        """Append tokens; returns their new text and log-probabilities."""
         self.tokens += len(part.tokens)
         if part.finish_reason is None:
             text = self.stream.push(part.tokens)
@@ -48,7 +48,7 @@ class ResponseChoice:
 
 
 class ResponseFormatter:
-    """The form of the responses to one request: messages with `chat`, else text."""
+    """Formatter of the responses to one request: messages with `chat`, else text."""
 
     def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool) -> None:
         self._tokenizer, self._chat, self._wants = tokenizer, chat, wants_logprobs
@@ -56,7 +56,7 @@ class ResponseFormatter:
         self._head = {"id": self.ident, "created": int(time.time()), "model": model}
 
     def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the whole response to a request without streaming."""
         bodies = []
         for choice in choices:
             text = "".join(choice.text)
@@ -69,24 +69,24 @@ class ResponseFormatter:
         return {**self._head, "object": kind, "choices": bodies, "usage": self._usage(choices)}
 
     def first(self, choice: ResponseChoice) -> dict[str, Any]:
-        """The chunk of a chat that says who speaks."""
+        """Return the first chunk of a chat, with the role."""
         return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def chunk(self, choice: ResponseChoice, text: str, logprobs: list[Any]) -> dict[str, Any]:
-        """New text; the reason with the last one."""
+        """Return a chunk with new text, and in the last chunk the finish reason."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"delta": {"content": text} if text or choice.reason is None else {}}
         return self._chunk(choice.index, content, self._logprobs(choice, logprobs), choice.reason)
 
     def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
-        """The chunk with the usage."""
+        """Return the final chunk, with the usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": [], "usage": self._usage(choices)}
 
     @staticmethod
     def _usage(choices: list[ResponseChoice]) -> dict[str, int]:
-        """Tokens read and written; several answers to one prompt read it once."""
+        """Count prompt and answer tokens; a prompt with several answers counts once."""
         prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
         read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -124,6 +124,6 @@ class ResponseFormatter:
         return {"token": name, "logprob": value, "bytes": list(name.encode("utf-8", "replace"))}
 
     def _name(self, token: int) -> str:
-        """Its text; the vocabulary's own spelling where it is no whole character, so that names differ."""
+        """Return a token's text; tokens without a whole character get the vocabulary's spelling, so names differ."""
         text = self._tokenizer.decode([token])
         return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text

@@ -1,4 +1,4 @@
-"""Runs requests on the engine: admission, tokenization, streaming of answers, timeouts and cancellation."""
+"""Request handling: admission, tokenization, streaming of answers, timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deepspeed.serving.metrics import Metrics
 from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest
 from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 
-_LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
+_LONG = 20_000  # characters from which a prompt is tokenized in a thread
 
 
 class PendingRequest:
-    """One request on its way: its choices, and the queue in which their parts arrive. `leads` are the texts that go
-    before the answers to each of the prompts."""
+    """Request in progress: its choices, and the queue of their chunks. `leads` are the texts before each prompt's
+    answers."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PendingRequest:
         self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
         self._arrived: list[tuple[int, TokenChunk | Refused | None]] = []
-        self._waiting: asyncio.Future[None] | None = None  # of the reader, while nothing is there for it
+        self._waiting: asyncio.Future[None] | None = None  # future of the waiting reader
         self._late = False
         self._sampling = []
         stops, copies = request.stops(), request.n or 1
@@ -50,7 +50,7 @@ class PendingRequest:
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
-        """Hand every choice to the engine."""
+        """Submit every choice to the engine."""
         for choice, sampling in zip(self.choices, self._sampling, strict=True):
             ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
             self._idents[choice.index] = ident
@@ -72,7 +72,7 @@ class PendingRequest:
         self._wake()
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Cancel unfinished choices."""
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
         self._idents.clear()
         for ident in gone:
@@ -81,9 +81,9 @@ class PendingRequest:
             self._service.metrics.cancelled.inc()
 
     async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
-        """Parts as they come; what came while the reader was slow comes together.
+        """Yield chunks as they arrive; chunks that arrived since the last read come together.
 
-        A future and one timer: `asyncio.wait_for` makes a task for each token.
+        Uses one future and one timer, because `asyncio.wait_for` would create a task per token.
         """
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.deadline - time.monotonic(), self._out_of_time)
@@ -120,7 +120,7 @@ class PendingRequest:
 
 
 class Service:
-    """What the endpoints share; the engine is started."""
+    """State shared by the endpoints; the engine must be started."""
 
     def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
         self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
@@ -130,7 +130,7 @@ class Service:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def admit(self, choices: int) -> None:
-        """Refuse what would only wait: 503 while the server ends, 429 when enough wait already."""
+        """Refuse requests that would only wait: 503 during shutdown, 429 if too many are waiting."""
         if self.draining:
             raise APIError(503, "the server is ending", code="draining", retry_after=5)
         if not self.engine.alive:
@@ -144,7 +144,7 @@ class Service:
             )  # fmt: skip
 
     async def call(self, request: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
-        """A request with its prompts as tokens, handed to the engine."""
+        """Tokenize a request's prompts and submit them to the engine."""
         if request.model != self.options.name:
             text = f"The model {request.model!r} does not exist; there is {self.options.name!r}"
             raise APIError(404, text, "model", "model_not_found")
@@ -158,10 +158,10 @@ class Service:
             raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
         self.admit(choices)
         prompts, leads = await self._prompts(request)
-        self.admit(choices)  # others may have come meanwhile
+        self.admit(choices)  # other requests may have arrived
         call = PendingRequest(self, request, prompts, leads)
         try:
-            call.start()  # in one go with the look at what is under way: requests that come together are counted
+            call.start()  # without interruption after the check, so that simultaneous requests are counted
         except EngineGone as error:
             raise APIError(503, str(error), code="engine_ended") from None
         return call
@@ -195,7 +195,7 @@ class Service:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates refuse in their own words, with errors of Jinja's or others
+        except Exception as error:  # templates may raise Jinja errors or any others
             raise APIError(
                 400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
             ) from None
@@ -206,14 +206,14 @@ class Service:
 
         try:
             tokens = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
-        except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON and no text
+        except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON but invalid text
             raise APIError(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
         if not tokens:
             raise APIError(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
         return tokens
 
     def room(self, prompt: list[int], request: CompletionRequest | ChatCompletionRequest) -> int:
-        """Tokens that the answer may have."""
+        """Return the maximum number of tokens of the answer."""
         limit = self.engine.ready.max_length if self.engine.ready is not None else None
         wanted = request.wanted_tokens()
         if limit is None:
@@ -232,7 +232,7 @@ class Service:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def answer(self, call: PendingRequest) -> dict[str, Any]:
-        """The whole answer; cancelled with its caller."""
+        """Return the whole answer; cancelled together with the caller."""
         try:
             async for parts in call.parts():
                 for choice, part in parts:
@@ -244,7 +244,7 @@ class Service:
             call.close()
 
     async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
-        """Server-sent events; an error after the first is an event too."""
+        """Yield server-sent events; errors after the first event are sent as events too."""
         options = call.request.stream_options
         try:
             async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
@@ -259,7 +259,7 @@ class Service:
             call.close()
 
     def _events(self, call: PendingRequest, parts: list[tuple[ResponseChoice, TokenChunk]]) -> list[str]:
-        """Events of parts: those of one choice that came together are one."""
+        """Create events from chunks; chunks of the same choice that arrived together form one event."""
         new: dict[int, tuple[str, list[Any]]] = {}
         events = []
         for choice, part in parts:
@@ -277,7 +277,7 @@ class Service:
     # -- health ---------------------------------------------------------------------------------------------------
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and what the engine last reported; nothing here is made up by the web process."""
+        """Return the status and the engine's last report."""
         engine, age = self.engine, time.monotonic() - self.engine.last_step
         stuck = bool(engine.live) and age > self.options.step_timeout
         if not engine.alive:

@@ -1,4 +1,4 @@
-"""The engine's process: a model, its generator, and a pipe. It ends when the pipe closes."""
+"""Engine process: a model, its generator, and a pipe. The process ends when the pipe closes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from deepspeed.serving.arguments import EngineOptions
 from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
 
-BEAT = 0.5  # seconds between two signs of life while there is nothing to do
+BEAT = 0.5  # seconds between heartbeats without work
 
 
 def load(options: EngineOptions) -> tuple[Any, Any]:
-    """The model in evaluation mode, and its tokenizer."""
+    """Load the model in evaluation mode, and its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -31,13 +31,13 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     wanted: Any = dtypes.get(options.dtype, "auto")
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
     packed = getattr(config, "quantization_config", None)
-    readable = packed and Path(options.model).is_dir() and not unread(packed)  # other forms are Transformers' work
+    readable = packed and Path(options.model).is_dir() and not unread(packed)  # Transformers loads other formats
     checkpoint = options.checkpoint or (options.model if readable else "")
     if checkpoint:
-        dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # left out, it is the folder's
+        dtype_argument = {} if wanted == "auto" else {"dtype": wanted}  # default: that of the folder
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, **dtype_argument)
-        if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
+        if (Path(options.model) / "generation_config.json").is_file():  # it may name further end tokens
             model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
@@ -50,14 +50,14 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
 
 
 def main(options: EngineOptions, pipe: Connection) -> None:
-    """Load, then serve the pipe until it ends. Signals of the terminal are for the web process."""
+    """Load the model, then serve the pipe until it closes. Terminal signals are left to the web process."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     try:
         engine = _Engine(options, pipe)
         pipe.send(Ready(engine.generator.limit, engine.generator.kind, engine.generator.why or ""))
         engine.run()
-    except (EOFError, BrokenPipeError):  # the web process is gone
+    except (EOFError, BrokenPipeError):  # the web process has ended
         sys.exit(1)
     except Exception as error:
         traceback.print_exc()
@@ -85,7 +85,7 @@ class _Engine:
         )
 
     def run(self) -> None:
-        """Take messages, make one step, report it; until a `Stop`."""
+        """Loop until `Stop`: read messages, run one step, report it."""
         while True:
             self._take()
             if not self.generator.idle:
@@ -99,7 +99,7 @@ class _Engine:
                 self._report([], idle=True)
 
     def _take(self) -> None:
-        """All messages that are there; with nothing to do, wait for one as long as a beat."""
+        """Read all available messages; without work, wait for one until the next heartbeat."""
         wait = BEAT if self.generator.idle and not self.ending else 0
         while self.pipe.poll(wait):
             message = self.pipe.recv()
@@ -117,7 +117,7 @@ class _Engine:
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
-        except Exception as error:  # whatever is wrong with a request is no matter of the others
+        except Exception as error:  # an invalid request must not affect others
             self.pipe.send(Refused(message.ident, str(error)))
 
     def _report(self, outputs: list[Any], idle: bool) -> None:

@@ -1,1 +1,1 @@
-"""Replays the recording of a step on a machine: overlap, exposed communication, host limits."""
+"""Simulator of a recorded step on a machine: overlap, exposed communication, host limits."""

@@ -1,10 +1,10 @@
-"""The algorithm of torch's caching allocator, replayed over a run's allocations: reserved memory and fragmentation.
+"""Simulation of torch's caching allocator for a run's allocations: reserved memory and fragmentation.
 
-[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB from
-segments of 20 MiB; larger ones get a segment of their size, rounded up to 2 MiB. A request takes the smallest free
-block of its stream and kind that is large enough, and splits off the rest if it is large enough. Freed neighbours are
-merged. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays reserved
-until the cache is emptied, or memory runs out: then free segments are released, and the request is tried again.
+[Note: the rule] Sizes are rounded up to 512 bytes. Blocks up to 1 MiB are cut from segments of 2 MiB, blocks up to 10
+MiB from segments of 20 MiB; larger blocks get a segment of their own size, rounded up to 2 MiB. A request takes the
+smallest sufficient free block of its stream and kind, and splits off the remainder if that is large enough. Freed
+neighbours are merged. A block used by another stream (`record_stream`) is free once that stream has finished. Segments
+stay reserved until the cache is emptied or memory runs out; then free segments are released and the request is retried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2 << 20, 20 << 20, 2 << 20
 
 
 class _Piece:
-    """A stretch of a segment."""
+    """Part of a segment, free or allocated."""
 
     __slots__ = ("after", "before", "free", "place", "pool", "segment", "size")
 
@@ -33,18 +33,18 @@ class _Piece:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Smallest first, then the lowest address."""
+        """Sort key: smallest first, then lowest address."""
         return self.size, self.segment, self.place
 
 
 class CachingAllocator:
-    """See the note.
+    """Caching allocator with torch's rule; see the note.
 
     Args:
         limit: bytes of the device.
 
     Attributes:
-        allocated, reserved: bytes now; `most_allocated`, `most_reserved`: at most so far.
+        allocated, reserved: current bytes; `most_allocated`, `most_reserved`: their maxima so far.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
@@ -54,10 +54,10 @@ class CachingAllocator:
         self._segments = 0
 
     def take(self, nbytes: int, stream: int) -> _Piece:
-        """A block for a stream.
+        """Allocate a block for a stream.
 
         Raises:
-            ArgumentError: there is no such memory.
+            ArgumentError: the device is out of memory.
         """
         size = -(-max(nbytes, 1) // _ROUND) * _ROUND
         small = size <= _SMALL
@@ -86,7 +86,7 @@ class CachingAllocator:
         self._keep(piece)
 
     def empty(self) -> None:
-        """Free segments go back to the system."""
+        """Release free segments to the system."""
         for pool, free_pieces in self._free.items():
             whole = [piece for _, piece in free_pieces if piece.before is None and piece.after is None]
             self.reserved -= sum(piece.size for piece in whole)
@@ -133,12 +133,12 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class Held:
-    """What a run held on the device.
+    """Device memory of a run.
 
     Args:
-        allocated: most bytes in use at once.
-        reserved: most bytes taken from the device.
-        by_step: the same two, of each step: up to its end.
+        allocated: peak bytes in use.
+        reserved: peak bytes reserved from the device.
+        by_step: both peaks up to the end of each step.
     """
 
     allocated: int
@@ -147,21 +147,21 @@ class Held:
 
     @property
     def ratio(self) -> float:
-        """Reserved over allocated, at their peaks."""
+        """Return reserved over allocated bytes, at their peaks."""
         return self.reserved / max(1, self.allocated)
 
 
 def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit: float = float("inf")) -> Held:
-    """Replay the blocks of a recording of some steps.
+    """Simulate the allocations of a recording of several steps.
 
     Args:
         recording: with all blocks since the first allocation.
-        machine: says when other streams are done with a block.
-        ends: entries recorded at the end of each step.
+        machine: gives the times at which streams finish with a block.
+        ends: number of recorded entries at the end of each step.
         limit: bytes of the device.
 
     Raises:
-        ArgumentError: the device has too little.
+        ArgumentError: the device has too little memory.
     """
     allocator, time = CachingAllocator(limit), _Times(recording, replay(recording, machine))
     held: dict[int, _Piece] = {}
@@ -192,7 +192,7 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
 
 
 class _Times:
-    """When the host is at a block, and when a stream is done with what it was given before."""
+    """Times at which the host reaches a block, and at which streams finish their earlier work."""
 
     def __init__(self, recording: Recording, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline

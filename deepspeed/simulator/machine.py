@@ -1,4 +1,4 @@
-"""The rates of a machine: a GPU's published figures and a calibrated machine are files of the same format."""
+"""Rates of a machine; published figures of a GPU and a calibrated machine use the same file format."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch
 from deepspeed.errors import ArgumentError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Operators that draw numbers: bytes that they touch for each, in fp32.
+# Operators that draw random numbers: bytes touched per number, in fp32.
 _RANDOM = {"bernoulli_": 4, "uniform_": 4, "normal_": 4, "random_": 4, "exponential_": 4, "native_dropout": 9}
 _CARDS = Path(__file__).parent / "cards"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A host and one of its ranks, while all ranks are at work.
+    """Host with one of its ranks, while all ranks are busy.
 
     Args:
-        ranks: of a host.
-        memory: bytes that the tensors of one rank may take.
-        matrix: floating-point operations per second of a matrix product, by dtype: pairs of side and rate.
+        ranks: number of ranks per host.
+        memory: bytes available to the tensors of one rank.
+        matrix: floating-point operations per second of a matrix product, by dtype: pairs of side length and rate.
         bandwidth: bytes per second that operators read and write.
-        overhead: seconds that an operator takes at least.
-        collective: bytes per second that a rank of a host receives in a gather or a reduction among them.
-        disk: bytes per second and rank, reads and writes mixed; 0: there is none.
-        folder: on that disk.
-        notes: where figures are from, what could not be measured, and what stands in its place.
-        shared: messages take the operators' own cores and memory, so nothing hides behind anything (CPUs).
-        between: bytes per second that one rank's share of its host's network receives; 0: there is one host.
-        latency: seconds that a message takes at least, among the ranks of a host.
-        latency_between: the same among hosts.
-        link: bytes per second of one rank between host and device, each way; 0: there is no device.
-        host: bytes per second of host memory, one rank's share; 0: as `bandwidth`.
-        launch: seconds of the host per launch, where a recording does not say.
-        attention: published: how much of `matrix` fused attention reaches; 0: as much as products.
-        matrix_efficiency: fitted: how much of `matrix` large products reach.
-        memory_efficiency: fitted: how much of `bandwidth` operators reach.
-        host_memory: bytes of host memory that one rank may take, beside a device; 0: as much as it asks for.
-        fresh: of memory that the system provides anew: pairs of a block's size and the bytes per second that being
-            written for the first time costs besides; 0: blocks of that size are used again and again.
-        random: random numbers per second, where they are slower than memory; 0: they are not.
+        overhead: minimum seconds of an operator.
+        collective: bytes per second that one rank receives in a gather or a reduction inside a host.
+        disk: bytes per second and rank, mixed reads and writes; 0: no disk.
+        folder: folder on that disk.
+        notes: sources of the figures, figures that could not be measured, and their substitutes.
+        shared: whether messages use the operators' cores and memory, so that nothing overlaps (CPUs).
+        between: bytes per second that one rank receives over its share of the host's network; 0: a single host.
+        latency: minimum seconds of a message between ranks of a host.
+        latency_between: the same between hosts.
+        link: bytes per second of one rank between host and device, each way; 0: no device.
+        host: bytes per second of host memory for one rank; 0: same as `bandwidth`.
+        launch: host seconds per launch, if the recording has none.
+        attention: published: fraction of `matrix` that fused attention reaches; 0: same as products.
+        matrix_efficiency: fitted: fraction of `matrix` that large products reach.
+        memory_efficiency: fitted: fraction of `bandwidth` that operators reach.
+        host_memory: bytes of host memory available to one rank, with a device; 0: unlimited.
+        fresh: cost of first writes to newly mapped memory: pairs of block size and bytes per second; 0: blocks of that
+            size are reused.
+        random: random numbers per second, if slower than memory; 0: not slower.
     """
 
     ranks: int
@@ -71,19 +71,19 @@ class Machine:
     random: float = 0.0
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
-        """Operations per second of a product of so many operations."""
+        """Return the operations per second of a product with `flops` operations."""
         name = dtype if isinstance(dtype, str) else next((n for n, known in DTYPES.items() if known == dtype), "fp32")
         table = self.matrix.get(name) or self.matrix["fp32"]
         side = (flops / 2) ** (1 / 3)
         return self.matrix_efficiency * next((rate for size, rate in reversed(table) if side >= size), table[0][1])
 
     def first_touch(self, nbytes: float) -> float:
-        """Seconds that a new block costs besides what is written into it."""
+        """Return the additional seconds of the first write to a new block."""
         rate = next((rate for size, rate in reversed(self.fresh) if nbytes >= size), 0.0)
         return nbytes / rate if rate else 0.0
 
     def kernel(self, name: str, flops: float, nbytes: float, dtype: str) -> float:
-        """Seconds of an operator: the longer of arithmetic and traffic."""
+        """Return the seconds of an operator: the maximum of arithmetic and memory traffic."""
         arithmetic = flops / self.rate(dtype, flops) if flops else 0.0
         if self.attention and "attention" in name:
             arithmetic *= self.matrix_efficiency / min(self.attention, self.matrix_efficiency)
@@ -93,14 +93,14 @@ class Machine:
         return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds of a collective: on the link, and besides.
+        """Return the seconds of a collective: time on the link, and latency.
 
-        A ring's bytes pass each rank once, so the ranks of a host share what comes from other hosts; in an all-to-all
-        each rank fetches its own from everywhere.
+        In a ring, each byte passes each rank once, so the ranks of a host share the traffic from other hosts. In an
+        all-to-all, each rank receives its own bytes from all ranks.
 
         Args:
             name: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`.
-            nbytes: of the whole tensor.
+            nbytes: bytes of the whole tensor.
             group: its ranks.
         """
         size, hosts = len(group), len({rank // self.ranks for rank in group})
@@ -122,22 +122,22 @@ class Machine:
         return turns * max(within / self.collective, across / self.between), self.latency_between
 
     def moved(self, **factors: float) -> Machine:
-        """The same with figures multiplied: `moved(matrix_efficiency=1.25)`."""
+        """Return a copy with multiplied figures: `moved(matrix_efficiency=1.25)`."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def save(self, path: str | Path) -> None:
-        """Write the file that `load` reads."""
+        """Write a file for `load`."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """A machine from its file.
+        """Load a machine from its file.
 
         Args:
-            path: of the file, or the name of a card of `cards()`.
+            path: path of the file, or a name from `cards()`.
 
         Raises:
-            ArgumentError: the file cannot be read, or lacks something.
+            ArgumentError: the file cannot be read, or lacks an entry.
         """
         try:
             where = _CARDS / f"{path}.json"
@@ -157,5 +157,5 @@ class Machine:
 
 
 def cards() -> list[str]:
-    """Names of the cards whose published figures come with the package."""
+    """Return the names of the devices with published figures in the package."""
     return sorted(path.stem for path in _CARDS.glob("*.json"))

@@ -1,6 +1,6 @@
-"""Replays a recorded step on a machine: ordered streams, shared links, the host ahead or behind.
+"""Simulation of a recorded step on a machine, with ordered streams, shared links, and a host that runs ahead or behind.
 
-`draw` makes a picture of the timeline: a row per stream, lane and link.
+`draw` plots the timeline: a row per stream, lane and link.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from deepspeed.simulator.trace import (
     Recording,
 )
 
-_ORDER_COST = 0.2  # of a launch: an event is recorded or waited for without a kernel
+_ORDER_COST = 0.2  # fraction of a launch: recording an event or waiting for it, without a kernel
 
 
 _COLORS = {KERNEL: "#4477aa", MESSAGE: "#ee6677", COPY: "#ccbb44", DISK: "#aa3377", HOST: "#228833"}
 _WORDS = {KERNEL: "kernels", MESSAGE: "messages", COPY: "host and device", DISK: "disk", HOST: "host's arithmetic"}
-_GAP = 1e-4  # shorter gaps than this part of the step are drawn over: nobody could see them
+_GAP = 1e-4  # fraction of the step; shorter gaps are invisible and not drawn
 
 
 @dataclass(slots=True)
 class TimedOp:
-    """Something that ran.
+    """Interval of an operation in the timeline.
 
     Args:
         track: `stream 0`, `lane 1`, `host`, `to_host`, `disk`.
-        name: of the entry.
-        kind: of the entry.
+        name: name of the entry.
+        kind: kind of the entry.
         begin, end: seconds from the start of the step.
-        where: the mark before it.
+        where: the last mark before it.
     """
 
     track: str
@@ -55,15 +55,15 @@ class TimedOp:
 
 @dataclass
 class SimulatedTimeline:
-    """A step on a machine.
+    """Timeline of a step on a machine.
 
     Args:
-        name: of the recording.
-        pieces: in the order of the host.
-        seconds: until host and device are done.
-        host: seconds in which the host launched or computed; waits are not in it.
-        ends: by entry, when it is over.
-        clocks: by entry, when the host went on.
+        name: name of the recording.
+        pieces: intervals, in the order of the host.
+        seconds: time until host and device have finished.
+        host: seconds in which the host launched or computed, without waits.
+        ends: end time of each entry.
+        clocks: time at which the host continued after each entry.
     """
 
     name: str
@@ -74,16 +74,16 @@ class SimulatedTimeline:
     clocks: list[float] = field(default_factory=list)
 
     def busy(self, kind: str) -> list[tuple[float, float]]:
-        """Stretches in which something of a kind ran, joined."""
+        """Return the merged intervals with operations of a kind."""
         return joined((piece.begin, piece.end) for piece in self.pieces if piece.kind == kind)
 
     @property
     def compute(self) -> float:
-        """Seconds in which a kernel ran."""
+        """Seconds with a running kernel."""
         return length(self.busy(KERNEL))
 
     def exposed(self, kind: str = MESSAGE, beside: tuple[str, ...] = (KERNEL,)) -> float:
-        """Seconds in which something of a kind ran, and nothing of those that it can hide behind."""
+        """Return the seconds in which operations of a kind ran without any operation that hides them."""
         stretches = self.busy(kind)
         return length(stretches) - self._shared(
             stretches, joined(interval for other in beside for interval in self.busy(other))
@@ -91,7 +91,7 @@ class SimulatedTimeline:
 
     @property
     def idle(self) -> float:
-        """Seconds in which nothing ran but the host: it limits there."""
+        """Seconds in which only the host was busy and limited the step."""
         return self.seconds - length(
             joined((p.begin, p.end) for p in self.pieces if p.kind in (KERNEL, MESSAGE, COPY, DISK))
         )
@@ -110,7 +110,7 @@ class SimulatedTimeline:
 
 
 def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches without overlaps, in order."""
+    """Merge overlapping intervals, in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):
         if merged and begin <= merged[-1][1]:
@@ -121,18 +121,18 @@ def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def length(stretches: list[tuple[float, float]]) -> float:
-    """Seconds together."""
+    """Return the total seconds of intervals."""
     return sum(end - begin for begin, end in stretches)
 
 
 class _Link:
-    """Something that one transfer uses at a time: whoever is ready takes the first gap that is long enough."""
+    """Link with one transfer at a time: a transfer takes the first sufficient gap after it is ready."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float]] = []
 
     def take(self, ready: float, seconds: float) -> float:
-        """When a transfer begins that is ready then and takes so long."""
+        """Reserve a transfer that is ready at a time; returns its start time."""
         index = bisect.bisect_left(self._taken, (ready, ready))
         if index and self._taken[index - 1][1] > ready:
             ready = self._taken[index - 1][1]
@@ -147,11 +147,11 @@ class _Replay:
     def __init__(self, recording: Recording, machine: Machine, host_time: float) -> None:
         self.recording, self.machine, self.launch = recording, machine, host_time
         self.timeline = SimulatedTimeline(recording.name)
-        self.clock = 0.0  # of the host
-        self.tails: dict[str, float] = {}  # by track: when its last piece is over
+        self.clock = 0.0  # time of the host
+        self.tails: dict[str, float] = {}  # by track: end of its last interval
         self.ends = self.timeline.ends
         self.links = {name: _Link() for name in ("messages", "to_host", "to_device", "disk")}
-        self.floors: dict[int, float] = {}  # by stream: when what it was ordered behind is over
+        self.floors: dict[int, float] = {}  # by stream: end of the entries that it waits for
 
     def run(self) -> SimulatedTimeline:
         for entry in self.recording.entries:
@@ -187,7 +187,7 @@ class _Replay:
         return {KERNEL: self._kernel, COPY: self._copy, MESSAGE: self._message}[entry.kind](entry)
 
     def _ready(self, stream: int) -> float:
-        """When a stream has done what it was given, and what it waits for is over."""
+        """Return the time at which a stream has finished its work and its dependencies."""
         return max(self.tails.get(f"stream {stream}", 0.0), self.floors.get(stream, 0.0))
 
     def _kernel(self, entry: HostEvent) -> float:
@@ -205,7 +205,7 @@ class _Replay:
         machine, lane = self.machine, f"lane {entry.lane}"
         on_link, besides = machine.message(entry.name, entry.nbytes, entry.group)
         ready = max(self.clock, self._ready(entry.stream), self.tails.get(lane, 0.0))
-        if machine.shared:  # the ranks' own cores do it
+        if machine.shared:  # done by the ranks' own cores
             begin = ready
             self.tails[f"stream {entry.stream}"] = begin + on_link + besides
         else:
@@ -219,22 +219,22 @@ class _Replay:
 
 
 def replay(recording: Recording, machine: Machine, host_time: float | None = None) -> SimulatedTimeline:
-    """Run a recording on a machine.
+    """Simulate a recording on a machine.
 
     Args:
-        recording: one rank's step; all ranks are taken to do the same at the same time.
-        machine: where.
-        host_time: seconds of the host per launch; None: the recording's, else the machine's.
+        recording: one rank's step; all ranks are assumed to do the same at the same time.
+        machine: the machine.
+        host_time: host seconds per launch; None: that of the recording, or else of the machine.
     """
     return _Replay(recording, machine, host_time or recording.host_time or machine.launch).run()
 
 
 def repeated(recording: Recording, times: int) -> Recording:
-    """A step of more micro-batches: what comes before the mark `step` as often as asked, and then the step.
+    """Extend a recording to more micro-batches: repeat everything before the mark `step`, then add the step.
 
     Args:
-        recording: of one micro-batch, marked `forward`, `backward`, `step`.
-        times: micro-batches.
+        recording: of one micro-batch, with marks `forward`, `backward`, `step`.
+        times: number of micro-batches.
     """
     first = next((index for index, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
     if first is None or times <= 1:
@@ -265,12 +265,12 @@ def _shifted(entry: HostEvent, by: int) -> HostEvent:
 
 
 def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -> None:
-    """Write the picture; needs matplotlib (extra `plot`).
+    """Plot timelines to a file; needs matplotlib (extra `plot`).
 
     Args:
-        timelines: one above the other, on one axis of time.
-        path: of a file that matplotlib can write.
-        title: above all.
+        timelines: drawn one above the other, on a common time axis.
+        path: path of a file in a format of matplotlib.
+        title: title of the figure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -302,7 +302,7 @@ def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -
 
 
 def _stretches(pieces: Sequence[TimedOp], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
-    """What a track did, by kind, without gaps that nobody could see."""
+    """Return the intervals of a track by kind, without invisibly small gaps."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for kind in _COLORS:
         intervals = [(p.begin, p.end + gap) for p in pieces if p.track == track and p.kind == kind]

@@ -1,4 +1,4 @@
-"""The trace of a step, without times: streams, kernels, messages, copies and waits."""
+"""Recording of a step without times: streams, kernels, messages, copies and waits."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from deepspeed.errors import ArgumentError
 
 KERNEL = "kernel"  # an operator on a stream of the device
-MESSAGE = "message"  # a collective on the stream of its communicator; starts behind the stream it is posted from
-COPY = "copy"  # between host and device, on a stream
-ORDER = "order"  # a stream goes on behind an earlier entry
-WAIT = "wait"  # the host goes on behind an earlier entry
+MESSAGE = "message"  # a collective on its communicator's stream; starts after the work of the posting stream
+COPY = "copy"  # a copy between host and device, on a stream
+ORDER = "order"  # a stream waits for an earlier entry
+WAIT = "wait"  # the host waits for an earlier entry
 HOST = "host"  # arithmetic on host memory
-DISK = "disk"  # a transfer beside the host
-MARK = "mark"  # a place in the step: forward, backward, step
+DISK = "disk"  # a transfer that overlaps the host
+MARK = "mark"  # a mark in the step: forward, backward, step
 EMPTIED = -1
-NOTHING = -1  # an order behind a stream on which nothing was
+NOTHING = -1  # waits for a stream without entries
 
 
 @dataclass(slots=True)
 class HostEvent:
-    """One thing that the host does or launches, in the order in which it does so.
+    """Entry of a recording: an operation that the host runs or launches, in host order.
 
     Args:
-        kind: one of the names above.
-        name: the operator, the collective, `to_host` or `to_device`, `read` or `write`, or the mark's.
-        stream: that it is launched on; of a disk: 0.
+        kind: one of the constants above.
+        name: the operator, the collective, `to_host` or `to_device`, `read` or `write`, or the name of the mark.
+        stream: stream of the launch; of a disk: 0.
         flops: floating-point operations of matrix products and attention.
-        nbytes: read and written by a kernel or the host; of a message: of the whole tensor, gathered or to be reduced.
-        dtype: of the arithmetic: `bf16`, `fp16`, `fp32`.
-        group: of a message: its ranks.
-        lane: of a message: its communicator, whose messages keep their order.
-        after: of an order and a wait: the number of the entry behind which it goes on.
+        nbytes: bytes read and written by a kernel or the host; for a message, bytes of the whole tensor.
+        dtype: dtype of the arithmetic: `bf16`, `fp16`, `fp32`.
+        group: for a message, its ranks.
+        lane: for a message, its communicator, within which messages keep their order.
+        after: for an order or a wait, the index of the entry that it waits for.
         where: the last mark.
     """
 
@@ -51,20 +51,20 @@ class HostEvent:
     where: str = ""
 
 
-Entry = HostEvent  # the former name, still importable
+Entry = HostEvent  # former name, still importable
 
 
 @dataclass(slots=True)
 class MemoryEvent:
-    """A piece of device memory that comes, goes, or is used by another stream than its own.
+    """Event of device memory: allocation, release, or use by another stream.
 
     Args:
-        position: entries recorded before; "at" in files.
-        number: of the storage; `EMPTIED`: free memory goes back to the system (`empty_cache`).
-        nbytes: that it takes from now on; 0: it is freed.
-        stream: that it was allocated on; or the other stream that uses it.
-        used: the other stream was named by `record_stream`.
-        new: an operator of the recording made it; else it was there before, or its size has changed.
+        position: number of entries recorded before; "at" in files.
+        number: number of the storage; `EMPTIED`: free memory is released to the system (`empty_cache`).
+        nbytes: its size from now on; 0: it is freed.
+        stream: stream of the allocation; or the other stream that uses it.
+        used: whether the event is a use by another stream (`record_stream`).
+        new: whether a recorded operator allocated it; else it existed before, or its size has changed.
     """
 
     position: int
@@ -77,15 +77,15 @@ class MemoryEvent:
 
 @dataclass
 class Recording:
-    """One rank's step.
+    """Step of one rank.
 
     Args:
-        name: what was recorded.
-        rank, size: as which rank of how many.
-        entries: in the order of the host.
-        blocks: of device memory, in the same order.
-        host_time: seconds of the host per launch, measured apart; 0: unknown.
-        facts: what else is to be printed with it: tokens, parameters, model operations.
+        name: name of the recorded program.
+        rank, size: index of the rank, and number of ranks.
+        entries: entries in host order.
+        blocks: events of device memory, in the same order.
+        host_time: host seconds per launch, measured separately; 0: unknown.
+        facts: further numbers to print: tokens, parameters, model operations.
     """
 
     name: str
@@ -98,12 +98,12 @@ class Recording:
 
     @property
     def launches(self) -> int:
-        """Kernels, messages and copies."""
+        """Number of kernels, messages and copies."""
         return sum(entry.kind in (KERNEL, MESSAGE, COPY) for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """Operations of all kernels."""
+        """Floating-point operations of all kernels."""
         return sum(entry.flops for entry in self.entries)
 
     def sent(self) -> dict[str, float]:
@@ -115,17 +115,17 @@ class Recording:
         return bytes_by_name
 
     def save(self, path: str | Path) -> None:
-        """Write the file that `load` reads; packed where its name ends in `.gz`."""
+        """Write a file for `load`; compressed if its name ends in `.gz`."""
         blocks = [{"at": block.pop("position"), **block} for block in map(asdict, self.blocks)]
         encoded = (json.dumps({**asdict(self), "blocks": blocks}) + "\n").encode()
         Path(path).write_bytes(gzip.compress(encoded, mtime=0) if str(path).endswith(".gz") else encoded)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
-        """A recording from its file.
+        """Load a recording from its file.
 
         Raises:
-            ArgumentError: the file cannot be read, or is something else.
+            ArgumentError: the file cannot be read, or is no recording.
         """
         try:
             held = Path(path).read_bytes()

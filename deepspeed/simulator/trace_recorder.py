@@ -1,7 +1,7 @@
-"""Records the trace of a step: operators, copies and waits, with their streams and memory.
+"""Recorder of a step: operators, copies and waits, with their streams and memory.
 
-A CPU has one stream, for which `StepRecorder` is enough. The calls of a device (streams, events, messages) are recorded
-by `benchmarks/device_recorder.py`, a recorder for the emulated device.
+A CPU has one stream, for which `StepRecorder` is sufficient. `benchmarks/device_recorder.py`, a recorder for the
+emulated device, also records device calls (streams, events, messages).
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided
 _VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach", "record_stream", "set_", "resize_")
 _COPIES = ("copy_", "_to_copy", "_copy_from")
 _OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
-# Operators that touch a part of what they are given: that part, which is read and written.
+# Operators that touch only a part of their inputs: that part, read and written.
 _PARTS: dict[str, Any] = {
-    "embedding": lambda _args, out: [out],  # the rows that are looked up
+    "embedding": lambda _args, out: [out],  # the looked-up rows
     "nll_loss_forward": lambda args, _out: [args[1]],
-    "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2's: the shards, into their place in the full buffer
+    "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2 operator: copies shards into the full buffer
 }
-_SMALL = 1 << 16  # bytes of host memory whose arithmetic is part of the host's time per launch
+_SMALL = 1 << 16  # bytes of host arithmetic that is included in the host's time per launch
 
 
 class StepRecorder(DispatchMode):
-    """Inside, a step is written down. Enter it inside `Valueless`, so that recording costs no arithmetic.
+    """Context that records a step. Enter it inside `Valueless`, so that recording needs no arithmetic.
 
     Args:
-        recording: that is filled.
-        device: type of the device whose operators are kernels.
+        recording: the recording to fill.
+        device: type of the device with operators that count as kernels.
 
     Attributes:
-        on: whether entries are added; memory is followed anyway.
+        on: whether entries are recorded; memory is always tracked.
     """
 
     def __init__(self, recording: Recording, device: str = "cpu") -> None:
         super().__init__()
         self.recording, self.on = recording, True
         self._device, self._formulas, self._mark = device, formulas(), ""
-        self._last: dict[int, int] = {}  # by stream: its last entry
-        self._alive: dict[int, tuple[Any, int, int]] = {}  # by storage: what hears of its end, number, bytes
+        self._last: dict[int, int] = {}  # last entry by stream
+        self._alive: dict[int, tuple[Any, int, int]] = {}  # by storage: finalizer, number, bytes
         self._next = 0
 
     # -- what is launched --------------------------------------------------------------------------------------------
@@ -64,11 +64,11 @@ class StepRecorder(DispatchMode):
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
         inputs, outputs = [*tensors_in((args, kwargs))], [*tensors_in(out)]
-        if is_fake(map(type, outputs)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+        if is_fake(map(type, outputs)):  # DTensor computes shapes of whole tensors with these; not recorded
             return out
         for tensor in inputs:
             self._see(tensor)
-        for tensor in outputs:  # those that are views of what was given, or the same, are known by now
+        for tensor in outputs:  # views and aliases of the inputs are already known
             self._see(tensor, is_output=True)
         tensors = inputs + outputs
         if name == "record_stream":
@@ -100,7 +100,7 @@ class StepRecorder(DispatchMode):
         formula = self._formulas.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
         if flops and "flash_attention" in name and self._is_causal(func, args, kwargs):
-            flops /= 2  # formulas count the masked half, which the kernel leaves out
+            flops /= 2  # formulas count the masked half, which kernels skip
         dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
         self.add(HostEvent(KERNEL, name, self.current(), flops, nbytes, dtype))
 
@@ -128,32 +128,32 @@ class StepRecorder(DispatchMode):
             self._last[entry.stream] = len(self.recording.entries) - 1
 
     def mark(self, name: str) -> None:
-        """Name what follows."""
+        """Set the mark of the following entries."""
         self._mark = name
         self.add(HostEvent(MARK, name))
 
     # -- streams and events ------------------------------------------------------------------------------------------
 
     def current(self) -> int:
-        """The stream that is current in this thread."""
+        """Current stream of this thread."""
         return 0
 
     def behind(self, stream: int | None = None) -> int:
-        """The last entry of a stream; None: of the current one."""
+        """Return the last entry of a stream; None: of the current stream."""
         return self._last.get(self.current() if stream is None else stream, NOTHING)
 
     def order(self, after: int, stream: int | None = None) -> None:
-        """A stream goes on behind an entry."""
+        """Record that a stream waits for an entry."""
         if after != NOTHING:
             self.add(HostEvent(ORDER, "order", self.current() if stream is None else stream, after=after))
 
     def wait(self, after: int) -> None:
-        """The host goes on behind an entry."""
+        """Record that the host waits for an entry."""
         if after != NOTHING:
             self.add(HostEvent(WAIT, "wait", after=after))
 
     def wait_all(self) -> None:
-        """The host goes on behind all streams."""
+        """Record that the host waits for all streams."""
         for stream in list(self._last):
             self.wait(self._last[stream])
 
@@ -196,7 +196,7 @@ class StepRecorder(DispatchMode):
     # -- the context -------------------------------------------------------------------------------------------------
 
     def watch(self, undo: contextlib.ExitStack) -> None:
-        """Have what is no operator recorded too, until `undo` is closed: the resizing of storages."""
+        """Also record resizes of storages, which are no operators, until `undo` is closed."""
         plain, this = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
@@ -208,7 +208,7 @@ class StepRecorder(DispatchMode):
         undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
 
     def message(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operator that sends gives; here it sends."""
+        """Record a communication operator and return its result."""
         return func(*args, **kwargs)
 
     def __enter__(self) -> Any:
@@ -219,11 +219,11 @@ class StepRecorder(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._undo.close()
-        self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
+        self._alive.clear()  # later releases do not belong to the step
 
     @staticmethod
     def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
-        """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
+        """Return the bytes of tensors changed in place that are read before they are written."""
         if name in _OVERWRITES or "out" in kwargs:
             return 0.0
         schema = zip(func._schema.arguments, args, strict=False)
@@ -247,7 +247,7 @@ def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference
 
 
 def _traffic(tensors: list[torch.Tensor]) -> float:
-    """Bytes of tensors, each place once: broadcast dimensions are read once, and a storage is not longer than it is."""
+    """Return the bytes of tensors, without repetition: broadcast dims count once, a storage at most its size."""
     bytes_by_view: dict[tuple[int, int, int], float] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:

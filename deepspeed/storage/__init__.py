@@ -1,1 +1,1 @@
-"""Storage tiers of tensors between uses."""
+"""Storage tiers that hold tensors between uses: device, host memory, disk."""

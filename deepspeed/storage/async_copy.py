@@ -1,4 +1,4 @@
-"""Copies between host memory and a device on a separate stream.
+"""Copies between host memory and a device, on a separate stream.
 
 On the CPU, streams and events of the accelerator do nothing, and the same code makes plain copies.
 """
@@ -16,14 +16,14 @@ from deepspeed.storage.buffer_pool import BufferPool
 
 
 class PendingCopy:
-    """One copy under way."""
+    """Copy in progress."""
 
     def __init__(self, mover: AsyncCopier, event: object, source: torch.Tensor) -> None:
         self._mover = mover
-        self._event, self._source = event, source  # the source lives until the copy is over
+        self._event, self._source = event, source  # keeps the source alive until the copy has finished
 
     def wait(self) -> None:
-        """Block the host until the copy is over."""
+        """Block the host until the copy has finished."""
         with recorder.span(COPY, "wait for a copy between host and device"):
             self._event.synchronize()  # type: ignore[attr-defined]
 
@@ -31,19 +31,19 @@ class PendingCopy:
         return self._event.query()  # type: ignore[attr-defined]
 
     def stream(self) -> AbstractContextManager[object]:
-        """Inside, the copying stream is the current one: what is started there comes after the copy."""
+        """Context with the copy stream as current stream: work started there runs after the copy."""
         return self._mover.stream()
 
     def before_current(self) -> None:
-        """What the current stream does from now on comes after the copy; the host goes on."""
+        """Make the current stream wait for the copy; the host does not wait."""
         self._event.wait()  # type: ignore[attr-defined]
 
 
 class AsyncCopier:
-    """Copies for one device, in the order they were asked for.
+    """Copies for one device, in submission order.
 
     Args:
-        device: with its index, where there are several of its kind.
+        device: with an index if there are several devices of its type.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,11 +53,11 @@ class AsyncCopier:
         self._stream = self._accelerator.Stream(device=device) if elsewhere else self._accelerator.Stream()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        """Start copying, after what the current stream has been given so far.
+        """Start a copy, after all earlier work of the current stream.
 
         Args:
-            target: host or device tensor, not read until the copy is over.
-            source: the other side, of the same dtype.
+            target: host or device tensor; must not be read until the copy has finished.
+            source: tensor on the other side, of the same dtype.
         """
         self._stream.wait_stream(self._accelerator.current_stream(self._device))
         with self._accelerator.stream(self._stream), recorder.span(COPY, "copy between host and device"):
@@ -67,16 +67,16 @@ class AsyncCopier:
         return PendingCopy(self, event, source)
 
     def stream(self) -> AbstractContextManager[object]:
-        """Inside, the copying stream is the current one."""
+        """Context with the copy stream as current stream."""
         return self._accelerator.stream(self._stream)
 
     def deliver(self, target: torch.Tensor, source: torch.Tensor, pool: BufferPool) -> None:
-        """Round a host tensor into the dtype of a device tensor and send it there, without waiting.
+        """Round a host tensor to the dtype of a device tensor and copy it there, without waiting.
 
         Args:
             target: on the device; the current stream sees the new values.
-            source: on the host, of any dtype; may change as soon as this returns.
-            pool: lends the buffer in between.
+            source: on the host, of any dtype; may change after this returns.
+            pool: pool of the intermediate buffer.
         """
         buffer = pool.take(target.nbytes)
         staged = buffer.view(target.dtype)
@@ -87,7 +87,7 @@ class AsyncCopier:
 
 
 def mover_of(device: torch.device) -> AsyncCopier:
-    """The mover of a device; without an index, of the current one of its kind."""
+    """Return the copier of a device; without index, of the current device of its type."""
     if device.index is None and device.type != "cpu":
         device = torch.device(device.type, get_accelerator().current_device())
     return _mover(device)

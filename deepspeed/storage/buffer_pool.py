@@ -16,35 +16,35 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.aio.files import ALIGNMENT
 from deepspeed.ops.aio.memory import aligned_bytes
 
-# Buffers of one size whose copies may be under way at once: one more is waited for, so that a host that runs ahead of
-# its device does not lock ever more memory.
+# Maximum buffers of one size with copies in progress: the pool then waits, so that a host ahead of its device does not
+# lock more and more memory.
 _MOST_RETURNING = 4
 
 
 class Copying(Protocol):
-    """What a loan may outlast: see `deepspeed.storage.async_copy.PendingCopy`."""
+    """Copy that may outlast the use of a buffer; see `deepspeed.storage.async_copy.PendingCopy`."""
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether the copy has finished."""
         ...
 
     def wait(self) -> None:
-        """Block the host until it is over."""
+        """Block the host until the copy has finished."""
         ...
 
 
 class BufferPool:
-    """Lends aligned host memory; safe to use from several threads.
+    """Pool of aligned host memory; safe to use from several threads.
 
-    A buffer that was put back serves the next request of the same size, in whole blocks of `ALIGNMENT`; no request is
-    served by a larger one. Memory goes back to the system when the pool and the tensors it lent are gone.
+    A returned buffer serves the next request of the same size, in whole blocks of `ALIGNMENT`, never a smaller request.
+    Memory is freed once the pool and its borrowed tensors are gone.
 
     Args:
-        pin: lock the pages where there is a device, so that it copies without waiting.
+        pin: lock the pages if there is a device, so that it copies asynchronously.
 
     Attributes:
-        allocations: buffers allocated since the pool was made; it stands still once a training step has settled.
-        nbytes: bytes of all its buffers, lent or not.
+        allocations: number of buffers allocated so far; constant once a training step has settled.
+        nbytes: bytes of all buffers, borrowed or not.
     """
 
     def __init__(self, *, pin: bool = True) -> None:
@@ -72,14 +72,14 @@ class BufferPool:
         return buffer[:nbytes]
 
     def put(self, tensor: torch.Tensor, after: Copying | None = None) -> None:
-        """Return what `take` gave, or any view of it.
+        """Return a tensor from `take`, or any view of it.
 
         Args:
-            tensor: lent by this pool.
-            after: a copy from or to it that may be under way; the buffer is not lent before its end.
+            tensor: borrowed from this pool.
+            after: a copy from or to the tensor that may be in progress; the buffer is reused only after its end.
 
         Raises:
-            UsageError: the tensor is not lent by this pool, or was put back before.
+            UsageError: the tensor is not from this pool, or was returned before.
         """
         with self._lock:
             buffer = self._lent.pop(_key(tensor), None)
@@ -94,7 +94,7 @@ class BufferPool:
                 self._returning[buffer.nbytes].append((buffer, after))
 
     def shrink(self) -> None:
-        """Let the memory go of buffers that are not lent; waits for copies under way."""
+        """Free the buffers that are not borrowed; waits for copies in progress."""
         with self._lock:
             for returning in self._returning.values():
                 for _, copying in returning:
@@ -104,20 +104,20 @@ class BufferPool:
             self.nbytes = sum(buffer.nbytes for buffer in self._lent.values())
 
     def buffers(self) -> list[torch.Tensor]:
-        """Every buffer, lent or not."""
+        """All buffers, borrowed or not."""
         with self._lock:
             returning = [buffer for each in self._returning.values() for buffer, _ in each]
             return [*self._lent.values(), *(buffer for unused in self._free.values() for buffer in unused), *returning]
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is lent and no copy is under way."""
+        """Whether no buffer is borrowed and no copy is in progress."""
         with self._lock:
             under_way = (copying for returning in self._returning.values() for _, copying in returning)
             return not self._lent and all(copying.done() for copying in under_way)
 
     def _reclaim(self, size: int) -> None:
-        """Bring buffers back whose copies are over, or the oldest when too many are under way."""
+        """Take back buffers with finished copies, or the oldest one if too many copies are in progress."""
         returning, free = self._returning[size], self._free.setdefault(size, [])
         while returning and returning[0][1].done():
             free.append(returning.popleft()[0])

@@ -1,4 +1,4 @@
-"""The tier of tensors that stay on the device: acquiring one returns the tensor itself."""
+"""Tier of tensors that stay on the device: acquiring one returns the tensor itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class Evicted:
-    """The values of a tensor on the device while they are in host memory and its storage is empty.
+    """Device tensor with its values moved to host memory and an empty storage.
 
     Args:
         tensor: owns a resizable storage; views of it are valid again after `restore`.
-        pool: lends the host memory.
+        pool: pool of the host buffer.
     """
 
     def __init__(self, tensor: torch.Tensor, pool: BufferPool) -> None:
@@ -37,10 +37,10 @@ class Evicted:
 
 
 class Resident(StoredTensor):
-    """A tensor that is computed on where it rests.
+    """Tensor that is stored where it is used.
 
     Args:
-        label: what it is.
+        label: name for messages.
         tensor: 1-D.
     """
 
@@ -54,17 +54,17 @@ class Resident(StoredTensor):
         return self._tensor
 
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """The tensor itself.
+        """Return the tensor itself.
 
         Raises:
-            UsageError: its values were moved away for the time being.
+            UsageError: the values have been evicted.
         """
         if self._evicted is not None:
             raise UsageError(f"{self.label} were moved by engine.offload_states(); call engine.reload_states() first")
         return self._tensor
 
     def evict(self, pool: BufferPool) -> None:
-        """Move the values to host memory and free theirs, until `restore`; views stay what they are."""
+        """Move the values to host memory and free the storage, until `restore`; views stay valid objects."""
         if self._evicted is None and self._tensor.untyped_storage().resizable():
             self._evicted = Evicted(self._tensor, pool)
 
@@ -74,14 +74,14 @@ class Resident(StoredTensor):
             self._evicted = None
 
     def release(self, changed: bool) -> None:
-        """Nothing to do: it never left."""
+        """Do nothing: the tensor stays in place."""
 
     def drop(self) -> None:
         self._tensor = self._tensor.new_empty(0)
 
 
 class ResidentTier(Tier):
-    """Tensors rest on the device they are computed on."""
+    """Tier on the device of the computation."""
 
     name, moves, pool = "none", False, None
 

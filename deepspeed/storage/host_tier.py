@@ -1,4 +1,4 @@
-"""The tier of tensors in host memory: pooled buffers, pinned where there is a device."""
+"""Tier of tensors in host memory: pooled buffers, pinned if there is a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class _Pooled(Resident):
-    """A tensor over a buffer of a pool, which gets it back at the end."""
+    """Tensor in a pooled buffer, which is returned to the pool at the end."""
 
     def __init__(self, label: str, pool: BufferPool, numel: int, dtype: torch.dtype) -> None:
         self._buffer = pool.take(numel * dtype.itemsize)
@@ -27,10 +27,10 @@ class _Pooled(Resident):
 
 
 class HostTier(Tier):
-    """Tensors rest in host memory, on CPU ranks too in buffers of their own.
+    """Tier in host memory; also on CPU ranks, tensors get their own buffers.
 
     Args:
-        pool: where buffers come from.
+        pool: pool of the buffers.
     """
 
     name, moves = "cpu", False
@@ -43,5 +43,5 @@ class HostTier(Tier):
         return _Pooled(label, self.pool, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:
-        """The host: what rests here is computed on by the CPU."""
+        """Return the CPU: it computes on tensors of this tier."""
         return CPU

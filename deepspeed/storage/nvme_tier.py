@@ -1,9 +1,9 @@
-"""The tier of tensors on a local disk: prefetched reads and asynchronous writes, through pooled buffers.
+"""Tier of tensors on a local disk: prefetched reads and asynchronous writes, through pooled buffers.
 
 [Note: buffers] Each acquired tensor has a buffer, without a limit. In addition, at most `buffers` tensors are
-prefetched (further ones are read when they are acquired), and at most as many keep the buffer from which they are being
-written (a further release waits for the oldest write). The counts do not depend on the speed of the disk, and so
-neither does the memory. Transfers directly to or from the caller's memory need no buffer.
+prefetched (further ones are read on `acquire`), and at most `buffers` tensors keep their buffer for a write in progress
+(a further release waits for the oldest write). These counts, and so the memory, do not depend on the speed of the disk.
+Transfers directly to or from the caller's memory need no buffer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class _OnDisk(StoredTensor):
-    """A tensor in an extent of a disk; between uses it has no memory."""
+    """Tensor in an extent of the disk; uses no memory between uses."""
 
     def __init__(self, label: str, tier: NvmeTier, numel: int, dtype: torch.dtype) -> None:
         super().__init__(label, numel, dtype)
         self._tier = tier
         self._extent = tier.reserve(label, self.nbytes)
-        self._written = False  # nothing on the disk yet: the values are zeros
+        self._written = False  # never written: the values are zeros
         self._buffer: torch.Tensor | None = None
-        self._transfer: Transfer | None = None  # under way between the buffer and the disk
-        self._straight: Transfer | None = None  # under way between memory of the caller's and the disk
+        self._transfer: Transfer | None = None  # transfer between the buffer and the disk
+        self._straight: Transfer | None = None  # transfer between the caller's memory and the disk
         self._users, self._dirty = 0, False
 
     def prefetch(self) -> None:
-        """Start reading, if a buffer may be had for it."""
+        """Start reading, if the limit of buffers allows it."""
         with self._tier.lock:
             if self._buffer is None and len(self._tier.prefetching) < self._tier.most_ahead:
                 self._load(read=True)
                 self._tier.prefetching.add(self)
 
     def bring(self, into: torch.Tensor) -> bool:
-        """Read past the buffers, unless one has the values."""
+        """Start to read directly into the caller's tensor; False if a buffer has the values or `into` is unsuitable."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is not None or not self._written or not self._straight_for(into):
@@ -55,7 +55,7 @@ class _OnDisk(StoredTensor):
             self._end_straight()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write past the buffers, and wait for it, unless one has values."""
+        """Write directly from the caller's tensor and wait, or copy into a buffer that has the values."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is None and self._straight_for(values):
@@ -73,10 +73,10 @@ class _OnDisk(StoredTensor):
             transfer.wait()
 
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """The values in a buffer.
+        """Return the values in a buffer.
 
         Raises:
-            StorageError: they could not be read, or an earlier write failed.
+            StorageError: reading failed, or an earlier write failed.
         """
         with self._tier.lock:
             self._tier.forget(self)
@@ -87,7 +87,7 @@ class _OnDisk(StoredTensor):
             return buffer.view(self.dtype)
 
     def release(self, changed: bool) -> None:
-        """Write what changed, behind the caller's back where that is allowed."""
+        """Write changed values, asynchronously if configured."""
         with self._tier.lock:
             self._users -= 1
             self._dirty |= changed
@@ -105,7 +105,7 @@ class _OnDisk(StoredTensor):
     def drop(self) -> None:
         with self._tier.lock:
             self._tier.forget(self)
-            with contextlib.suppress(StorageError):  # what could not be moved is not needed any more
+            with contextlib.suppress(StorageError):  # errors do not matter: the values are not needed any more
                 self._end_straight()
             with contextlib.suppress(StorageError):
                 self.return_buffer()
@@ -113,7 +113,7 @@ class _OnDisk(StoredTensor):
             self._tier.leave(self._extent)
 
     def settle(self) -> torch.Tensor:
-        """Wait for what is under way; the buffer."""
+        """Wait for transfers in progress; returns the buffer."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
@@ -122,7 +122,7 @@ class _OnDisk(StoredTensor):
         return self._buffer
 
     def return_buffer(self) -> None:
-        """Let the buffer go, once nothing is under way."""
+        """Return the buffer to the pool, after transfers in progress."""
         if self._buffer is not None:
             try:
                 self.settle()
@@ -140,14 +140,14 @@ class _OnDisk(StoredTensor):
 
 
 class NvmeTier(Tier):
-    """Tensors rest on a disk.
+    """Tier on a disk.
 
     Args:
-        disk: where.
-        pool: where buffers come from.
-        buffers: most tensors ahead, and most behind (`buffer_count`); see [Note: buffers].
-        reads_ahead: start reads before their use (`pipeline_read`).
-        writes_behind: return before writes are over (`pipeline_write`).
+        disk: the disk.
+        pool: pool of the buffers.
+        buffers: maximum number of prefetched tensors, and of writes in progress (`buffer_count`); see [Note: buffers].
+        reads_ahead: prefetch (`pipeline_read`).
+        writes_behind: return before writes have finished (`pipeline_write`).
     """
 
     name, moves = "nvme", True
@@ -159,40 +159,40 @@ class NvmeTier(Tier):
         self.disk, self.pool = disk, pool
         self.most_ahead = buffers if reads_ahead else 0
         self._most_behind = buffers if writes_behind else 0
-        self.lock = threading.RLock()  # slices are lent to the fetch service's thread too
-        self.prefetching: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
-        self.behind: deque[_OnDisk] = deque()  # with a buffer that is written, oldest first
-        self.spare: dict[int, list[int]] = defaultdict(list)  # places of dropped tensors, by size
-        self._stored = 0  # tensors that are not dropped
+        self.lock = threading.RLock()  # the fetch thread also acquires slices
+        self.prefetching: set[_OnDisk] = set()  # tensors with a prefetched buffer
+        self.behind: deque[_OnDisk] = deque()  # tensors with a buffer for a write in progress, oldest first
+        self.spare: dict[int, list[int]] = defaultdict(list)  # extents of dropped tensors, by size
+        self._stored = 0  # number of tensors not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Zeros, for which space is reserved on the disk."""
+        """Create a tensor of zeros and reserve its space on the disk."""
         self._stored += 1
         return _OnDisk(label, self, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:
-        """The host: what rests here is computed on by the CPU."""
+        """Return the CPU: it computes on tensors of this tier."""
         return CPU
 
     def reserve(self, label: str, nbytes: int) -> Extent:
-        """A place on the disk, that of a dropped tensor if one has the size."""
+        """Reserve an extent; reuses that of a dropped tensor of the same size."""
         places = self.spare[nbytes]
         return Extent(label, nbytes, places.pop()) if places else self.disk.create(label, nbytes)
 
     def leave(self, extent: Extent) -> None:
-        """A tensor is dropped: its place is free, and with the last one the memory of the buffers."""
+        """Free the extent of a dropped tensor; after the last tensor, free the buffers too."""
         self.spare[extent.nbytes].append(extent.offset)
         self._stored -= 1
         if not self._stored:
             self.pool.shrink()
 
     def forget(self, stored: _OnDisk) -> None:
-        """`stored` is borrowed or dropped: its buffer is not counted any more."""
+        """Stop counting the buffer of a tensor that is borrowed or dropped."""
         self.prefetching.discard(stored)
         if stored in self.behind:
             self.behind.remove(stored)
 
     def limit(self) -> None:
-        """Let the oldest writes end until no more than the allowed number keep their buffers."""
+        """Wait for the oldest writes until at most the allowed number keep their buffers."""
         while len(self.behind) > self._most_behind:
             self.behind.popleft().return_buffer()

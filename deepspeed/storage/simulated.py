@@ -1,4 +1,4 @@
-"""The disk of a simulation: extents are counted, and transfers complete immediately."""
+"""Disk for simulations: counts extents, and completes transfers immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _DoneTransfer(Transfer):
 
 
 class SimulatedDisk(Disk):
-    """Counts what would rest on a disk."""
+    """Disk that only counts its extents."""
 
     def __init__(self, folder: str | os.PathLike[str], *, settings: Aio) -> None:
         self.folder, self._end = os.fspath(folder), 0
@@ -37,7 +37,7 @@ class SimulatedDisk(Disk):
         return 0.0
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def cut(self) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Stores tensors in one unnamed file per rank, each in its own extent."""
+"""Tensors in one unnamed file per rank, each in its own extent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import BlockQueue, IORequest, block_queue, cause_of
 
-_TRIAL = 64 * 1024**2  # most bytes written and read to measure the disk: 8 rounds of the default requests in flight
-_TRIAL_BUFFER = 16 * 1024**2  # memory for that
+_TRIAL = 64 * 1024**2  # maximum bytes of a disk measurement: 8 rounds of the default requests in flight
+_TRIAL_BUFFER = 16 * 1024**2  # memory of a disk measurement
 
 
 class _State(Enum):
-    """What an extent holds; only `DATA` can be read."""
+    """State of an extent; only `DATA` can be read."""
 
     NOTHING = "nothing was written yet"
     MOVING = "a transfer of it was not waited for"
@@ -32,12 +32,12 @@ class _State(Enum):
 
 
 class Extent:
-    """The place of one tensor in the file.
+    """Place of one tensor in the file.
 
     Attributes:
         label: the tensor's name in messages.
-        nbytes: its size.
-        offset: its first byte in the file, a multiple of `ALIGNMENT`.
+        nbytes: size in bytes.
+        offset: first byte in the file, a multiple of `ALIGNMENT`.
     """
 
     def __init__(self, label: str, nbytes: int, offset: int) -> None:
@@ -48,7 +48,7 @@ class Extent:
 
 
 class Transfer:
-    """One read or write under way. Until `wait` returns, its tensor and its extent belong to it."""
+    """Read or write in progress. Until `wait` returns, tensor and extent must not be used otherwise."""
 
     def __init__(self, disk: Disk, extent: Extent, job: IORequest, writing: bool) -> None:
         self._disk, self._extent, self._writing = disk, extent, writing
@@ -56,14 +56,14 @@ class Transfer:
         self._job: IORequest | None = job
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return self._job is None or self._job.done()
 
     def wait(self) -> None:
-        """Block until every byte has moved; again after that does nothing.
+        """Block until every byte has moved; repeated calls do nothing.
 
         Raises:
-            StorageError: it failed. A failed write leaves an extent that cannot be read until it is written again.
+            StorageError: the transfer failed. A failed write leaves an extent that cannot be read until the next write.
         """
         if self._job is None:
             return
@@ -82,15 +82,15 @@ class Transfer:
 class Disk:
     """Block storage in `folder` for the tensors of one rank.
 
-    The file has no name, so nothing is left of it when the process ends, however it ends; removing the folder does not
-    touch it. Space is reserved when an extent is made: a disk that fills up later cannot stop a step.
+    The file has no name, so the system removes it when the process ends, even after a crash. Removing the folder has no
+    effect on it. Space is reserved when an extent is created, so a disk that fills up later cannot stop a step.
 
     Args:
-        folder: `nvme_path`, on a local disk; made if it is not there.
+        folder: `nvme_path`, on a local disk; created if missing.
         settings: the `aio` section.
 
     Raises:
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, settings: Aio) -> None:
@@ -116,11 +116,11 @@ class Disk:
         """Reserve space for a tensor.
 
         Args:
-            label: its name in messages.
-            nbytes: its size; what it takes on the disk is rounded up to `ALIGNMENT`.
+            label: name for messages.
+            nbytes: size in bytes; its space on the disk is rounded up to `ALIGNMENT`.
 
         Raises:
-            StorageError: the disk is full, or somebody cut the file.
+            StorageError: the disk is full, or another process has truncated the file.
         """
         extent = Extent(label, nbytes, self._end)
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
@@ -143,13 +143,13 @@ class Disk:
         return self._start(extent, into, False)
 
     def preflight(self, need_bytes: int) -> float:
-        """Check that `need_bytes` fit, measure the disk, and say in one line what that means for a step.
+        """Check that `need_bytes` are available, measure the disk, and log the expected time per step.
 
         Args:
-            need_bytes: all that this rank will rest here, with what it has reserved already.
+            need_bytes: all bytes that this rank will store, including those already reserved.
 
         Returns:
-            Measured MB/s: the bytes of one write and one read over the time of both.
+            Measured MB/s: the bytes of one write and one read over their total time.
 
         Raises:
             StorageError: less than `need_bytes` are free.
@@ -171,20 +171,20 @@ class Disk:
         return 2 / (1 / write + 1 / read) / 1e6
 
     def close(self) -> None:
-        """Wait for what is under way and give the space back; again does nothing."""
+        """Wait for transfers in progress and free the space; repeated calls do nothing."""
         self._close()
 
     def failure(self, verb: str, extent: Extent, cause: str) -> StorageError:
-        """The error that says which tensor, which file and how full the disk is."""
+        """Return an error with the tensor, the file and the usage of the disk."""
         return StorageError(
             f"{verb} '{extent.label}' ({extent.nbytes} bytes at {extent.offset} of {self._file.name}) {cause}. "
             f"{self._file.disk_state()}. See to the disk, then start again from the last checkpoint"
         )
 
     def cut(self) -> str:
-        """What is wrong with the file's length, in words; empty when nothing is.
+        """Describe a wrong length of the file; "" if it is right.
 
-        Whoever cut it may have cut any tensor, and a later write would grow it again with zeros in the gap.
+        After a truncation any tensor may be damaged, even if a later write has extended the file with zeros.
         """
         size = self._file.size()
         return "" if size >= self._end else f"somebody truncated the file to {size} bytes of {self._end}"
@@ -209,12 +209,12 @@ class Disk:
         return Transfer(self, extent, job, writing)
 
     def _measure(self, nbytes: int) -> tuple[float, float]:
-        """Bytes per second of writing and of reading, over trial extents that are gone afterwards."""
+        """Measure bytes per second of writing and of reading, with temporary extents."""
         each = min(nbytes, _TRIAL_BUFFER)
         trials = [self.create("a trial of the disk", each) for _ in range(-(-nbytes // each))]
-        buffer = aligned_bytes(each)  # for all of them: what is read does not matter
+        buffer = aligned_bytes(each)  # one buffer for all: the values do not matter
         speeds = []
-        for start in (self.write, self.write, self.read):  # the first write makes the blocks and is not counted
+        for start in (self.write, self.write, self.read):  # the first write allocates the blocks and does not count
             begin = time.perf_counter()
             for transfer in [start(trial, buffer) for trial in trials]:
                 transfer.wait()
@@ -225,10 +225,10 @@ class Disk:
 
 
 disks: Replaceable[type[Disk]] = Replaceable(Disk)
-"""The kind of disk that a folder gets."""
+"""Class of the disk for a folder; simulations replace it."""
 
 
 def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the object and none of its threads
+    if os.getpid() == owner:  # a forked child has the object but not its threads
         queue.stop()
         file.close()

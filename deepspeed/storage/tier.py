@@ -1,4 +1,4 @@
-"""The interface of a tier: it stores flat tensors, which are acquired for computation and released after it."""
+"""Interface of a tier: it stores flat tensors, which are acquired for computation and released afterwards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class StoredTensor(ABC):
-    """A flat tensor that rests in a tier.
+    """Flat tensor in a tier.
 
-    The contract every tier keeps, shown by `tests/unit/storage/test_tier_contract.py`: a new one holds zeros; what was
-    written between `acquire` and `release(changed=True)` is what every later `acquire` sees; borrowing again before
-    giving back lends the same memory; what is lent is contiguous and keeps its values until it is given back.
+    Contract of every tier (checked by `tests/unit/storage/test_tier_contract.py`): a new tensor holds zeros. Values
+    written between `acquire` and `release(changed=True)` are returned by every later `acquire`. Nested calls of
+    `acquire` return the same memory. Acquired memory is contiguous and keeps its values until it is released.
 
     Args:
-        label: what it is, for error reports.
-        numel: elements.
-        dtype: their dtype.
+        label: name for error messages.
+        numel: number of elements.
+        dtype: dtype of the elements.
     """
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
@@ -35,35 +35,35 @@ class StoredTensor(ABC):
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:
-        """It will be borrowed soon: start what takes time."""
+        """Hint that the tensor will be acquired soon: start slow transfers."""
         return None
 
     @abstractmethod
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """The values where they can be computed on: 1-D, valid until given back.
+        """Return the values in memory for computation: 1-D, valid until `release`.
 
         Args:
-            read: False when everything will be overwritten; the values are then unspecified.
+            read: False if the caller overwrites everything; the values are then unspecified.
         """
 
     @abstractmethod
     def release(self, changed: bool) -> None:
-        """End one `acquire`; `changed` says that new values are to be kept."""
+        """End one `acquire`; with `changed`, new values are stored."""
 
     def bring(self, into: torch.Tensor) -> bool:
-        """Begin to fill `into` straight from where the values rest, until `brought`; False: they have to be borrowed.
+        """Start to fill `into` directly from the stored values, until `brought`; False: unsupported, use `acquire`.
 
         Args:
-            into: contiguous, of the stored size and dtype; it belongs to the tier meanwhile.
+            into: contiguous, of the stored size and dtype; must not be used until `brought`.
         """
         return False
 
     def brought(self) -> None:
-        """Wait for what `bring` began; raises StorageError where it failed."""
+        """Wait for the transfer of `bring`; raises StorageError if it failed."""
         return None
 
     def replace(self, values: torch.Tensor) -> None:
-        """Take new values for all there are.
+        """Replace all values.
 
         Args:
             values: 1-D, of the stored size and dtype.
@@ -72,30 +72,30 @@ class StoredTensor(ABC):
             lent.copy_(values)
 
     def use_until(self, copying: Copying) -> None:
-        """A copy of what is lent goes on after it was given back; called before that."""
+        """Register a copy of acquired memory that continues after `release`; call this before `release`."""
         self._in_use = copying
 
     def end_use(self) -> Copying | None:
-        """The copy that may still be under way; who asks sees to its end."""
+        """Return a registered copy that may still be in progress; the caller must wait for it."""
         copying, self._in_use = self._in_use, None
         return copying
 
     @abstractmethod
     def drop(self) -> None:
-        """The values are not needed any more."""
+        """Discard the values."""
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """The memory the values rest in; None when they rest outside of it."""
+        """Memory of the stored values; None if they are not in memory."""
         return None
 
     @contextlib.contextmanager
     def borrowed(self, changed: bool = False, read: bool = True) -> Iterator[torch.Tensor]:
-        """Borrow for the length of a `with` block; after an error nothing counts as changed."""
+        """Context that acquires and releases; after an error, the values count as unchanged."""
         lent = self.acquire(read)
         copying = self.end_use() if changed else None
         if copying is not None:
-            copying.wait()  # the device reads what is to be overwritten
+            copying.wait()  # the device may still read the old values
         keeps_change = False
         try:
             yield lent
@@ -105,12 +105,12 @@ class StoredTensor(ABC):
 
 
 class Tier(ABC):
-    """A place for tensors.
+    """Place where tensors are stored.
 
     Attributes:
-        name: as the JSON spells it (`offload_optimizer.device`): "none", "cpu" or "nvme".
-        moves: what is borrowed lies elsewhere than what rests, so addresses change from one borrow to the next.
-        pool: host buffers, of tiers that are not on the device.
+        name: name in the JSON (`offload_optimizer.device`): "none", "cpu" or "nvme".
+        moves: whether acquired memory differs from the stored memory, so that addresses change between uses.
+        pool: host buffers, for tiers outside of the device.
     """
 
     name: str
@@ -119,8 +119,8 @@ class Tier(ABC):
 
     @abstractmethod
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """A new flat tensor of zeros whose home is this tier; `device` is where parameters compute."""
+        """Create a flat tensor of zeros in this tier; `device` is the device of the parameters."""
 
     @abstractmethod
     def lends_on(self, device: torch.device) -> torch.device:
-        """Where borrowed tensors lie, when parameters compute on `device`."""
+        """Return the device of acquired tensors, for parameters on `device`."""

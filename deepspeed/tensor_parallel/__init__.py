@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers, a plan for any model, and its verification."""
+"""Tensor parallelism: sliced layers, a sharding plan for any model, and its verification."""

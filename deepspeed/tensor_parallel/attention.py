@@ -1,4 +1,4 @@
-"""Splits `nn.MultiheadAttention` by heads: its matrices are no layers of its own, and one call reads them all."""
+"""Tensor parallelism for `nn.MultiheadAttention`: its matrices are plain parameters, so it is split by heads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _BIAS, _OUT = "in_proj_bias", "out_proj.weight"
 
 
 def _columns(attention: Any) -> tuple[str, ...]:
-    """The matrices whose outputs are heads: one of three parts, or three where keys or values have another width."""
+    """Return the names of the query, key and value matrices: one packed, or three if keys or values differ in width."""
     return _APART if attention.in_proj_weight is None else _PACKED
 
 
 def attention_regions(modules: Mapping[str, nn.Module], used: Iterable[str]) -> list[ShardableRegion]:
-    """The regions of a model's `nn.MultiheadAttention`, of those whose matrices the trace has seen in use."""
+    """Return a region for each `nn.MultiheadAttention` with all of its matrices seen by the trace."""
     seen = set(used)
     attentions = {name: m for name, m in modules.items() if name and isinstance(m, nn.MultiheadAttention)}
     regions = [
@@ -37,7 +37,7 @@ def attention_regions(modules: Mapping[str, nn.Module], used: Iterable[str]) -> 
 
 
 def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelDependencies | str:
-    """What each rank has of the heads of an attention, or why it stays whole; names are those of the region."""
+    """Divide the heads of an attention over ranks, or return the reason to keep it whole; names are the region's."""
     if type(attention).forward is not nn.MultiheadAttention.forward:
         return f"{type(attention).__name__} has a forward of its own over the matrices of nn.MultiheadAttention"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -48,7 +48,7 @@ def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelD
     bounds = partition_uniform(heads, ranks)
     rows = [(low * width, (high - low) * width) for low, high in zip(bounds, bounds[1:], strict=False)]
     whole = attention.embed_dim
-    # Queries, keys and values of its heads, one after the other.
+    # Queries, keys and values of the rank's heads, one after the other.
     parts: list[Segments] = [tuple((part * whole + low, length) for part in range(3)) for low, length in rows]
     shares = ChannelDependencies(region, [(row,) for row in rows])
     for name in (*_columns(attention), _BIAS):
@@ -60,11 +60,11 @@ def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelD
 
 
 class HeadParallel(nn.MultiheadAttention):
-    """Some of the heads of an attention; the ranks' outputs are added up.
+    """Attention with some of the heads; the outputs of the ranks are summed.
 
     Attributes:
-        slot: the ranks, and the name for reports.
-        sizes: heads of each rank.
+        slot: the ranks, and the name for messages.
+        sizes: number of heads of each rank.
     """
 
     slot: SliceLocation
@@ -81,7 +81,7 @@ class HeadParallel(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the whole attention, equal on all ranks."""
+        """Compute the output of the whole attention, equal on all ranks."""
         axis, name = self.slot.axis, self.slot.name
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -113,7 +113,7 @@ class HeadParallel(nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _projected(self, tensors: list[torch.Tensor], alike: bool) -> Iterable[torch.Tensor]:
-        """Queries, keys and values of this rank's heads."""
+        """Compute queries, keys and values of this rank's heads."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if alike and weight is not None:
             return F.linear(tensors[0], weight, bias).chunk(3, dim=-1)
@@ -124,7 +124,7 @@ class HeadParallel(nn.MultiheadAttention):
     def _mask(
         self, padding: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor | None:
-        """What is added to the scores (batch, this rank's heads, queries, keys)."""
+        """Return the additive mask for the scores (batch, this rank's heads, queries, keys)."""
         added = None
         if mask is not None:
             added = self._as_added(mask, q)
@@ -138,7 +138,7 @@ class HeadParallel(nn.MultiheadAttention):
         return added
 
     def _as_added(self, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if mask.dtype != torch.bool:  # it may be learned
+        if mask.dtype != torch.bool:  # a learned mask
             return enter(mask, self.slot.axis, f"gradient of a mask of {self.slot.name}").to(like.dtype)
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
 
@@ -147,14 +147,14 @@ _classes: dict[type, type] = {nn.MultiheadAttention: HeadParallel}
 
 
 def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
-    """Make an attention hold some of its heads, in place."""
+    """Reduce an attention to some of its heads, in place."""
     kind = type(attention)
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (HeadParallel, kind), {"__module__": __name__})
     attention.__class__ = _classes[kind]
     attention.slot = slot
     attention.sizes = [sum(length for _, length in row) // attention.head_dim for row in shares.rows]
-    # Encoder layers of torch have a path that reads the whole matrices; they take it where this is true.
+    # torch's encoder layers have a fast path that reads whole matrices if this is True.
     attention._qkv_same_embed_dim = False
     params = dict(attention.named_parameters())
     home = shares.region.home
@@ -164,7 +164,7 @@ def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: S
 
 
 def pad_rows_of_encoders(model: nn.Module) -> None:
-    """Let encoders of torch keep padded rows in evaluation: nested tensors, which leave them out, have no slices."""
+    """Disable nested tensors in torch's encoders: they drop padded rows, which sliced attention does not support."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, HeadParallel) for m in module.modules()):
             module.use_nested_tensor = False

@@ -1,8 +1,8 @@
-"""Finds the channels of a region that each rank needs, by tracing what each channel depends on.
+"""Dependency analysis: the channels of each weight that a rank needs, from traces of the module.
 
-No layout is assumed. A copy of the block's module runs with random values. The gradient of one rank's share of the
-channels is zero at the weights of other ranks, for any layout: query, key and value as three matrices, concatenated in
-one, or interleaved by head; gate and up concatenated or alternating; shared keys and values.
+The analysis assumes no layout. It runs a copy of the block's module with random values. The gradient of one rank's
+share of the channels is zero at the weights of other ranks, for any layout: query, key and value as three matrices,
+concatenated, or interleaved by head; gate and up concatenated or alternating; shared keys and values.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.trace import ShardableRegion, owner
 
-DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
-MOST_DRAWS = 30  # while a column's output was shut in all: of many thousands of a ReLU, some are shut in six
+DRAWS = 6  # random draws: a channel that an activation zeroes in one draw is nonzero in another
+MOST_DRAWS = 30  # maximum draws while a column is zero in all: of many thousands of ReLU channels, some are zero in six
 Segments = tuple[tuple[int, int], ...]
 
 
 @dataclass
 class TensorSharding:
-    """How one tensor of a region is shared out.
+    """Sharding of one tensor of a region.
 
     Args:
-        name: of the parameter or buffer inside the block's module, or of an argument of its forward.
-        dim: that is cut; -1: it stays whole.
-        segments: of that dim, by rank.
-        copied: ranks use some of it together: it stays whole, its gradients are parts of a sum.
+        name: parameter or buffer inside the block's module, or argument of its forward.
+        dim: the split dim; -1: the tensor stays whole.
+        segments: segments of that dim, by rank.
+        copied: ranks share parts of the tensor: it stays whole, and its gradients are partial sums.
     """
 
     name: str
@@ -48,15 +48,15 @@ class TensorSharding:
 
     @staticmethod
     def of(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
-        """The first dim of which no two ranks depend on one index; `by_rank` has masks of indices by rank and dim."""
+        """Split along the first dim in which the ranks' masks are disjoint; `by_rank` has masks by rank and dim."""
         for dim, masks in enumerate(zip(*by_rank, strict=True)):
             if len(masks[0]) > 1 and disjoint(masks):
                 return TensorSharding(name, dim, [runs(mask) for mask in masks])
         return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
 
     def is_local(self, tensor: torch.Tensor, rank: int) -> bool:
-        """Whether an argument has one rank's channels already, as what another cut unit gives has."""
-        if tensor.shape[self.dim] == 1:  # the same for all channels, as most masks are
+        """Whether an argument has only this rank's channels, as the output of another split unit."""
+        if tensor.shape[self.dim] == 1:  # the same for all channels, like most masks
             return True
         size, here = tensor.shape[self.dim], length_of(self.segments[rank])
         whole = 1 + max(start + length - 1 for segments in self.segments for start, length in segments)
@@ -65,7 +65,7 @@ class TensorSharding:
         return size % whole != 0
 
     def pick(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
+        """Return this rank's part of a whole argument; the dim may be a multiple of the channels (folded batch)."""
         if tensor.shape[self.dim] == 1:
             return tensor
         index = torch.cat([torch.arange(start, start + length) for start, length in self.segments[rank]])
@@ -77,15 +77,15 @@ class TensorSharding:
 
 @dataclass
 class ChannelDependencies:
-    """A region, shared out.
+    """Sharding of one region.
 
     Args:
-        region: of the traced model, with names inside the block's module.
+        region: region of the traced model, with names inside the block's module.
         rows: inputs of the row-parallel matrices, by rank.
         tensors: parameters and buffers, by name.
         inputs: arguments of forward that have channels of the region, by name.
-        partial_inputs: arguments that all ranks' channels depend on.
-        bytes: of the largest rank, over those of the dense region.
+        partial_inputs: arguments on which the channels of all ranks depend.
+        bytes: bytes on the largest rank, divided by those of the dense region.
     """
 
     region: ShardableRegion
@@ -96,7 +96,7 @@ class ChannelDependencies:
     bytes: float = 1.0
 
     def largest_part(self, module: nn.Module) -> float:
-        """The part of a region's matrices that the largest rank holds; `module` is the block's, dense."""
+        """Return the fraction of a region's matrices on the largest rank; `module` is the dense module of the block."""
         region, most = self.region, 0.0
         sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         channels = sum(map(length_of, self.rows))
@@ -114,21 +114,21 @@ class ChannelDependencies:
 
 @dataclass
 class ModuleInputs:
-    """What a module is called with, under the names of its parameters."""
+    """Arguments of a module call, by parameter name."""
 
     arguments: dict[str, Any]
     positional: list[str]
 
     @staticmethod
     def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleInputs:
-        """Name the positional arguments."""
+        """Create an instance from the arguments of a call."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
         named = [names[index] if index < len(names) else f"*{index}" for index in range(len(args))]
         return ModuleInputs({**dict(zip(named, args, strict=True)), **kwargs}, named)
 
     def mapped(self, change: Any) -> ModuleInputs:
-        """With every tensor replaced by `change(path, tensor)`; paths are "name" or "name.0"."""
+        """Replace every tensor by `change(path, tensor)`; paths are "name" or "name.0"."""
 
         def walk(path: str, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -140,7 +140,7 @@ class ModuleInputs:
         return ModuleInputs({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
 
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Which tensors there are, and their shapes."""
+        """Return the shapes of all tensors, by path."""
         shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class ModuleInputs:
         return tuple(shapes)
 
     def constants(self) -> tuple[tuple[str, Any], ...]:
-        """Which numbers, flags and words there are; of what else is no tensor, its class."""
+        """Return all numbers, flags and strings by path; for other objects, their class."""
         constants: list[tuple[str, Any]] = []
 
         def walk(path: str, value: Any) -> None:
@@ -168,12 +168,12 @@ class ModuleInputs:
         return tuple(constants)
 
     def split(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments."""
+        """Return positional and keyword arguments."""
         args = [self.arguments[name] for name in self.positional]
         return args, {name: value for name, value in self.arguments.items() if name not in self.positional}
 
     def apart(self) -> ModuleInputs:
-        """With objects of its own where a module may change one, such as a cache."""
+        """Copy objects that a module may modify, such as a cache."""
         return ModuleInputs({name: self._copy(value) for name, value in self.arguments.items()}, self.positional)
 
     @classmethod
@@ -184,7 +184,7 @@ class ModuleInputs:
             return value
         try:
             return copy.deepcopy(value)
-        except Exception:  # what has no copy is handed on
+        except Exception:  # objects that cannot be copied are passed as they are
             return value
 
     def run(self, module: nn.Module) -> Any:
@@ -192,20 +192,20 @@ class ModuleInputs:
         return module(*args, **kwargs)
 
     def floating(self, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
-        """The call with fp32 tensors of its own; and these by path."""
+        """Copy with fp32 tensors; returns the copy, and its floating-point tensors by path."""
         tensors: dict[str, torch.Tensor] = {}
 
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point():
                 return tensor
             tensors[path] = tensor.detach().float().clone().requires_grad_(grad)
-            # A unit may change what it is given in place, which autograd forbids for a leaf.
+            # A unit may change its inputs in place, which autograd forbids for a leaf.
             return tensors[path].view_as(tensors[path]) if grad else tensors[path]
 
         return self.mapped(change), tensors
 
     def has_states_beyond(self, other: ModuleInputs) -> bool:
-        """Whether a list of tensors is among the arguments that another call has not."""
+        """Whether the call has a list of tensors in an argument that `other` lacks."""
         there = {key for key, value in other.arguments.items() if value is not None}
         return any(
             type(value) in (list, tuple) and key not in there and next(iter(tensors_in(value)), None) is not None
@@ -214,7 +214,7 @@ class ModuleInputs:
 
 
 def changing(change: Any) -> Any:
-    """A pre-hook that gives forward `change(path, tensor)` for each tensor, in the order of the arguments."""
+    """Create a forward pre-hook that replaces each tensor by `change(path, tensor)`, in argument order."""
 
     def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = ModuleInputs.of(module, args, kwargs).mapped(change).split()
@@ -224,7 +224,7 @@ def changing(change: Any) -> Any:
 
 
 def randomised(module: nn.Module, draw: int) -> nn.Module:
-    """A copy in fp32, in evaluation mode, with values that hide nothing: no zeros, no ones."""
+    """Copy a module in fp32 and evaluation mode, with random parameters: zeros and ones would hide dependencies."""
     twin = copy.deepcopy(module).float().eval()
     generator = torch.Generator().manual_seed(1000 + draw)
     with torch.no_grad():
@@ -237,10 +237,10 @@ def randomised(module: nn.Module, draw: int) -> nn.Module:
 
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
-    """One seed inside, for modules that draw numbers in evaluation too; random states as they were after."""
+    """Context with a fixed seed, for modules that are random in evaluation too; random states are restored on exit."""
     accelerator = get_accelerator()
     states = torch.get_rng_state(), accelerator.get_rng_state()
-    torch.default_generator.manual_seed(11)  # torch.manual_seed takes a millisecond, to note who called
+    torch.default_generator.manual_seed(11)  # torch.manual_seed takes a millisecond, because it records its caller
     if accelerator.device_name() != "cpu":
         accelerator.manual_seed(11)
     try:
@@ -251,11 +251,11 @@ def same_draws() -> Iterator[None]:
 
 
 class _Reads:
-    """Captures what the rows of a region read; columns read without a gradient of what is before the region.
+    """Hooks that capture the inputs of a region's row-parallel layers; gradients stop at the inputs of its columns.
 
     Attributes:
-        tensors: that the rows have read.
-        inputs: floating ones that the region's home was called with first; it was given copies, which it may change.
+        tensors: captured inputs of the row-parallel layers.
+        inputs: floating-point inputs in the first call of the region's home module, which gets copies to modify.
     """
 
     def __init__(self, module: nn.Module, region: ShardableRegion) -> None:
@@ -269,7 +269,7 @@ class _Reads:
             if name not in inner:
                 detach = lambda _module, args: (args[0].detach(), *args[1:])  # noqa: E731
                 self._handles.append(modules[name].register_forward_pre_hook(detach))
-        if region.home:  # what the unit is given may reach it under another name
+        if region.home:  # inputs of the unit may reach the home under other names
             self._handles.append(modules[region.home].register_forward_pre_hook(self._take, with_kwargs=True))
 
     def _note(self, module: nn.Module, args: Any) -> None:
@@ -291,7 +291,7 @@ class _Reads:
 
 
 def runs(mask: torch.Tensor) -> Segments:
-    """(start, length) of the runs of true entries."""
+    """Return (start, length) of each run of True entries."""
     segments: list[tuple[int, int]] = []
     for index in mask.nonzero().flatten().tolist():
         if segments and sum(segments[-1]) == index:
@@ -302,7 +302,7 @@ def runs(mask: torch.Tensor) -> Segments:
 
 
 def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
-    """(start, length) of each rank's share of `size` channels, in whole units."""
+    """Return (start, length) of each rank's share of `size` channels, in whole units."""
     bounds, step = partition_uniform(units, ranks), size // units
     return [(low * step, (high - low) * step) for low, high in zip(bounds, bounds[1:], strict=False)]
 
@@ -310,9 +310,9 @@ def parts_of(size: int, units: int, ranks: int) -> list[tuple[int, int]]:
 def share_out(
     module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], units: Sequence[int], ranks: int
 ) -> ChannelDependencies | None:
-    """The way to share a region out that leaves the largest rank the least; None where none cuts anything.
+    """Find the sharding of a region with the least bytes on the largest rank; None if nothing can be split.
 
-    `units` are numbers of equal units the channels may consist of, such as heads; `module` is dense, and is copied.
+    `units` are candidate numbers of equal units in the channels, such as heads; the dense `module` is copied.
     """
     size, best = region.row_size(module), None
     for count in dict.fromkeys([*units, size]):
@@ -329,7 +329,7 @@ def _dependence(
 ) -> ChannelDependencies | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     columns = set(region.columns)
-    barren = 0  # draws in a row that showed nothing new: what is not covered then is what nobody reads
+    barren = 0  # consecutive draws without new indices: the remaining indices are unused
     for draw in range(MOST_DRAWS):
         new = [_add(masks, _masks(module, region, call, parts, draw), columns) for call in calls]
         barren = 0 if any(new) else barren + 1
@@ -354,11 +354,11 @@ def _dependence(
         shares.tensors[name] = TensorSharding(name, dim, segments, copied=not disjoint(of_dim))
         cut = cut or len(set(segments)) > 1
     shares.bytes = shares.largest_part(module)
-    return shares if cut else None  # else every rank uses all of every column
+    return shares if cut else None  # otherwise every rank needs all of every column
 
 
 def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:
-    """Note the indices of one draw; whether a column is among those that were not known."""
+    """Merge the masks of one draw into `masks`; returns whether a column-parallel tensor has new indices."""
     new = False
     for key, by_rank in drawn.items():
         if key not in masks:
@@ -375,7 +375,7 @@ def _add(masks: dict[tuple[str, bool], Any], drawn: Mapping[tuple[str, bool], An
 def _masks(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, parts: list[tuple[int, int]], draw: int
 ) -> dict[tuple[str, bool], list[list[torch.Tensor]]]:
-    """By (name, whether it is an argument), rank and dim: the indices that the rank's channels depend on."""
+    """Return the indices on which each rank's channels depend, as masks by (name, is argument), rank and dim."""
     twin = randomised(module, draw)
     own, inputs = call.floating(grad=True)
     reads = _Reads(twin, region)
@@ -401,7 +401,7 @@ def _masks(
 
 
 def index_masks(nonzero: torch.Tensor) -> list[torch.Tensor]:
-    """By dim: the indices at which there is a true entry."""
+    """Return, for each dim, the mask of indices with at least one True entry."""
     dims = range(nonzero.dim())
     return [nonzero.movedim(dim, 0).reshape(nonzero.shape[dim], -1).any(1).cpu() for dim in dims]
 
@@ -412,10 +412,10 @@ def covered(by_rank: list[list[torch.Tensor]]) -> bool:
 
 
 def disjoint(masks: Sequence[torch.Tensor]) -> bool:
-    """Whether each rank depends on some indices, no two on one, and none on no index: else it would be lost."""
+    """Whether the masks partition the indices: each index is in exactly one mask, and no mask is empty."""
     return bool((torch.stack(list(masks)).sum(0) == 1).all()) and all(mask.any() for mask in masks)
 
 
 def length_of(segments: Segments) -> int:
-    """Elements in all segments."""
+    """Return the total length of all segments."""
     return sum(length for _, length in segments)

@@ -1,4 +1,4 @@
-"""Records the arguments of a model's modules in a forward on a small example input."""
+"""Recorder of the arguments of a model's modules, in a forward on a small example input."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.transformers_model import caching_configs
 from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
 
-PADDED = 3  # tokens at the end of the masked input
+PADDED = 3  # padding tokens at the end of the masked input
 
 
 def all_calls(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any]
 ) -> tuple[dict[str, list[ModuleInputs]], Any, str]:
-    """By module its calls, plain and with padding at the end; the model's output; what it raised with padding.
+    """Return each module's calls (without and with padding), the model's output, and the error of the run with padding.
 
-    With padding attention takes another way: some of what it reads of itself, such as how often heads are repeated,
-    shows only there. A call with padding counts where it differs in more than values. A model that takes no mask, or is
-    given one, runs once.
+    Attention may take another path with padding, and some of its attributes, such as the repetition of key-value heads,
+    are read only there. A call with padding is kept if it differs in more than values. A model without a mask argument,
+    or with a mask in `inputs`, runs once.
     """
     names = list(names)
     first, output = calls_of(model, names, inputs)
@@ -37,7 +37,7 @@ def all_calls(
     mask[:, -PADDED:] = 0
     try:
         others = calls_of(model, names, {**inputs, "attention_mask": mask})[0]
-    except Exception as error:  # a model's forward may raise what it likes
+    except Exception as error:  # a model's forward may raise any error
         why = describe_error(error)
         log_rank0(f"attention with padding is not traced: {type(model).__name__} ended in {why}")
         return calls, output, why
@@ -49,7 +49,7 @@ def all_calls(
 
 
 def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, ModuleInputs], Any]:
-    """The first call of each of some modules in a forward, in their order, and what the model returns."""
+    """Return the first call of each module in a forward, in call order, and the model's output."""
     calls: dict[str, ModuleInputs] = {}
 
     def note(name: str, call: ModuleInputs) -> None:
@@ -57,7 +57,7 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
             calls[name] = call.apart()
 
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # encoder layers of torch call none of their modules in it
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path of torch's encoder layers calls no modules
     try:
         with evaluating(model, use_cache=False):
             return calls, _noted(model, names, inputs, note)
@@ -68,7 +68,7 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
 def _noted(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note: Callable[[str, ModuleInputs], None]
 ) -> Any:
-    """What the model returns; `note` gets each call of the modules."""
+    """Run the model with `note` as hook for each call of the modules; returns the output."""
     modules = dict(model.named_modules())
 
     def noting(name: str) -> Callable[..., None]:
@@ -83,9 +83,9 @@ def _noted(
 
 
 def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict[str, Any]) -> set[str]:
-    """The modules that get states of their own from the model in generation: lists of tensors, of any size.
+    """Return the modules that receive recurrent state from the model in generation: lists of tensors of any size.
 
-    Recurrent models hand them. If one module of a class gets one, all may. `calls` are in order, without a cache.
+    If one module of a class receives state, all modules of the class are included. `calls` are in order, without cache.
     """
     caching = caches_at_all(model, inputs)
     if not calls or not (caching != inputs or caching_configs(model)):
@@ -97,7 +97,7 @@ def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict
         if call.has_states_beyond(calls[name]):
             kinds.add(type(modules[name]))
 
-    # A model may do without a cache, and raise what it likes.
+    # A model may have no cache, and raise any error.
     with evaluating(model, use_cache=True), contextlib.suppress(Exception):
         _noted(model, calls, caching, note)
     return {name for name in calls if type(modules[name]) in kinds}

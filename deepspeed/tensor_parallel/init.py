@@ -1,4 +1,4 @@
-"""Splits a model before there is an engine, and single layers, under the names that scripts import."""
+"""Public functions that split a model before `initialize`, or single layers."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def tp_model_init(
     Args:
         model: the same on all ranks; changed in place.
         tp_size: number of neighbouring ranks over which matrices are split.
-        dtype: has no effect: the engine computes in the precision its JSON names.
-        config: has no effect beside `initialize`'s.
-        tp_group: those ranks as a process group, or None.
+        dtype: has no effect: the engine's configuration sets the precision.
+        config: has no effect: the configuration of `initialize` is used.
+        tp_group: process group of these ranks, or None.
         example: arguments of forward, if they cannot be generated.
-        verify: as `tensor_parallel.verify`.
+        verify: same as the key `tensor_parallel.verify`.
 
     Returns:
         The model.
 
     Raises:
-        ArgumentError: the model is split already.
-        MeshError: `tp_group` is not the ranks of the mesh.
-        TensorParallelError: it cannot be split.
+        ArgumentError: the model is already split.
+        MeshError: `tp_group` does not match the ranks of the mesh.
+        TensorParallelError: the model cannot be split.
     """
     if not is_initialized():
         comm_init.init_distributed()
@@ -69,21 +69,21 @@ def tp_model_init(
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Has no effect: a split model trains and generates with the same layers."""
+    """Do nothing: a split model trains and generates with the same layers."""
     if not training:
         warn_once("set_autotp_mode has no effect: split layers train and generate in the same way")
 
 
 def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """A column-parallel linear layer, made from `module` in place.
+    """Turn a linear layer into a column-parallel one, in place.
 
     Args:
-        module: whole; a linear layer, or GPT-2's `Conv1D`.
-        mp_group: the ranks that share it; None: all.
-        name: for reports.
+        module: the whole layer: a linear layer, or GPT-2's `Conv1D`.
+        mp_group: process group of the ranks; None: all ranks.
+        name: name for messages.
 
     Raises:
-        ArgumentError: it is no linear layer, or has fewer outputs than ranks.
+        ArgumentError: the module is no linear layer, or has fewer outputs than ranks.
     """
     axis, layer = _axis_for(module, mp_group)
     size = layer.weight.shape[1 if is_transposed(module) else 0]
@@ -92,7 +92,7 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
 
 
 def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
-    """A row-parallel linear layer, made in place; its outputs are all-reduced. See `LinearLayer`."""
+    """Turn a linear layer into a row-parallel one, in place; its outputs are all-reduced. See `LinearLayer`."""
     axis, layer = _axis_for(module, mp_group)
     size = layer.weight.shape[0 if is_transposed(module) else 1]
     become_row(module, SliceLocation(axis, name), even_segments(size, axis, name))
@@ -100,7 +100,7 @@ def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear
 
 
 def _axis_for(module: nn.Module, group: Any) -> tuple[Axis, Any]:
-    """The ranks that share a layer, and the layer, which has to be linear."""
+    """Return the axis of a group, and the layer; raise if the layer is not linear."""
     axis = world_axis() if group is None else group_axis("tp", group)
     if not is_linear(module):
         raise ArgumentError(f"a {type(module).__name__} is not a linear layer that can be split")

@@ -1,8 +1,8 @@
-"""Layers that hold a slice of a matrix; the other ranks of their axis hold the rest.
+"""Layers with a slice of a matrix; the other slices are on the other ranks of the axis.
 
-A column-parallel layer has some of the outputs and reads the whole input; a row-parallel layer reads some of the inputs
-and all-reduces its outputs, before its bias. Between the two, channels are split over the ranks. Existing layers become
-slices in place: module and parameters stay the same objects.
+A column-parallel layer has some of the outputs and reads the whole input. A row-parallel layer reads some of the inputs
+and all-reduces its outputs before adding its bias. Between the two, channels are split over the ranks. Existing layers
+are sliced in place: module and parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.zero.layout.placement import Cut, Placement, Relation, place, pla
 
 
 class SliceLocation:
-    """The ranks that share one layer, and its name for reports; copies of a layer share the location."""
+    """Ranks of one sliced layer, and its name for messages; deep copies of a layer share the location."""
 
     def __init__(self, axis: Axis, name: str = "") -> None:
         self.axis, self.name = axis, name
@@ -35,37 +35,37 @@ class SliceLocation:
 
 
 def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The segments (start, length) of a dim, one after the other, in memory of their own."""
+    """Concatenate segments (start, length) of a dim in new memory."""
     return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)
 
 
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]], ep: int = 1) -> None:
-    """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is.
+    """Reduce a parameter or buffer to some segments of one dim, in place, and record its placement.
 
-    `ep`: ranks among which experts are divided, where the segments are some of them and not slices of tp.
+    `ep` is the number of ranks among which experts are divided, if the segments are experts rather than tp slices.
     """
     size, whole = tensor.shape[dim], tensor.data
     shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
     with torch.no_grad():
         if whole.device.type != "cpu" or math.prod(shape) * whole.itemsize < LARGE:
             tensor.data = take(whole, dim, segments)
-        else:  # not in the heap, which would keep what an engine leaves when it moves slices elsewhere
+        else:  # mapped memory: the heap would keep it when an engine moves slices elsewhere
             parts = [whole.narrow(dim, start, length) for start, length in segments]
             tensor.data = torch.cat(parts, dim, out=mapped(shape, whole.dtype))
     cut, before = Cut(dim, size, tuple(segments)), placement_of(tensor)
-    if ep > 1:  # it may be a slice of tp already
+    if ep > 1:  # the tensor may be a slice of tp already
         place(tensor, replace(before, cuts=(*before.cuts, cut), ep=ep))
     else:
         place(tensor, Placement((cut,), {"tp": Relation.SHARD}))
 
 
 def mark_partial(tensor: torch.Tensor) -> None:
-    """A parameter that is whole on each rank and whose gradients there are parts of one sum."""
+    """Mark a parameter as replicated with partial gradients, which must be summed over the ranks."""
     place(tensor, Placement((), {"tp": Relation.PARTIAL}))
 
 
 def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
-    """This rank's share of a dim, as even as it goes; ArgumentError where there are fewer elements than ranks."""
+    """Return this rank's share of a dim, as even as possible; ArgumentError if there are fewer elements than ranks."""
     if size < axis.size:
         raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
     low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]
@@ -73,13 +73,13 @@ def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ..
 
 
 def even_sizes(size: int, ranks: int) -> list[int]:
-    """How many channels each rank has."""
+    """Return the number of channels of each rank, as even as possible."""
     bounds = partition_uniform(size, ranks)
     return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
 
 
 class _Sliced(nn.Module):
-    """What slices of linear layers have in common; `weight` is (out, in), or (in, out) as GPT-2's `Conv1D` has it."""
+    """Base class of sliced linear layers; `weight` is (out, in), or (in, out) as in GPT-2's `Conv1D`."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -91,12 +91,12 @@ class _Sliced(nn.Module):
 
 
 class ColumnParallel(_Sliced):
-    """Some of the outputs of a linear layer.
+    """Linear layer with some of the outputs.
 
     Attributes:
-        enters: the gradient of the input is summed here; False where an earlier layer of the same region does that.
-        rows: outputs that this rank uses of weights that are whole everywhere; None: the weights are a slice.
-        sizes: outputs of each rank, where they are joined; None: they stay apart.
+        enters: whether the input gradient is summed here; False if an earlier layer of the same region does so.
+        rows: outputs of this rank if the weights are whole on all ranks; None: the weights are a slice.
+        sizes: outputs of each rank, to gather them; None: outputs stay split.
     """
 
     enters = True
@@ -104,7 +104,7 @@ class ColumnParallel(_Sliced):
     sizes: Sequence[int] | None = None
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(…, in) to (…, outputs of this rank)."""
+        """Map (…, in) to (…, outputs of this rank)."""
         if self.enters:
             input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
         weight, bias = self._matrix(), self.bias
@@ -118,30 +118,30 @@ class ColumnParallel(_Sliced):
 
 
 class RowParallel(_Sliced):
-    """Some of the inputs of a linear layer."""
+    """Linear layer with some of the inputs."""
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(…, inputs of this rank) to (…, out), equal on all ranks."""
+        """Map (…, inputs of this rank) to (…, out), equal on all ranks."""
         out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.name}")
         return out if self.bias is None else out + self.bias
 
 
 class ColumnParallelLinear(ColumnParallel, nn.Linear):
-    """A linear layer of which this rank has some outputs.
+    """Column-parallel linear layer.
 
     Args:
-        in_features: of the whole layer.
-        out_features: of the whole layer, shared out as evenly as it goes.
-        bias: whether it has one.
-        axis: the ranks that share it.
-        gather_output: every rank returns all outputs.
-        name: for reports.
+        in_features: inputs of the whole layer.
+        out_features: outputs of the whole layer, divided as evenly as possible.
+        bias: whether the layer has a bias.
+        axis: the ranks of the layer.
+        gather_output: whether every rank returns all outputs.
+        name: name for messages.
         device, dtype: of the parameters.
 
-    Values are drawn for the whole layer, so ranks with equal seeds have slices of one matrix.
+    Initial values are drawn for the whole layer, so ranks with equal seeds have slices of the same matrix.
 
     Raises:
-        ArgumentError: fewer outputs than ranks.
+        ArgumentError: there are fewer outputs than ranks.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ColumnParallelLinear(ColumnParallel, nn.Linear):
 
 
 class RowParallelLinear(RowParallel, nn.Linear):
-    """A linear layer of which this rank has some inputs; see `ColumnParallelLinear`."""
+    """Row-parallel linear layer; see `ColumnParallelLinear`."""
 
     def __init__(
         self,
@@ -183,18 +183,18 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer holds (in, out), as `Conv1D` of Transformers does."""
+    """Whether a linear layer stores (in, out), like `Conv1D` of Transformers."""
     return hasattr(module, "nf") and not hasattr(module, "out_features")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that can become a slice."""
+    """Whether a module is a linear layer that can be sliced."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point() or hasattr(weight, "quant_state"):
         return False
     if type(module).__name__ == "Conv1D" and is_transposed(module):
         return True
-    # Subclasses of Transformers spell out the same product.
+    # Subclasses in Transformers with the same product.
     return isinstance(module, nn.Linear) and (
         type(module).forward in _FORWARDS or type(module).__module__.startswith("transformers.")
     )
@@ -204,7 +204,7 @@ _FORWARDS = (nn.Linear.forward, ColumnParallel.forward, RowParallel.forward)
 
 
 def _turn(module: nn.Module, slot: SliceLocation, slice_class: type) -> Any:
-    """The layer as a slice, of a class that is still a subclass of what it was."""
+    """Change the class of a layer to a sliced subclass of its own class."""
     layer: Any = module
     kind: type = type(module)
     if not isinstance(module, slice_class):
@@ -227,14 +227,14 @@ def become_column(
     copied: bool = False,
     weight_is_cut: bool = False,
 ) -> None:
-    """Make a linear layer hold some of its outputs, in place.
+    """Reduce a linear layer to some of its outputs, in place.
 
     Args:
         module: dense, with the values of the whole layer.
-        slot: the ranks.
-        segments: (start, length) of the outputs, in this rank's order.
-        copied: other ranks use some of them too: weights stay whole, and their gradients are parts of a sum.
-        weight_is_cut: its weight is another layer's too, which has been cut alike.
+        slot: the ranks and the name.
+        segments: (start, length) of the outputs of this rank, in order.
+        copied: other ranks use some of these outputs too: weights stay whole, with partial gradients.
+        weight_is_cut: the weight is shared with another layer, which was sliced in the same way before.
     """
     layer = _turn(module, slot, ColumnParallel)
     dim, here = 1 if layer.transposed else 0, sum(length for _, length in segments)
@@ -254,7 +254,7 @@ def become_column(
 
 
 def become_row(module: nn.Module, slot: SliceLocation, segments: Sequence[tuple[int, int]]) -> None:
-    """Make a linear layer hold some of its inputs, in place; see `become_column`."""
+    """Reduce a linear layer to some of its inputs, in place; see `become_column`."""
     layer = _turn(module, slot, RowParallel)
     cut_tensor(layer.weight, 0 if layer.transposed else 1, segments)
     setattr(layer, "nx" if layer.transposed else "in_features", sum(length for _, length in segments))

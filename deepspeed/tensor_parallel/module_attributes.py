@@ -1,7 +1,7 @@
-"""Adapts numbers that a forward reads, such as its heads, to one rank.
+"""Adjustment of integer attributes that a forward reads, such as its number of heads, to one rank.
 
-A forward may reshape by `self.num_heads` or split at `self.split_size`. The numbers that it reads are traced. Which of
-them must shrink is found by trial: the copy of one rank must pass to its rows the same values as the dense module.
+A forward may reshape by `self.num_heads` or split at `self.split_size`. A trace records such reads. A search by trial
+finds the attributes to reduce: a rank's copy must pass the dense module's values to its row-parallel layers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from deepspeed.tensor_parallel.layers import (
 from deepspeed.tensor_parallel.trace import lies_in, owner
 
 TRIES = 600
-Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
+Numbers = dict[tuple[str, str], int]  # by (module, attribute); "config.…" for attributes of its config
 
 
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
-    """Make the layers of a region slices of a rank, in place; `slot_of` gives the location of a layer by name."""
+    """Slice the layers of a region for a rank, in place; `slot_of` maps a layer's name to its location."""
     modules, region = dict(module.named_modules()), shares.region
     params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     columns = {owner(name): shares.tensors.get(name) for name in region.columns}
@@ -64,7 +64,7 @@ def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_o
 
 
 def set_numbers(module: nn.Module, numbers: Numbers) -> None:
-    """Give modules inside `module` a rank's numbers."""
+    """Set integer attributes of modules inside `module`."""
     modules = dict(module.named_modules())
     for (name, attribute), value in numbers.items():
         target: Any = modules[name]
@@ -77,7 +77,7 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """The numbers by which a rank's copy of a dense module computes its share of the channels, or why none do."""
+    """Search attribute values with which a rank's copy computes its share of the channels; or return a reason."""
     dense = randomised(module, 0)
     exact = [call.floating()[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:
@@ -111,7 +111,7 @@ def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleIn
 
 
 def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
-    """Whether a number can be given to a module; on a copy."""
+    """Try to set an attribute, on a copy; returns whether this works."""
     try:
         set_numbers(module, {key: value})
     except (AttributeError, ValueError):  # a property
@@ -121,7 +121,7 @@ def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
 
 @torch.no_grad()
 def _read(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs) -> list[torch.Tensor]:
-    """What the rows are given."""
+    """Run a module and return the inputs of its row-parallel layers."""
     reads: list[torch.Tensor] = []
     modules = dict(module.named_modules())
     note = lambda _, args: reads.append(args[0])  # noqa: E731
@@ -137,7 +137,7 @@ def _read(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs) ->
 
 @contextlib.contextmanager
 def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
-    """The whole numbers that the modules of a region read of themselves and of their config."""
+    """Context that records the integers that a region's modules read from themselves and from their config."""
     numbers: Numbers = {}
     swapped: list[tuple[Any, type]] = []
 
@@ -157,7 +157,7 @@ def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
         if not lies_in(name, home):
             continue
         if is_linear(child):
-            continue  # what it reads of itself has been changed with its weights
+            continue  # its own attributes were changed together with its weights
         config = vars(child).get("config")
         watch(child, name, "")
         if config is not None and not any(config is done for done, _ in swapped) and hasattr(config, "to_dict"):
@@ -172,7 +172,7 @@ def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
 def _options(
     numbers: Numbers, shares: ChannelDependencies, module: nn.Module, rank: int
 ) -> list[tuple[tuple[str, str], list[int]]]:
-    """The numbers that may shrink, and what they may become."""
+    """Return the attributes that may shrink, with their candidate values."""
     row = Fraction(length_of(shares.rows[rank]), shares.region.row_size(module))
     sizes = {name: param.shape for name, param in module.named_parameters()}
     columns = [
@@ -185,13 +185,13 @@ def _options(
     for key, value in numbers.items():
         smaller = sorted({int(value * ratio) for ratio in ratios if (value * ratio).denominator == 1})
         if smaller:
-            attribute = key[1]  # numbers of heads first: they are what most forwards reshape by
+            attribute = key[1]  # heads first: most forwards reshape by them
             options.append(("head" not in attribute or "dim" in attribute or "size" in attribute, key, smaller))
     return [(key, smaller) for _, key, smaller in sorted(options, key=lambda option: option[:2])]
 
 
 def combinations(options: list[tuple[tuple[str, str], list[int]]]) -> Iterator[Numbers]:
-    """Choices, the fewest changes first."""
+    """Yield all choices of values, those with the fewest changes first."""
     for count in range(len(options) + 1):
         for some in itertools.combinations(options, count):
             for values in itertools.product(*(smaller for _, smaller in some)):

@@ -1,4 +1,4 @@
-"""Splits experts whose matrices are packed into parameters of one module."""
+"""Tensor parallelism for experts with packed matrices: all experts in a few parameters of one module."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from deepspeed.tensor_parallel.trace import ShardableRegion
 
 class PackedParallel(nn.Module):
     slot: SliceLocation
-    added: Sequence[str] = ()  # parameters that are added to the result: each rank adds its part of them
+    added: Sequence[str] = ()  # parameters that are added to the result: each rank adds a fraction of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the whole module, equal on all ranks."""
+        """Compute the output of the whole module, equal on all ranks."""
         axis, name = self.slot.axis, self.slot.name
 
         def entered(value: Any) -> Any:
@@ -53,9 +53,9 @@ class PackedParallel(nn.Module):
 
 @contextlib.contextmanager
 def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[None]:
-    """Inside, parameters that are added to a module's result are divided by the ranks that add it up."""
+    """Context in which parameters that are added to the output are divided by the number of ranks that sum it."""
     try:
-        for name in names:  # beside the module's own parameters, which keep their order
+        for name in names:  # set beside the module's own parameters, to keep their order
             object.__setattr__(module, name, module.get_parameter(name) / ranks)
         yield
     finally:
@@ -67,7 +67,7 @@ _classes: dict[type, type] = {}
 
 
 def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
-    """Make a module of experts hold some of the channels of each, in place."""
+    """Reduce a module of experts to some of the channels of each expert, in place."""
     experts: Any = module
     kind = type(module)
     if not issubclass(kind, PackedParallel):
@@ -85,7 +85,7 @@ def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slo
 def share_packed(
     module: nn.Module, region: ShardableRegion, call: ModuleInputs, ranks: int
 ) -> ChannelDependencies | str:
-    """What each rank has of the experts' matrices in a dense module, or why they stay whole."""
+    """Divide the channels of packed experts over ranks, or return the reason why they stay whole; `module` is dense."""
     if len(region.rows) != 1 or region.inner:
         return "its packed matrices feed each other in more than one step"
     row = region.rows[0]
@@ -93,7 +93,7 @@ def share_packed(
     reads = [t for t in tensors_in(call.arguments) if t.is_floating_point()]
     width, first, last = reads[0].shape[-1], len(shapes[row]) - 2, len(shapes[row]) - 1
     if shapes[row][first] != shapes[row][last] and width in shapes[row][-2:]:
-        dim = last if shapes[row][first] == width else first  # the one that lies inside an expert
+        dim = last if shapes[row][first] == width else first  # the dim inside an expert
     else:
         dim = first if getattr(module, "is_transposed", False) else last
     size = shapes[row][dim]
@@ -127,7 +127,7 @@ def share_packed(
 def _masks(
     module: nn.Module, call: ModuleInputs, row: str, dim: int, part: tuple[int, int], draw: int
 ) -> dict[str, list[torch.Tensor]]:
-    """By parameter and dim: the indices that some channels of the last matrices depend on."""
+    """Return the indices on which a part of the last matrices' channels depends, as masks by parameter and dim."""
     twin = randomised(module, draw)
     params = dict(twin.named_parameters())
     with torch.no_grad():
@@ -144,7 +144,7 @@ def _masks(
 
 
 def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs, rank: int) -> Numbers | str:
-    """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set serves all ranks."""
+    """Search attribute values (see `fit`) with which the ranks' outputs add up to the dense one; equal on all ranks."""
     dense, (own, _) = randomised(module, 0), call.floating()
     with torch.no_grad(), same_draws(), spied(dense, "") as numbers:
         wanted = own.run(dense)

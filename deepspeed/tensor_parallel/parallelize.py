@@ -1,4 +1,4 @@
-"""Splits a dense model over the ranks of `tp`: plans, splits unit by unit, compares each with its dense form."""
+"""Split of a dense model over the ranks of `tp`: make a plan, split unit by unit, compare each with its dense form."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from deepspeed.zero.parameters.parameter import is_managed
 
 
 def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Call `look(model, args, kwargs)`, which may raise, before a method of this one model, and of its copies.
+    """Call `look(model, args, kwargs)`, which may raise, before each call of a method, on this model and its copies.
 
-    The model may have the method by its class, as an attribute of its own, or from a module that it wraps.
+    The method may be defined by the class, as an attribute of the model, or by a module that the model wraps.
     """
     if not hasattr(model, name):
         return
-    own = f"_ds_dense_{name}"  # in the model, so that a copy has a method of its own
+    own = f"_ds_dense_{name}"  # attribute of the model, so that a copy has its own method
     if name in vars(model):
         object.__setattr__(model, own, vars(model)[name])
 
@@ -56,13 +56,13 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
             return vars(self)[own](*args, **kwargs)
         if hasattr(type(self), name):
             return getattr(type(self), name)(self, *args, **kwargs)
-        return self.__getattr__(name)(*args, **kwargs)  # a wrapper, which asks what is inside
+        return self.__getattr__(name)(*args, **kwargs)  # a wrapper that forwards attributes
 
     object.__setattr__(model, name, MethodType(guarded, model))
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
-    """Let a cut model's `generate` compare its arguments over ranks, and draw from the first rank's random state."""
+    """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state."""
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)
@@ -86,32 +86,32 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
     guard(model, "generate", look)
 
 
-DEALT = 2  # units that a rank runs whole, at most, before it tells the others: they wait for the slowest
+DEALT = 2  # maximum number of units that a rank runs before it sends results: the others wait for the slowest
 _MARK = "_ds_tensor_plan"
 T = TypeVar("T")
 
 
 def plan_of(model: nn.Module) -> TensorParallelPlan | None:
-    """The plan by which a model was cut; None for a dense one."""
+    """Return the plan of a split model; None for a dense one."""
     return getattr(model, _MARK, None)
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether somebody has cut the model already."""
+    """Whether the model is already split."""
     return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
 
 
 def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
-    """`cut_model` over the ranks of `tp`; where one row of them raises, all do. All ranks of the mesh call together."""
+    """Call `cut_model` over the ranks of `tp`; an error is raised on all ranks. All ranks of the mesh call together."""
     everyone = mesh.axis(*DIMS)
-    # Rows meet in each unit's gather: one that has ended would be waited for.
+    # tp groups meet in each unit's gather, and would wait for a group that has ended.
     born = any(map(is_managed, model.parameters()))
     in_step = everyone if born or options.get("settle") is not None else None
     return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
 
 
 def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
-    """The result of an action that raises on no rank of `everyone`; all call together. None: this rank alone."""
+    """Return the result of an action, or raise if it raised on any rank of `everyone`. None: only this rank."""
     if everyone is None:
         return action()
     return raise_together(
@@ -133,24 +133,24 @@ def cut_model(
     plan_file: str | None = None,
     in_step: Axis | None = None,
 ) -> TensorParallelPlan:
-    """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
+    """Reduce a dense model to this rank's slices, in place. All ranks of the axis call together.
 
     Args:
-        model: the same on all ranks; the values of the first rank count. Parameters stay the objects they are.
-        axis: the ranks that share its matrices.
-        example: arguments of its forward; None: made up for a model of Transformers.
-        check: "units" compares each unit with its dense form, forward and backward; "model" compares the model's
-            output besides; "off" compares nothing.
-        specs: what is said of single matrices.
-        vocabulary: share out the embedding and the output projection of a causal LM too.
-        settle: called with each unit once it is cut; its parameters are plain then.
-        plan_file: of `write_plan`, instead of finding a plan; each rank reads it.
-        in_step: ranks of all rows, none of which goes on where one has ended; None: rows do not meet before the end.
+        model: the same on all ranks; values are broadcast from the first rank. Parameters stay the same objects.
+        axis: the ranks over which the matrices are split.
+        example: arguments of its forward; None: generated for a model of Transformers.
+        check: "units" compares each unit with its dense form, forward and backward; "model" also compares the model's
+            output; "off" compares nothing.
+        specs: rules for single matrices.
+        vocabulary: also split the embedding and the output projection of a causal LM.
+        settle: called with each unit after its split, while its parameters are plain tensors.
+        plan_file: file of `write_plan`, read by each rank, instead of a search.
+        in_step: ranks of all tp groups, which then stop together on an error; None: tp groups do not synchronise.
 
     Raises:
         MeshError: the ranks have different models.
-        TensorParallelError: the ranks' plan files differ, nothing can be cut, not as it should be, or slices do not
-            compute what the model computed whole.
+        TensorParallelError: the ranks' plan files differ, no matrix can be split, a rule is violated, or slices do not
+            compute the results of the dense model.
     """
     same_file(axis, plan_file)
     _same_model(model, axis)
@@ -158,16 +158,16 @@ def cut_model(
     own_plan = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
     plan = _in_step(in_step, lambda: _agreed(own_plan, axis, specs))
     log_rank0(plan.table())
-    # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
+    # A model from `zero.Init` is whole unit by unit; a model that communicates in its forward runs on all ranks.
     alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
     together = 1 if alone else DEALT * axis.size
     for dealt in _dealt(model, plan.units, together):
         units = {model.get_submodule(unit.name): unit for unit in dealt}
         _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle))
         for unit in units.values():
-            unit.calls = []  # their tensors are needed no more
+            unit.calls = []  # the recorded tensors are not needed any more
     pad_rows_of_encoders(model)
-    get_accelerator().empty_cache()  # what plans and comparisons took
+    get_accelerator().empty_cache()  # memory of plans and comparisons
     columns = {name for name, how in plan.cuts().items() if how == "column"}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -182,7 +182,7 @@ def cut_model(
 
 
 def _guard_saving(model: nn.Module) -> None:
-    """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
+    """Make `save_pretrained` of a split model raise: it would silently save one rank's slices."""
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("state_dict") is None:
@@ -195,7 +195,7 @@ def _guard_saving(model: nn.Module) -> None:
 
 
 def _same_model(model: nn.Module, axis: Axis) -> None:
-    """Give all ranks the values of the first; raise MeshError where their parameters differ in more."""
+    """Broadcast the values of the first rank; raise MeshError if the ranks' parameters differ in more than values."""
     params = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
     if (difference := first_difference(axis, params)) is not None:
         other, first, second = difference
@@ -220,12 +220,12 @@ def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParall
         return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
-    except Exception as error:  # a model's forward may raise what it likes, on one rank alone
+    except Exception as error:  # a model's forward may raise any error, on one rank only
         return f"its forward on a small input ended in {describe_error(error, 300)}"
 
 
 def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> TensorParallelPlan:
-    """The regions that fit on every rank; a region that does not on one stays whole on all."""
+    """Reduce a plan to the regions that fit on every rank; other regions stay whole on all ranks."""
     own: Any = plan
     if isinstance(plan, TensorParallelPlan):
         regions = {unit.key(fitted): fitted.digest() for unit in plan.units for fitted in unit.regions}
@@ -257,9 +257,9 @@ def _agreed(plan: TensorParallelPlan | str, axis: Axis, specs: Specs | None) -> 
 
 
 def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit]]:
-    """Units that are compared at once, up to `most`.
+    """Group units (modules with regions) for joint comparison, up to `most` per group.
 
-    One with parameters of an earlier one is alone: these are slices by then, on which no rank computes by itself.
+    A unit that shares parameters with an earlier unit gets its own group: those parameters are sliced already.
     """
     groups: list[list[Unit]] = [[]]
     known: set[int] = set()
@@ -278,7 +278,7 @@ def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit
 def _cut_units(
     units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
 ) -> None:
-    """Cut some units, and compare each with its dense form."""
+    """Split some units (modules with regions), and compare each with its dense form."""
     unshard(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
@@ -289,7 +289,7 @@ def _cut_units(
         return
     constants = {module: _hidden(module) for module in units}
     inputs = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
-    # What a model draws before a unit may differ over ranks.
+    # Random numbers drawn before a unit may differ over ranks.
     broadcast_tensors(axis, inputs, f"inputs of {' and '.join(unit.name for unit in units.values())}")
     wholes, seen = _dense_forms(units, axis), []
     for (module, unit), dense in zip(units.items(), wholes, strict=True):
@@ -308,7 +308,7 @@ def _cut_units(
 
 
 def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.UnitResult]]:
-    """What units compute whole: of several each rank runs some, and tells the others; one unit alone is run by all."""
+    """Compute the dense results of units. Each rank runs some of them and sends the results; all run a single unit."""
     dealt, running = list(units.items()), ""
     bounds = partition_uniform(len(dealt), axis.size)
     own_units = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
@@ -331,14 +331,14 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
     by_rank = object_exchange.current.gather_present(axis, own)
     forms: list[list[verify.UnitResult]] = []
     for position, (low, high) in enumerate(itertools.pairwise(bounds)):
-        forms += by_rank.get(position) or [[]] * (high - low)  # of a rank that does not exist: nobody compares them
+        forms += by_rank.get(position) or [[]] * (high - low)  # rank of a simulation that does not exist: no comparison
     return forms
 
 
 def _cut_and_run(
     module: nn.Module, unit: Unit, dense: list[verify.UnitResult], axis: Axis
 ) -> tuple[str, list[verify.UnitResult]]:
-    """What differs, and what the unit computes cut."""
+    """Split a unit and run it; returns the differences and the results."""
     _become_slices(module, unit, axis)
     cut = verify.run(module, unit)
     return verify.differences(unit, dense, cut, module, axis), cut
@@ -362,7 +362,7 @@ def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
 
 @torch.no_grad()
 def _hidden(module: nn.Module) -> dict[str, float]:
-    """Give values to parameters that are all zero or all one, which would hide mistakes; what they were, by name."""
+    """Perturb parameters with constant values, which would hide errors; returns the original values by name."""
     constants = {}
     for index, (name, param) in enumerate(module.named_parameters()):
         if not param.is_floating_point() or param.numel() < 2 or param.flatten()[0] != param.flatten()[-1]:
@@ -375,7 +375,7 @@ def _hidden(module: nn.Module) -> dict[str, float]:
 
 
 def _inputs_hook(shares: ChannelDependencies, axis: Axis) -> Callable[..., Any]:
-    """Takes this rank's channels of a region's arguments, and enters those that all channels depend on."""
+    """Create a forward pre-hook that slices a region's arguments, and sums gradients of those that all ranks share."""
 
     def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
         share = shares.inputs.get(path)

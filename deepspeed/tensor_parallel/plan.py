@@ -1,9 +1,9 @@
-"""The tensor-parallel plan: which matrices are split, how, and why others are not.
+"""Tensor-parallel plan: the split of each matrix, or the reason why it stays whole.
 
-A plan declared by the model is only compared: most classes have none, and those that have one leave experts, fused
-layouts and heads that do not divide to layers of Transformers. The plan's table shows differences.
+A plan that the model declares (`tp_plan`) is only compared. Most classes declare none, and others leave experts, fused
+layouts and uneven heads to layers of Transformers. The table of the plan shows differences.
 
-Layouts are always found: `row` and `column` in the JSON are assertions that the plan is compared with.
+The layout always comes from the search: `row` and `column` in the JSON are assertions about the plan.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STYLES = {
 
 
 def declared_cuts(model: Any, matrices: Iterable[str]) -> dict[str, str]:
-    """By which of its dims the model's own plan cuts a matrix, "row" or "column", by name; empty where it has none."""
+    """Return the split of each matrix ("row" or "column") in the model's own `tp_plan`; empty without one."""
     rules = getattr(model, "tp_plan", None)
     styles: dict[str, str] = {}
     known = [
@@ -78,18 +78,18 @@ SKIP = "skip"
 
 @dataclass(frozen=True)
 class Spec:
-    """Regular expressions, searched for in names of parameters, and "row", "column" or "skip" for those."""
+    """Regular expressions, searched in parameter names, with their rule: "row", "column" or "skip"."""
 
     patterns: tuple[re.Pattern[str], ...]
     how: str
 
 
 class Specs:
-    """Entries of `partition_config`; the first that fits a name counts.
+    """Entries of `partition_config`; the first match applies.
 
     Args:
         entries: in the order of the JSON.
-        others: whether matrices that no entry names are cut too.
+        others: whether matrices without an entry are split too.
     """
 
     def __init__(self, entries: Sequence[Spec] = (), others: bool = True) -> None:
@@ -100,14 +100,14 @@ class Specs:
         return next((spec.how for spec in entries), "")
 
     def reason_to_skip(self, region: ShardableRegion) -> str:
-        """Why a region stays whole; empty: it does not."""
+        """Return the reason why a region stays whole; "" if it is split."""
         entries = {self._of(name) for name in region.matrices()}
         if SKIP in entries:
             return "partition_config says so"
         return "" if self._others or entries != {""} else "partition_config names others, and use_default_specs is off"
 
     def without_skipped(self, regions: Iterable[ShardableRegion], whole: dict[str, str]) -> list[ShardableRegion]:
-        """The regions that no entry leaves whole; the matrices of the others are noted in `whole`."""
+        """Return the regions to split; the matrices of skipped regions are added to `whole`."""
         cut: list[ShardableRegion] = []
         for region in regions:
             if why := self.reason_to_skip(region):
@@ -117,7 +117,7 @@ class Specs:
         return cut
 
     def check(self, cut: Mapping[str, str], whole: Mapping[str, str], matrices: Sequence[str]) -> None:
-        """Raise TensorParallelError where an entry wants another cut than the plan's `cut` and `whole` say."""
+        """Raise TensorParallelError if an entry contradicts the plan (`cut` and `whole`)."""
         for name in matrices:
             wanted, planned = self._of(name), cut.get(name, "")
             if wanted in ("", SKIP, planned):
@@ -141,13 +141,13 @@ _OTHER = {
 
 @dataclass
 class Fitted:
-    """A region, shared out, and the numbers of this rank."""
+    """Sharding of a region, and the attribute values of this rank."""
 
     shares: ChannelDependencies
     numbers: Numbers
 
     def digest(self) -> int:
-        """Of all that ranks do alike; the numbers are each rank's own."""
+        """Return a checksum of everything that must be equal on all ranks; attribute values are excluded."""
         shares, region = self.shares, self.shares.region
         tensors, inputs = (
             sorted((t.name, t.dim, t.segments, t.copied) for t in by_name.values())
@@ -161,17 +161,17 @@ class Fitted:
 Calls = dict[str, list[ModuleInputs]]
 KnownRegions = dict[Any, "Fitted | str"]
 probes: Replaceable[Callable[[Calls], tuple[Calls, KnownRegions]]] = Replaceable(lambda calls: (calls, {}))
-"""From the calls of modules, those whose values are traced, and the regions that are known from earlier traces."""
+"""Selects the module calls to trace, and returns the regions already known from earlier traces."""
 
 
 @dataclass
 class Unit:
-    """A module of a block, whose regions are cut and compared together.
+    """Module inside a block, with regions that are split and compared together.
 
     Args:
-        name: of the module.
-        regions: with names inside it.
-        calls: on the small input: plain, and with padding where it gets other tensors.
+        name: name of the module.
+        regions: with names inside the module.
+        calls: calls on the small input: without padding, and with padding if the tensors differ.
     """
 
     name: str
@@ -179,14 +179,14 @@ class Unit:
     calls: list[ModuleInputs]
 
     def key(self, fitted: Fitted) -> str:
-        """Of one of its regions, in the whole model."""
+        """Return the key of one of the unit's regions in the whole model."""
         return join(self.name, fitted.shares.region.rows[0])
 
     def keep_common_calls(self, everyone: Sequence[list[Any]], axis: Axis) -> None:
-        """Keep the calls that every rank has seen, so that all send the same tensors; `everyone` has shapes by rank.
+        """Keep the calls that every rank has recorded, so that all ranks run the same; `everyone` has shapes by rank.
 
         Raises:
-            TensorParallelError: the ranks' first calls differ.
+            TensorParallelError: the first calls of the ranks differ.
         """
         count = min(map(len, everyone))
         while count and any(calls[:count] != everyone[0][:count] for calls in everyone):
@@ -206,19 +206,19 @@ class Unit:
 
 @dataclass
 class TensorParallelPlan:
-    """How a model is cut.
+    """Plan for a model.
 
     Args:
-        ranks: that share it.
+        ranks: number of ranks.
         units: in the order in which they run.
-        whole: matrices of blocks that stay whole, and why.
+        whole: reasons for the block matrices that stay whole.
         inputs: the small input of the model.
-        output: of the dense model.
-        drops: which matrices' results each module drops in training.
-        shapes: of the parameters.
-        declared: by which dim the model's own plan cuts matrices, see `declared_cuts`.
-        unpadded: why there is no call with padding, where the model's forward raised there.
-        meets: whether its forward sends messages of its own between ranks that share it.
+        output: output of the dense model for it.
+        drops: for each module, the matrices with results under its dropout.
+        shapes: shapes of the parameters.
+        declared: the split in the model's own plan, see `declared_cuts`.
+        unpadded: error of the model's forward with padding, if it raised.
+        meets: whether the model's forward itself communicates between the tp ranks.
     """
 
     ranks: int
@@ -233,11 +233,11 @@ class TensorParallelPlan:
     meets: bool = False
 
     def _regions(self) -> Iterator[tuple[str, ChannelDependencies]]:
-        """The unit's name and the shares of each region."""
+        """Yield the unit's name and the sharding of each region."""
         return ((unit.name, fitted.shares) for unit in self.units for fitted in unit.regions)
 
     def keep_common_regions(self, everyone: Sequence[dict[str, int]]) -> None:
-        """Leave a region whole where one rank does; `everyone` has each rank's digests by key."""
+        """Leave a region whole if any rank does; `everyone` has each rank's checksums by key."""
         for unit in self.units:
             for fitted in list(unit.regions):
                 key = unit.key(fitted)
@@ -251,7 +251,7 @@ class TensorParallelPlan:
         self.units = [unit for unit in self.units if unit.regions]
 
     def part(self) -> float:
-        """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""
+        """Return the bytes of the blocks' matrices on the largest rank, divided by those of the dense model."""
         dense = held = 0.0
         for unit, shares in self._regions():
             size = sum(math.prod(self.shapes[join(unit, name)]) for name in shares.region.matrices())
@@ -260,7 +260,7 @@ class TensorParallelPlan:
         return (held + left) / max(dense + left, 1)
 
     def held(self, rank: int) -> int:
-        """Parameters that a rank has, the vocabulary whole."""
+        """Return the number of parameter elements on a rank, with a whole vocabulary."""
         total = sum(map(math.prod, self.shapes.values()))
         for unit, shares in self._regions():
             for name, share in shares.tensors.items():
@@ -272,7 +272,7 @@ class TensorParallelPlan:
         return int(total)
 
     def cuts(self) -> dict[str, str]:
-        """By which of its dims a matrix is cut, "row" or "column", by name."""
+        """Return the split of each matrix, "row" or "column", by name."""
         cuts = {}
         for unit, shares in self._regions():
             cuts |= {join(unit, name): "column" for name in shares.region.columns}
@@ -280,14 +280,14 @@ class TensorParallelPlan:
         return cuts
 
     def unnamed(self) -> list[str]:
-        """The matrices of blocks that the plan neither cuts nor says why not."""
+        """Return the block matrices that are neither split nor have a reason to stay whole."""
         known = set(self.whole)
         for unit, shares in self._regions():
             known |= {join(unit, name) for name in [*shares.tensors, *shares.region.rows]}
         return [name for name, shape in self.shapes.items() if len(shape) > 1 and block(name) and name not in known]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(matrix, how it is cut, channels of each rank), one line for equal layers of several blocks."""
+        """Return (matrix, split, channels of each rank) rows; equal layers of several blocks share one row."""
         rows: Counter[tuple[str, str, str]] = Counter()
         for unit, shares in self._regions():
             rows.update(self._rows_of(unit, shares))
@@ -314,7 +314,7 @@ class TensorParallelPlan:
         return [*rows, *((starred(join(unit, name)), "row", channel_counts(shares.rows)) for name in region.rows)]
 
     def table(self) -> str:
-        """The plan in words, a line for each kind of matrix."""
+        """Return the plan as a text table, with a line for each kind of matrix."""
         rows = [("matrix", "split", "channels of each rank"), *self.rows()]
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
@@ -327,12 +327,12 @@ class TensorParallelPlan:
 
 
 def starred(name: str) -> str:
-    """A name with `*` in the place of each number."""
+    """Replace each number in a name by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by what they are with stars."""
+    """Group names by their form with stars."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(starred(name), []).append(name)
@@ -340,7 +340,7 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def channel_counts(by_rank: Sequence[Segments]) -> str:
-    """In words: the channels of each rank, and of how many runs they are."""
+    """Describe the channels of each rank, and the number of runs that they form."""
     runs = max(map(len, by_rank))
     counts = "/".join(str(length_of(segments)) for segments in by_rank)
     return counts + (f" in {runs} runs" if runs > 1 else "")
@@ -349,18 +349,18 @@ def channel_counts(by_rank: Sequence[Segments]) -> str:
 def make_plan(
     model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """Find out how a dense model can be cut.
+    """Find a plan for a dense model.
 
     Args:
-        model: dense, whole on this rank or sharded by `zero.Init`; nothing of it is changed.
-        ranks: to share its matrices out to.
-        rank: this one.
-        example: arguments of its forward; None: made up for a model of Transformers.
-        specs: of matrices that stay whole, with all that shares their channels.
+        model: dense, whole on this rank or sharded by `zero.Init`; not changed.
+        ranks: number of ranks.
+        rank: this rank.
+        example: arguments of its forward; None: generated for a model of Transformers.
+        specs: rules for matrices that stay whole, together with all matrices that share their channels.
 
     Raises:
-        ArgumentError: nothing says what the model takes.
-        TensorParallelError: none of its matrices can be cut.
+        ArgumentError: the model's inputs are unknown and no example is given.
+        TensorParallelError: no matrix can be split.
     """
     inputs = example_inputs(model, example)
     with OpTrace(model, inputs) as trace, evaluating(model, use_cache=False):
@@ -400,7 +400,7 @@ def make_plan(
         )
     drops, declared = dropped_in(model, inputs) | _dropped_by_heads(units, modules), declared_cuts(model, shapes)
     plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, declared, unpadded)
-    for name in plan.unnamed():  # no figure leaves out the matrices of blocks that no region had
+    for name in plan.unnamed():  # matrices of blocks without region still need an entry
         node, why = trace.nodes.get(name), "no matrix product of the small input reads it"
         plan.whole[name] = why if node is None else _UNPAIRED[node.lookup]
     plan.whole = {name: why for name, why in plan.whole.items() if name not in plan.cuts()}
@@ -408,7 +408,7 @@ def make_plan(
 
 
 def _dropped_by_heads(units: Sequence[Unit], modules: Mapping[str, nn.Module]) -> dict[str, list[frozenset[str]]]:
-    """What attentions that are shared out by heads drop: one call computes them, and nothing inside of it is seen."""
+    """Return the dropout of attentions that are split by heads; traces do not see inside their fused call."""
     dropped: dict[str, list[frozenset[str]]] = {}
     for unit in units:
         for region in (fitted.shares.region for fitted in unit.regions):
@@ -422,11 +422,11 @@ _UNPAIRED = {True: "indices choose from it", False: "it has no pair in its block
 
 
 def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
-    """What the model's modules drop in training."""
+    """Return, for each module with dropout, the matrices with results that it drops in training."""
     training = [module for module in model.modules() if module.training]
     if not training:
         return {}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # running statistics
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # preserves running statistics
     draws = Draws(model, inputs)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), draws:
@@ -439,7 +439,7 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
 
 
 def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableRegion]]:
-    """Regions by the module that is cut at once: one that lies in no other of them; packed experts are their own."""
+    """Group regions by the module that is split at once: the outermost home; packed experts form their own groups."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
     outermost = {home: next(outer for outer in around(home) if outer in others) for home in others}
@@ -452,11 +452,11 @@ def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableReg
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters, also of a model that `zero.Init` has sharded."""
+    """Return the shapes of all parameters, also for a model sharded by `zero.Init`."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
-_PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a block among the others
+_PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # attributes with the position of a block
 
 
 def _call_kind(call: ModuleInputs) -> Any:
@@ -464,7 +464,7 @@ def _call_kind(call: ModuleInputs) -> Any:
 
 
 def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[str, tuple[int, ...]]) -> Any:
-    """What regions with one way of being cut have in common; shapes are those inside `home`."""
+    """Return a key that is equal for regions with the same split; `shapes` are those inside `home`."""
     numbers = {k: v for k, v in vars(module).items() if type(v) in (int, str, bool) and k not in (*_PLACES, "training")}
     inside = [(name.removeprefix(home), shape) for name, shape in shapes.items()]
     foreign = [name for name in region.tables if not lies_in(name, home)]
@@ -475,7 +475,7 @@ def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[st
 def _fitted(
     module: nn.Module, region: ShardableRegion, calls: list[ModuleInputs], heads: list[int], place: tuple[int, int]
 ) -> Fitted | str:
-    """The shares of a region with names inside its unit, and the numbers of a rank; or why it stays whole."""
+    """Compute the sharding of a region (names inside its unit) and a rank's attribute values, or a reason."""
     ranks, rank = place
     shares: ChannelDependencies | str
     try:

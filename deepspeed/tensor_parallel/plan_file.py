@@ -1,7 +1,7 @@
-"""A plan as data: written for a model, edited by hand if needed, used instead of a search.
+"""Plan files: a plan is written for a model, can be edited by hand, and replaces the search.
 
 A file is always verified: names, shapes and shares are compared with the model, and split units with their dense forms
-(`verify`). Equal units are written once; in their names `*` is any number.
+(`verify`). Equal units (modules with regions) are written once; `*` in their names matches any number.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ FORMAT, VERSION = "deepspeed tensor plan", 1
 def write_plan(
     path: str | Path, model: nn.Module, ranks: int, example: Any = None, specs: Specs | None = None
 ) -> list[TensorParallelPlan]:
-    """Find the plan of a dense model for every rank, and write it. No other rank is needed.
+    """Find the plan of a dense model for every rank, and write it to a file. Runs on a single rank.
 
     Args:
-        path: of a JSON file, for the key `tensor_parallel.plan_file`.
-        model: dense; nothing of it is changed.
-        ranks: to share its matrices out to.
-        example, specs: as `make_plan`.
+        path: path of the JSON file, for the key `tensor_parallel.plan_file`.
+        model: dense; not changed.
+        ranks: number of ranks.
+        example, specs: as in `make_plan`.
 
     Returns:
         The plans by rank; each prints the same `table()`.
 
     Raises:
-        ArgumentError: nothing says what the model takes.
-        TensorParallelError: none of its matrices can be cut.
+        ArgumentError: the model's inputs are unknown and no example is given.
+        TensorParallelError: no matrix can be split.
         OSError: the file cannot be written.
     """
     plans = [make_plan(model, ranks, rank, example, specs) for rank in range(ranks)]
@@ -90,7 +90,7 @@ def write_plan(
         "units": list(units.values()),
         "whole": {starred(name): why for plan in plans for name, why in plan.whole.items()},
     }  # fmt: skip
-    # What holds numbers alone stands on one line.
+    # Lists of numbers stay on one line.
     numbers = re.compile(r"\[[\s\d,\[\]]*\]")
     text = numbers.sub(lambda match: re.sub(r"\s+", " ", match[0]), json.dumps(plan, indent=1))
     Path(path).write_text(text + "\n")
@@ -100,7 +100,7 @@ def write_plan(
 def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
     shares = by_rank[0].shares
     region, numbers = shares.region, []
-    columns = [name for name in region.columns if name in shares.tensors]  # what no gradient reaches stays whole
+    columns = [name for name in region.columns if name in shares.tensors]  # tensors without gradient stay whole
     for fitted in by_rank:
         own: dict[str, dict[str, int]] = {}
         for (module, attribute), value in fitted.numbers.items():
@@ -121,7 +121,7 @@ def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
 
 
 class _FileEntry:
-    """A part of the file, which knows where it is."""
+    """Value in the file, with its location for messages."""
 
     def __init__(self, value: Any, where: str) -> None:
         self.value, self.where = value, where
@@ -130,7 +130,7 @@ class _FileEntry:
         return TensorParallelError(f"{self.where}: {what}")
 
     def fields(self, *names: str) -> list[_FileEntry]:
-        """The values of an object that has these names and no others."""
+        """Return the values of an object with exactly these keys."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object belongs here")
         for name in [*(n for n in names if n not in self.value), *(n for n in self.value if n not in names)]:
@@ -154,7 +154,7 @@ class _FileEntry:
         return self.value
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
-        """A list of names, each of something that is there, and no two the same."""
+        """Return a list of distinct names, all of them in `known`."""
         names = [entry.of(str) for entry in self.entries()]
         for place, name in enumerate(names):
             if name not in known:
@@ -165,10 +165,10 @@ class _FileEntry:
 
 
 def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
-    """Compare the plan file of every rank; None: it has none. All ranks of the axis call together.
+    """Compare the plan files of all ranks; None: no file. All ranks of the axis call together.
 
     Raises:
-        TensorParallelError: ranks of one pipeline stage have files with other content. `read_plan` reports others.
+        TensorParallelError: ranks of one pipeline stage have different files. `read_plan` reports other errors.
     """
     try:
         content = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -186,18 +186,18 @@ def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
 def read_plan(
     path: str | Path, model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """The plan that a file has for a model.
+    """Read the plan for a model from a file.
 
     Args:
-        path: as `write_plan` was given.
-        model: dense, whole on this rank or sharded by `zero.Init`; nothing of it is changed.
-        ranks: to share its matrices out to.
-        rank: this one.
-        example, specs: as `make_plan`.
+        path: path of the file from `write_plan`.
+        model: dense, whole on this rank or sharded by `zero.Init`; not changed.
+        ranks: number of ranks.
+        rank: this rank.
+        example, specs: as in `make_plan`.
 
     Raises:
-        ArgumentError: nothing says what the model takes.
-        TensorParallelError: it cannot be read, or is no plan for this model over these ranks; with the place.
+        ArgumentError: the model's inputs are unknown and no example is given.
+        TensorParallelError: the file cannot be read or does not fit the model and ranks; the message has the location.
     """
     file = _FileEntry(None, f"tensor_parallel.plan_file '{path}'")
     try:
@@ -229,10 +229,10 @@ def _planned(
     specs: Specs | None,
     file: _FileEntry,
 ) -> TensorParallelPlan:
-    """The units that are to be cut, with what they are called with."""
+    """Return the units to split, with their recorded calls."""
     left = [name for name in reader.shapes if name not in reader.taken]
     whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
-    specs = specs or Specs()  # which leave nothing whole
+    specs = specs or Specs()  # no rules by default
     for unit in units:
         for fitted in list(unit.regions):
             region = fitted.shares.region.renamed(functools.partial(join, unit.name))
@@ -257,19 +257,19 @@ def _planned(
 
 
 class _PlanReader:
-    """Compares entries with a model."""
+    """Reader of plan entries that compares them with a model."""
 
     def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
-        self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
+        self.taken: dict[str, str] = {}  # split parameters, with their location in the file
         self._inside, self._patterns = by_module(self.shapes), by_pattern(self.modules)
-        # Arguments by module, to be looked at in its calls.
+        # Arguments by module, to be checked in its calls.
         self._arguments: dict[str, list[tuple[TensorSharding, _FileEntry]]] = {}
-        self._units: dict[str, str] = {}  # where each is
+        self._units: dict[str, str] = {}  # location of each
 
     def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
-        """See that a region's module is given the tensors that are shared out, of as many channels."""
+        """Check that the sharded arguments of a region's module exist and have the right number of channels."""
         for share, entry in self._arguments.pop(home, ()):
             if calls is None:
                 raise entry.wrong(f"the model never calls '{home}'")
@@ -285,7 +285,7 @@ class _PlanReader:
                     )
 
     def units(self, entry: _FileEntry) -> list[Unit]:
-        """The units that one entry is of."""
+        """Return the units of one entry."""
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
         read: list[Unit] = []
         for pattern in modules.entries():
@@ -300,7 +300,7 @@ class _PlanReader:
         return read
 
     def reasons(self, entry: _FileEntry) -> dict[str, str]:
-        """Why parameters stay whole, by name, which may be starred."""
+        """Return the reasons why parameters stay whole, by name; names may contain `*`."""
         reasons = {name: text.of(str) for name, text in entry.items()}
         patterns = by_pattern(self.shapes)
         for name in reasons:
@@ -395,7 +395,7 @@ class _PlanReader:
         return TensorSharding(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
 
     def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
-        """By rank; together they are everything, and but for copies nothing is in two."""
+        """Read segments by rank; together they must cover the dim, without overlap unless `copied`."""
         by_rank: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
             pairs = [tuple(number.of(int) for number in pair.entries(2)) for pair in of_rank.entries()]
@@ -416,7 +416,7 @@ class _PlanReader:
         return by_rank
 
     def _numbers(self, unit: str, entry: _FileEntry) -> Numbers:
-        """Those of this rank; the others' are looked at too, so that all ranks refuse."""
+        """Return this rank's attribute values; those of other ranks are checked too, so that all ranks raise alike."""
         by_rank: list[Numbers] = []
         for of_rank in entry.entries(self.ranks):
             by_rank.append({})

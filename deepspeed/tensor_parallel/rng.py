@@ -1,8 +1,8 @@
-"""Random numbers under tensor parallelism: equal for replicated activations, different for split ones.
+"""Random states under tensor parallelism: equal for replicated activations, different for split ones.
 
-For dropout of split activations, a module uses a random state made of the rank and a number drawn from the surrounding
-state, which is the same on all ranks. So restoring the surrounding state, as activation checkpointing and resume do,
-reproduces the same draws.
+For dropout on split activations, a module uses a random state derived from the rank and from a number drawn from the
+surrounding state. All ranks have the same surrounding state, so restoring it (activation checkpointing, resume)
+reproduces the same masks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PRIME = 1_000_003
 
 
 class Draws(OpTrace):
-    """Watches which module drops what; see `OpTrace`.
+    """Trace of dropout: records the sources of the activations that each module drops; see `OpTrace`.
 
     Attributes:
-        dropped: sources of what each module drops, by module name.
+        dropped: sources of the dropped activations, by module name.
     """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -70,21 +70,21 @@ class Draws(OpTrace):
 
 
 class Forks:
-    """The random states of a cut model, whose ranks drop cut activations differently."""
+    """Random states of a split model: ranks use different states for dropout on split activations."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._around: list[tuple[torch.Tensor, bool] | None] = []  # (state to return to, whether inside was a fork)
+        self._around: list[tuple[torch.Tensor, bool] | None] = []  # (state to restore, whether the inner one is own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forks:
         return self
 
     def own_seed(self, drawn: int) -> int:
-        """The seed of this rank's draws."""
+        """Return the seed of this rank, derived from a number drawn on all ranks."""
         return (drawn * self._axis.size + self._axis.rank) * _PRIME % (1 << 62)
 
     def check_apart(self) -> None:
-        """Raise TensorParallelError where two ranks would drop cut activations alike. All ranks call together."""
+        """Raise TensorParallelError if two ranks have equal masks for split activations. All ranks call together."""
         ranks, first = self._axis.ranks, dict[int, int]()  # the first rank by seed
         for place, seed in object_exchange.current.gather_present(self._axis, self.own_seed(1)).items():
             other = first.setdefault(seed, place)
@@ -95,7 +95,7 @@ class Forks:
                 )
 
     def enter_cut(self, module: nn.Module, *_: Any) -> None:
-        """Before a module that drops cut activations."""
+        """Pre-hook of modules with dropout on split activations: switch to the rank's own state."""
         inside = self._around[-1] if self._around else None
         if not module.training or (inside is not None and inside[1]):
             self._around.append(None)
@@ -107,7 +107,7 @@ class Forks:
         accelerator.manual_seed(self.own_seed(drawn))
 
     def enter_whole(self, module: nn.Module, *_: Any) -> None:
-        """Before a module that drops whole activations, which may lie inside one that drops cut ones."""
+        """Pre-hook of modules with dropout on whole activations: switch back to the ranks' common state."""
         outer = next((state for state in reversed(self._around) if state is not None), None)
         if outer is None or not outer[1]:
             self._around.append(None)
@@ -117,28 +117,28 @@ class Forks:
         accelerator.set_rng_state(outer[0])
 
     def leave(self, *_: Any) -> None:
-        """After either, whatever became of it."""
+        """Post-hook of both: restore the random state, even after an error."""
         left = self._around.pop()
         if left is None:
             return
         accelerator = get_accelerator()
-        if not left[1]:  # the surrounding state has moved on
+        if not left[1]:  # the surrounding state has advanced
             depth = next(depth for depth in reversed(range(len(self._around))) if self._around[depth] is not None)
             self._around[depth] = (accelerator.get_rng_state(), True)
         accelerator.set_rng_state(left[0])
 
 
 def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
-    """Let modules draw alike or apart. All ranks of the axis call together.
+    """Register hooks for dropout on whole and on split activations. All ranks of the axis call together.
 
     Args:
-        model: cut.
-        dropped: by `Draws`.
-        columns: matrices whose outputs are cut.
-        axis: of the ranks.
+        model: a split model.
+        dropped: recorded by `Draws`.
+        columns: matrices with split outputs.
+        axis: the ranks.
 
     Raises:
-        TensorParallelError: one module drops both, or two ranks would drop cut activations alike.
+        TensorParallelError: one module drops both kinds, or two ranks would draw equal masks for split activations.
     """
     kinds = {name: {bool(drop) and drop <= columns for drop in drops} for name, drops in dropped.items()}
     both = next((name for name, kind in kinds.items() if len(kind) > 1), None)
@@ -147,7 +147,7 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
             f"'{both}' applies dropout to split and to unsplit activations in one forward: set one of its "
             f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
         )
-    draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router
+    draw_alike(axis)  # modules may draw other random numbers than dropout, such as router noise
     if not kinds:
         return None
     forks = Forks(axis)
@@ -161,12 +161,12 @@ def install(model: nn.Module, dropped: dict[str, list[frozenset[str]]], columns:
 
 
 def draw_alike(axis: Axis) -> None:
-    """The first rank's random state for all: what is drawn for whole activations, or of tokens, is the same."""
+    """Copy the first rank's random state to all ranks, so that masks for whole activations and samples are equal."""
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
     everyone = all_gather_objects(axis, zlib.crc32(state.numpy().tobytes()))
     if len(set(everyone)) > 1:
         log_rank0("random states differ over tp: all ranks go on with that of the first, since they share activations")
-        shared = state.clone().float()  # bytes: exact
+        shared = state.clone().float()  # bytes, so the sum is exact
         broadcast(shared, axis.ranks[0], group=axis.group)
         accelerator.set_rng_state(shared.to(state.dtype))

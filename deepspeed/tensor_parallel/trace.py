@@ -1,7 +1,7 @@
-"""Traces which matrix feeds which, and finds the regions of a model that can be split.
+"""Trace of the data flow between matrices; from it come the regions of a model that can be split.
 
-The outputs of q, k and v are read only by o, those of gate and up only by down: the channels between them can be split
-over ranks. The output of o goes into the residual stream through all blocks, which stays whole.
+Only o reads the outputs of q, k and v; only down reads those of gate and up. The channels between them can be split
+over ranks. The output of o enters the residual stream, which passes through all blocks and stays whole.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ STREAM = "input"
 
 @dataclass
 class MatrixUse:
-    """A use of one matrix.
+    """Use of one matrix.
 
     Args:
-        name: of the parameter.
-        lookup: it is a table that indices choose from, and no matrix that is multiplied.
-        sources: names of the matrices whose results it reads, with no other matrix between.
+        name: name of the parameter.
+        lookup: whether the matrix is a lookup table, not multiplied.
+        sources: names of the matrices with results that reach this matrix, without another matrix in between.
     """
 
     name: str
@@ -45,30 +45,30 @@ class MatrixUse:
 @dataclass(frozen=True)
 class _Taint:
     sources: frozenset[str] = frozenset()
-    params: frozenset[str] = frozenset()  # of a tensor that is made of parameters alone
+    params: frozenset[str] = frozenset()  # taint of a tensor computed from parameters only
 
 
 class OpTrace(TorchFunctionMode):
-    """Records which matrix reads the results of which: `nodes` by parameter name, in the order of first use."""
+    """Trace mode that records the data flow between matrices: `nodes` by parameter name, in order of first use."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
         self.nodes: dict[str, MatrixUse] = {}
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._taints: Any = WeakTensorKeyDictionary()
-        self._written: Any = WeakTensorKeyDictionary()  # what was written into some views of a tensor
+        self._written: Any = WeakTensorKeyDictionary()  # taints written through views of a tensor
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
                 self._taints[tensor] = _Taint(frozenset({STREAM}))
 
     @staticmethod
     def _carries(tensor: torch.Tensor) -> bool:
-        """Whether a tensor may have channels: rotary positions may be complex; indices choose, and carry none."""
+        """Whether a tensor may carry channels: floating point, or complex (rotary embeddings); indices carry none."""
         return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
     @staticmethod
     def _by_channel(name: str, args: Any, kwargs: Any) -> bool:
-        """Whether a convolution has a filter for each channel, as those over time have: it mixes no channels."""
+        """Whether a convolution is depthwise, so that it does not mix channels."""
         if not name.startswith("conv") or "transpose" in name:
             return False
         weight = kwargs["weight"] if "weight" in kwargs else args[1]
@@ -109,7 +109,7 @@ class OpTrace(TorchFunctionMode):
         return result
 
     def _write(self, tensor: torch.Tensor, taint: _Taint) -> None:
-        """Taint all tensors that share the memory of one that is written."""
+        """Taint a written tensor and all tensors that share its memory."""
         if id(tensor) in self._names:
             return
         self._taints[tensor] = self._joined(self._taint(tensor), taint)
@@ -140,16 +140,16 @@ _STREAM = "it reads the stream that runs through all blocks"
 
 @dataclass
 class ShardableRegion:
-    """Channels that can be shared out.
+    """Channels that can be split over ranks.
 
     Args:
-        home: the module around all its layers.
-        columns: layers whose outputs are shared out.
-        rows: layers that read them.
-        inner: those of the columns that read other columns.
-        tables: parameters that indices choose from, whose results the rows read too.
-        packed: matrices are parameters of `home` itself, as of experts.
-        heads: `home` is an `nn.MultiheadAttention`, shared out by heads.
+        home: name of the innermost module that contains all layers of the region.
+        columns: layers with split outputs.
+        rows: layers that read these outputs.
+        inner: columns that read other columns.
+        tables: lookup tables with results that the rows read too.
+        packed: whether the matrices are parameters of `home` itself, as for packed experts.
+        heads: whether `home` is an `nn.MultiheadAttention`, split by heads.
     """
 
     home: str
@@ -161,50 +161,50 @@ class ShardableRegion:
     heads: bool = False
 
     def row_size(self, module: nn.Module) -> int:
-        """Channels that a row-parallel matrix reads."""
+        """Return the number of channels that a row-parallel matrix reads."""
         layer: Any = module.get_submodule(owner(self.rows[0]))
         return layer.weight.shape[0 if is_transposed(layer) else 1]
 
     def matrices(self) -> list[str]:
-        """All that are cut."""
+        """Return the names of all split matrices."""
         return [*self.columns, *self.rows]
 
     def renamed(self, change: Callable[[str], str]) -> ShardableRegion:
-        """The region under other names."""
+        """Return the region with changed names."""
         columns, rows, tables = (list(map(change, names)) for names in (self.columns, self.rows, self.tables))
         return ShardableRegion(
             change(self.home), columns, rows, set(map(change, self.inner)), tables, self.packed, self.heads
         )
 
     def inside(self, home: str) -> ShardableRegion:
-        """The region with names inside a module."""
+        """Return the region with names relative to a module."""
         region = replace(self, tables=[name for name in self.tables if lies_in(name, home)])
         return region.renamed(lambda name: name.removeprefix(home).removeprefix("."))
 
 
 def owner(param: str) -> str:
-    """The module that holds a parameter."""
+    """Return the name of the module that holds a parameter."""
     return param.rpartition(".")[0]
 
 
 def join(home: str, name: str) -> str:
-    """The full name of what has a name inside a module; the model itself is ""."""
+    """Return the full name of an object inside a module; the model itself is ""."""
     return f"{home}.{name}" if home and name else home or name
 
 
 def lies_in(name: str, home: str) -> bool:
-    """Whether a name is that of a module, or of something inside it."""
+    """Whether a name is that of a module, or of an object inside it."""
     return not home or f"{name}.".startswith(f"{home}.")
 
 
 def around(name: str) -> list[str]:
-    """The modules around a module and the module itself, the outermost first."""
+    """Return the names of all enclosing modules and of the module itself, the outermost first."""
     parts = name.split(".") if name else []
     return ["", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
 
 
 def by_module(params: Iterable[str]) -> dict[str, list[str]]:
-    """The names of parameters in each module."""
+    """Return the parameter names inside each module."""
     inside: dict[str, list[str]] = {}
     for param in params:
         for module in around(owner(param)):
@@ -213,7 +213,7 @@ def by_module(params: Iterable[str]) -> dict[str, list[str]]:
 
 
 def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
-    """The regions of a traced model, and why other matrices in its blocks stay whole."""
+    """Find the regions of a traced model, and the reasons why other block matrices stay whole."""
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
     regions: list[ShardableRegion] = []
@@ -238,16 +238,16 @@ def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list
 
 
 def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
-    """Sets of (what writes, what reads) that belong together; tables that indices choose from join nothing."""
+    """Return connected sets of (writing, reading) matrices; lookup tables do not connect sets."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
     def find(key: tuple[str, str]) -> tuple[str, str]:
         while parent.setdefault(key, key) != key:
-            parent[key] = key = parent[parent[key]]  # halves the path: chains of sources are long
+            parent[key] = key = parent[parent[key]]  # path halving: chains of sources are long
         return key
 
     writers = {node.name for node in nodes.values() if not node.lookup}
-    stream: set[str] = set()  # that were joined for one reader: each block reads all that were written before
+    stream: set[str] = set()  # sources of an earlier reader: each block reads all earlier residual writes
     for node in nodes.values():
         sources = node.sources & writers
         known = bool(stream) and stream <= sources
@@ -262,18 +262,18 @@ def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
 
 
 def block(name: str) -> str:
-    """The first numbered module around a parameter; empty outside of all."""
+    """Return the innermost numbered module around a parameter; "" if there is none."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return match.group(0) if match else ""
 
 
 def _spans(names: Iterable[str]) -> bool:
-    """Whether names lie in several entries of one list of modules: blocks, not layers in a row inside of one."""
+    """Whether names lie in several entries of one list of blocks; a sequence of layers in a block does not count."""
     seen: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
             if name[: match.end()] == owner(name) != block(name):
-                continue  # a layer itself, as of `Sequential(Linear, GELU, Linear)` in a block
+                continue  # a layer itself, as in `Sequential(Linear, GELU, Linear)` in a block
             seen.setdefault(name[: match.start()], set()).add(match.group(0))
     return any(len(entries) > 1 for entries in seen.values())
 
@@ -293,7 +293,7 @@ def _region(
     if STREAM in sources or any(not block(name) for name in everything) or _spans(everything):
         return None, _STREAM
     widths = {size for name in rows for size in modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape}
-    for name in tables:  # one outside of all blocks, as wide as what rows give, begins the stream, unlike one by heads
+    for name in tables:  # a matrix outside of all blocks, as wide as the rows' outputs, begins the residual stream
         if not block(name) and modules[owner(name)].get_parameter(name.rpartition(".")[2]).shape[-1] in widths:
             return None, _STREAM
     if not rows:

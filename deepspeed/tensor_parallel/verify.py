@@ -1,9 +1,8 @@
-"""Compares a split unit with its dense form, forward and backward, before the dense weights are dropped.
+"""Verification of a split unit against its dense form, forward and backward, before the dense weights are dropped.
 
-Gradients are compared by sketches: products with random vectors, computed as soon as a gradient is. All gradients of a
-unit would need as much memory as the unit, and writing them more time than reading all inputs. The gradient of a weight
-that a linear product reads directly, dense or a slice, is not even computed: its two factors, of a few tokens, give the
-sketch.
+Gradients are compared by sketches: products with random vectors, computed as soon as a gradient exists. Storing all
+gradients of a unit would need as much memory as the unit, and more time than reading all inputs. If a linear product
+reads a weight directly, its gradient is never formed: the sketch comes from the two small factors.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.zero.layout.placement import Relation, placement_of
 
-TOLERANCE = tolerance(torch.float32)  # of units
+TOLERANCE = tolerance(torch.float32)  # tolerance of unit comparisons
 T = TypeVar("T")
-PROBES = 4  # random vectors: a wrong row would have to be at right angles to all of them
+PROBES = 4  # random vectors: a wrong row would have to be orthogonal to all of them
 Sketches = dict[int, torch.Tensor]
-"""Products of a gradient (…, a, b) with random vectors along its last dim, (…, a, PROBES) by -1, and along the one
-before, (…, b, PROBES) by -2; both in units of the gradient's elements. Of one with fewer dims: itself, by 0."""
+"""Products of a gradient (…, a, b) with random vectors: key -1: along the last dim, (…, a, PROBES); key -2: along the
+dim before, (…, b, PROBES); scaled to the size of the gradient's elements. A gradient with fewer dims: key 0."""
 
 
 def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:
-    """Sketches of a parameter's gradient, without those along dims, from the end, that are cut."""
+    """Compute the sketches of a parameter's gradient, except along the dims in `without` (negative numbers)."""
     if gradient.dim() < 2:
         return {0: gradient.clone()}
     sides = {-1: gradient, -2: gradient.transpose(-1, -2)}
@@ -51,12 +50,12 @@ def sketches(gradient: torch.Tensor, without: Iterable[int] = ()) -> Sketches:
 
 
 def dims_of(param: torch.Tensor) -> set[int]:
-    """The dims along which a parameter is cut, from the end."""
+    """Return the split dims of a parameter, as negative numbers."""
     return {cut.dim - param.dim() for cut in placement_of(param).cuts}
 
 
 def part_of(sketch: torch.Tensor, along: int, param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a dense sketch that was multiplied along the dim `along`, which is not cut."""
+    """Return this rank's part of a dense sketch that was multiplied along the unsplit dim `along`."""
     for cut in placement_of(param).cuts:
         dim = cut.dim - 1 if along == -2 and cut.dim == param.dim() - 1 else cut.dim
         several = len(cut.segments) > 1
@@ -72,12 +71,12 @@ def _drawn(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def probes(tensor: torch.Tensor) -> torch.Tensor:
-    """Random vectors (length of the last dim, PROBES), the same for one length."""
+    """Return fixed random vectors (size of the last dim, PROBES), equal for equal sizes."""
     return _drawn(tensor.shape[-1], tensor.dtype, tensor.device)
 
 
 class Watch:
-    """Sketches the gradients of parameters, all with `requires_grad`, in one forward and backward inside."""
+    """Context that sketches the gradients of parameters in one forward and backward; all must have `requires_grad`."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
@@ -87,7 +86,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._handles = [param.register_hook(self._noting(name)) for name, param in self._params.items()]
-        # By the name under which modules call them; who calls them by another one has its gradient made.
+        # Names by which modules call linear products; calls by other names get a full gradient.
         self._before: tuple[Any, Any] = F.linear, torch.addmm
         F.linear, torch.addmm = self._linear, self._addmm  # type: ignore[assignment]
         return self
@@ -111,32 +110,32 @@ class Watch:
         by_outputs: bool,
         product: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The product with a matrix (out, in), or (in, out) unless `by_outputs`, which reads (…, in).
+        """Multiply (…, in) by a matrix (out, in), or (in, out) if not `by_outputs`.
 
-        Of a parameter as it is, or turned, the gradient is sketched and not made.
+        If the matrix is a parameter or its transpose, backward computes only the sketch of its gradient.
         """
         param = matrix if id(matrix) in self._names else matrix._base
         turned = param is not matrix
         if param is None or id(param) not in self._names or (turned and not self._is_turned(matrix, param)):
             return product(matrix)
         if not read.requires_grad or not torch.is_grad_enabled():
-            return product(matrix)  # nothing would come back
+            return product(matrix)  # no gradient would arrive
         out = product(matrix.detach())
-        factor = read.detach().reshape(-1, read.shape[-1]).clone()  # it may be changed in place
+        factor = read.detach().reshape(-1, read.shape[-1]).clone()  # the input may be changed in place
 
         def note(gradient: torch.Tensor) -> None:
             gradient = gradient.reshape(-1, gradient.shape[-1])
             left, right = (gradient, factor) if by_outputs != turned else (factor, gradient)
-            # Sketches of `left^T @ right`, (tokens, a) and (tokens, b), which is not made.
+            # Sketches of `left^T @ right`, (tokens, a) and (tokens, b), without forming the product.
             parts = {-1: left.t() @ (right @ probes(right)), -2: right.t() @ (left @ probes(left))}
             self._add(self._names[id(param)], parts, dims_of(param))
 
         out.register_hook(note)
-        return out.clone()  # what changes the result in place would take the hook from it
+        return out.clone()  # an in-place change of the result would lose the hook
 
     @staticmethod
     def _is_turned(view: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether a view of a matrix is all of it, with its dims in the other order."""
+        """Whether a view is the whole transposed matrix."""
         whole = view.storage_offset() == param.storage_offset() and param.dim() == view.dim() == 2
         return whole and view.shape == param.shape[::-1] and view.stride() == param.stride()[::-1]
 
@@ -145,7 +144,7 @@ class Watch:
 
         def note(gradient: torch.Tensor) -> torch.Tensor:
             self._add(name, sketches(gradient, without))
-            return gradient.new_zeros(()).expand_as(gradient)  # so that nobody keeps it
+            return gradient.new_zeros(()).expand_as(gradient)  # so that no reference remains
 
         return note
 
@@ -155,19 +154,19 @@ class Watch:
         self._sketches[name] = parts if known is None else {dim: known[dim] + parts[dim] for dim in known}
 
     def sketches(self) -> dict[str, Sketches | None]:
-        """Of every parameter, after backward; None: it has no gradient."""
+        """Return the sketches of every parameter, after backward; None for those without gradient."""
         return {name: self._sketches.get(name) for name in self._params}
 
 
 @dataclass
 class UnitResult:
-    """What a unit computes in one way of calling it.
+    """Results of one call of a unit (a module that is split and compared as a whole).
 
     Args:
-        outputs: all of them.
+        outputs: all outputs.
         inputs: gradients of the arguments, by path.
-        params: sketches of the gradients of parameters, by name, see `Sketches`; None: it has no gradient.
-        slices: the parameters that were this rank's already, since another unit has them too.
+        params: sketches of the parameters' gradients, by name, see `Sketches`; None: no gradient.
+        slices: parameters that were already sliced, because another unit shares them.
     """
 
     outputs: list[torch.Tensor]
@@ -176,12 +175,12 @@ class UnitResult:
     slices: frozenset[str] = frozenset()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """For other ranks, which may have no device of this name; tensors by themselves would take long to read."""
+        """Convert tensors to NumPy: other ranks may lack the device, and pickled tensors are slow to read."""
         return map_tensors(self._on_host, (self.outputs, self.inputs, self.params, self.slices))  # type: ignore[no-any-return]
 
     @staticmethod
     def _on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 at least
+        low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 or wider
         return (tensor.float() if low else tensor).cpu().numpy()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -189,11 +188,11 @@ class UnitResult:
 
 
 def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
-    """Forward and backward of a unit in fp32 with fixed cotangents, without dropout, by call; changes no module."""
+    """Run forward and backward of a unit for each call, in fp32, without dropout, with fixed cotangents."""
     low = any(t.dtype in (torch.bfloat16, torch.float16) for t in [*module.parameters(), *module.buffers()])
     exact = (
         copy.deepcopy(module).float() if low else module
-    )  # rounding could hide a mistake, or route a token elsewhere
+    )  # rounding could hide an error, or change the routing of a token
     results: list[UnitResult] = []
     slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
     for call in unit.calls:
@@ -229,7 +228,7 @@ def _called(module: nn.Module, call: ModuleInputs) -> UnitResult:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What a forward leaves in a module, such as counts, is put back: not every rank has called it as often."""
+    """Context that restores all state that forwards change in a module: ranks run different numbers of them."""
     before = [(held, dict(held)) for part in module.modules() for held in (vars(part), part._buffers)]
     buffers = {b: b.clone() for b in module.buffers()}
     try:
@@ -239,13 +238,13 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             held.clear()
             held.update(entries)
         for buffer, value in buffers.items():
-            if not torch.equal(buffer, value):  # some cannot be written to: they are expanded
+            if not torch.equal(buffer, value):  # expanded buffers cannot be written
                 buffer.copy_(value)
 
 
 @contextlib.contextmanager
 def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """In evaluation mode, with gradients of frozen parameters too; the parameters by name."""
+    """Context in evaluation mode with gradients for all parameters, even frozen ones; yields the parameters by name."""
     params = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
     frozen = [p for p in params.values() if not p.requires_grad]
     try:
@@ -259,9 +258,9 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
-    """Where a unit computes something else on this rank than whole, way by way; empty: nowhere.
+    """Return the differences between a unit's dense results and those on this rank; empty if there are none.
 
-    All ranks of the axis call, inside `run_collectively`.
+    All ranks of the axis call together, inside `run_collectively`.
     """
 
     def compare() -> str:
@@ -275,17 +274,17 @@ def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], modu
 
 
 def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
-    """Log a unit that computes something else each time, raise for any other. All ranks of the axis call together.
+    """Handle differences: log if the unit is not deterministic, else raise. All ranks of the axis call together.
 
     Args:
-        unit: which differs on some rank.
+        unit: a unit with differences on some rank.
         texts: the differences on each rank, by position.
-        cut: its results cut.
-        module: the unit's.
+        cut: results of the split unit.
+        module: module of the unit.
         axis: the ranks.
 
     Raises:
-        TensorParallelError: it computes the same each time; on every rank, with the differences of all.
+        TensorParallelError: the unit is deterministic; raised on every rank, with the differences of all.
     """
 
     def moved() -> bool:
@@ -301,7 +300,7 @@ def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Mo
 
 
 def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
-    """The result of a computation of a unit; raises TensorParallelError on every rank where one rank raised."""
+    """Return the result of a unit's computation; an error on one rank raises TensorParallelError on all."""
     return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
@@ -346,7 +345,7 @@ def _sketches_differ(
     sizes: tuple[float, dict[int, float]],
     limit: float,
 ) -> Iterator[str]:
-    """The first way in which this rank's sketches are no parts of the dense ones."""
+    """Yield the first difference between this rank's sketches and its parts of the dense sketches."""
     if not wanted:
         yield f"{name} is split along both of its last dims, and is not compared"
     for along, part in wanted.items():
@@ -358,8 +357,8 @@ def _sketches_differ(
 
 
 def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: str) -> Sketches:
-    """Sketches of a sum are the sums of sketches."""
-    if parts is None:  # as the others', which are exact
+    """Sum the sketches over ranks: the sketch of a sum is the sum of the sketches."""
+    if parts is None:  # zeros, in the precision of the others
         parts = sketches(param.new_zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)))
     return {dim: summed(part, axis, label) for dim, part in parts.items()}
 
@@ -387,10 +386,10 @@ def _apart(
 
 
 def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
-    """The output of the cut model against the dense one's. All ranks of the axis call together.
+    """Compare the outputs of the split and the dense model. All ranks of the axis call together.
 
     Raises:
-        TensorParallelError: they differ.
+        TensorParallelError: the outputs differ.
     """
 
     def differences_of(outputs: list[torch.Tensor]) -> str:

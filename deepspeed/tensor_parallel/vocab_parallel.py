@@ -32,20 +32,20 @@ from deepspeed.zero.parameters.grouping import unshard
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which this rank has some rows.
+    """Embedding with a slice of the rows on each rank.
 
     Args:
-        num_embeddings: rows of the whole table, shared out as evenly as it goes.
-        embedding_dim: columns.
-        axis: the ranks that share it.
-        padding_idx: a row without a gradient, counted in the whole table.
-        name: for reports.
+        num_embeddings: rows of the whole table, divided as evenly as possible.
+        embedding_dim: number of columns.
+        axis: the ranks of the table.
+        padding_idx: row without gradient, counted in the whole table.
+        name: name for messages.
         device, dtype: of the table.
 
-    Values are drawn for the whole table, so ranks with equal seeds have slices of one.
+    Initial values are drawn for the whole table, so ranks with equal seeds have slices of the same table.
 
     Raises:
-        ArgumentError: fewer rows than ranks.
+        ArgumentError: there are fewer rows than ranks.
     """
 
     slot: SliceLocation
@@ -67,10 +67,10 @@ class VocabParallelEmbedding(nn.Embedding):
         become_vocabulary_slice(self, SliceLocation(axis, name))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Indices of any shape to (…, embedding_dim), equal on all ranks.
+        """Map indices of any shape to (…, embedding_dim), equal on all ranks.
 
         Raises:
-            IndexError: an index outside of the whole table, as torch has it.
+            IndexError: an index is outside of the whole table, as in torch.
         """
         if input.numel() and not (0 <= int(input.min()) and int(input.max()) < self.whole):
             raise IndexError(f"{self.slot.name}: an index outside of the {self.whole} rows of the table")
@@ -78,17 +78,17 @@ class VocabParallelEmbedding(nn.Embedding):
         here = (local >= 0) & (local < self.num_embeddings)
         padding = self.padding_idx
         rows = F.embedding(local.clamp(0, self.num_embeddings - 1), self.weight, None, scale_grad_by_freq=False)
-        if padding is not None:  # its row is read, and learns nothing
+        if padding is not None:  # its row is read, without gradient
             rows = torch.where((input == padding)[..., None], rows.detach(), rows)
         rows = rows.masked_fill(~here[..., None], 0.0)
         return reduce_from(rows, self.slot.axis, f"rows of {self.slot.name}")
 
 
 def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
-    """Make an embedding hold its rank's rows, in place.
+    """Reduce an embedding to its rank's rows, in place.
 
     Raises:
-        ArgumentError: fewer rows than ranks, or an option that has no counterpart.
+        ArgumentError: there are fewer rows than ranks, or an option is unsupported.
     """
     table: Any = module
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -102,7 +102,7 @@ def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per-row losses over logits whose columns are shared out; three numbers a row travel."""
+    """Per-row loss for logits with split columns; communicates three numbers per row."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, axis: Axis) -> Any:  # type: ignore[override]
@@ -140,21 +140,21 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Cross entropy of logits of which each rank has some columns; no rank ever holds all of them.
+    """Compute the cross entropy of logits with split columns; no rank ever holds all columns.
 
     Args:
         logits: (rows, columns of this rank), any floating dtype; computed in fp32.
         target: (rows,) indices into the whole vocabulary, equal on all ranks.
-        axis: the ranks that share the vocabulary, as evenly as it goes.
-        vocabulary: columns of all ranks together; None: as many on each.
-        ignore_index: targets that do not count.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        axis: the ranks over which the vocabulary is split, as evenly as possible.
+        vocabulary: columns of all ranks together; None: each rank has the same number.
+        ignore_index: targets with this value are ignored.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
 
     Returns:
         fp32, equal on all ranks.
 
     Raises:
-        ArgumentError: shapes or targets that do not fit.
+        ArgumentError: shapes or targets do not fit.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ArgumentError(
@@ -180,10 +180,10 @@ def vocab_parallel_cross_entropy(
 
 
 class _Head:
-    """What a model with a cut vocabulary does around its forward.
+    """Hooks around the forward of a causal LM with a split vocabulary.
 
-    Where it is given labels its loss is computed from each rank's own logits, and no logits are returned; elsewhere the
-    ranks' logits are joined.
+    With labels, the loss is computed from each rank's own logits, and no logits are returned. Without labels, the
+    ranks' logits are gathered.
     """
 
     def __init__(self, layer: Any, axis: Axis, vocabulary: int) -> None:
@@ -199,7 +199,7 @@ class _Head:
 
     def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if self._layer.sizes is None and hasattr(output, "logits"):
-            output.logits = None  # nobody has them
+            output.logits = None  # no rank has whole logits
         self._layer.sizes = self._sizes
         return output
 
@@ -213,7 +213,7 @@ class _Head:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As `ForCausalLMLoss` of Transformers: (batch, length, columns of this rank) and (batch, length)."""
+        """Replace Transformers' `ForCausalLMLoss`; takes (batch, length, columns of this rank) and (batch, length)."""
         if shift_labels is None:
             if labels is None:
                 raise TensorParallelError("the loss of a split vocabulary needs labels")
@@ -231,7 +231,7 @@ class _Head:
 
 
 def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, str]]:
-    """Share out the embedding and the output projection. All ranks of the axis call together.
+    """Split the embedding and the output projection. All ranks of the axis call together.
 
     Args:
         model: a causal LM, the same on all ranks; changed in place.
@@ -239,11 +239,11 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
         check: compare both with their dense forms.
 
     Returns:
-        Rows of the plan's table.
+        Rows for the table of the plan.
 
     Raises:
-        NotAvailableError: the model's loss cannot be computed so.
-        TensorParallelError: a slice does not compute what the whole did.
+        NotAvailableError: the model's loss cannot be computed from split logits.
+        TensorParallelError: results of the slices differ from those of the dense layers.
     """
     embedding, head = _parts(model)
     unshard([*embedding.parameters(), *head.parameters()])

@@ -1,4 +1,4 @@
-"""Test suites that third parties run on their components; this package runs the same ones on its own."""
+"""Test suites for components of third parties; this package runs them on its own components too."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The contract of an accelerator: every name of the protocol is called, and its effect is asserted.
+"""Contract tests of an accelerator: each name of the protocol is called, and its effect is asserted.
 
     @pytest.mark.parametrize("check", accelerator_checks(), ids=str)
     def test_the_contract(check):
         check(MyAccelerator())
 
-A check raises `ContractError` with what was expected. Checks restore what they change: device, stream, seed.
+A failed check raises `ContractError` with the expected behaviour. Checks restore device, stream and seed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from deepspeed.errors import ArgumentError, ContractError, NotAvailableError
 
-_BYTES = 64 * 1024**2  # of a tensor whose size must show in the figures of memory
+_BYTES = 64 * 1024**2  # bytes of a tensor large enough for the memory statistics
 
 
 @dataclass(frozen=True)
 class AcceleratorCheck:
-    """One group of names that are shown together.
+    """Check of several related names.
 
     Args:
-        names: what it calls, every one of them.
-        run: gets the accelerator; raises `ContractError`.
+        names: all names that the check calls.
+        run: called with the accelerator; raises `ContractError`.
     """
 
     names: tuple[str, ...]
@@ -37,10 +37,10 @@ class AcceleratorCheck:
         return self.run.__name__.removeprefix("_")
 
     def __call__(self, accelerator: Any) -> None:
-        """Run it.
+        """Run the check.
 
         Raises:
-            ContractError: a name is missing, or does not do what the protocol says.
+            ContractError: a name is missing, or does not behave as the protocol specifies.
         """
         missing = [name for name in self.names if not callable(getattr(accelerator, name, None))]
         expect(not missing, f"methods {', '.join(missing)}")
@@ -52,10 +52,10 @@ def expect(holds: object, what: str) -> None:
 
     Args:
         holds: the condition.
-        what: what the contract asks for, in words.
+        what: the requirement, in words.
 
     Raises:
-        ContractError: it does not hold.
+        ContractError: the condition is false.
     """
     if not holds:
         raise ContractError(f"an accelerator must have {what}; see docs/accelerators.md")
@@ -73,7 +73,7 @@ def _shows(*names: str) -> Callable[[Callable[[Any], None]], Callable[[Any], Non
 
 
 def accelerator_checks() -> list[AcceleratorCheck]:
-    """All checks; together they call every name of the protocol."""
+    """Return all checks; together they call every name of the protocol."""
     return list(_CHECKS)
 
 
@@ -234,7 +234,7 @@ def _callbacks(accelerator: Any) -> None:
     accelerator.range_pop()
     accelerator.range_pop()
     called: list[int] = []
-    torch.ones(1, device=_here(accelerator))  # the device is in use from here on
+    torch.ones(1, device=_here(accelerator))  # initializes the device
     accelerator.lazy_call(lambda: called.append(1))
     expect(called == [1], "lazy_call() call once, at once where the device is in use")
 
@@ -260,7 +260,7 @@ def _callbacks(accelerator: Any) -> None:
 def _memory(accelerator: Any) -> None:
     for reset in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
         getattr(accelerator, reset)()
-    accelerator.empty_cache()  # what lies in memory that was freed before takes none anew
+    accelerator.empty_cache()  # freed memory is reused without a new allocation
     before, total = accelerator.memory_allocated(), accelerator.total_memory()
     held = torch.full((_BYTES,), 1, dtype=torch.uint8, device=_here(accelerator))
     full = accelerator.memory_allocated()
@@ -331,7 +331,7 @@ def _dtypes(accelerator: Any) -> None:
     "LongTensor",
 )
 def _tensor_types(accelerator: Any) -> None:
-    # Written out, and not taken from the package: a table cannot be tested against itself.
+    # Written out instead of imported: a table cannot be tested against itself.
     types = {
         "BFloat16Tensor": torch.bfloat16,
         "ByteTensor": torch.uint8,

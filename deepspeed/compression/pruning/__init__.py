@@ -1,1 +1,1 @@
-"""Removes parameters: masks, importance scores, dependency groups, structured removal."""
+"""Pruning: masks, importance scores, dependency groups, structured removal."""

@@ -1,4 +1,4 @@
-"""Channel groups of convolutional networks, by torch-pruning's graph, verified on a copy."""
+"""Channel groups of convolutional networks, from torch-pruning's graph, verified on a copy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | None = None) -> list[Family]:
-    """Coupled channels: of convolutions, their norms, and modules that read them; sums and concatenations couple too.
+    """Find coupled channels: of convolutions, norms, and modules that read them, also across sums and concatenations.
 
-    Channels of the model's outputs stay. Families whose removal is not their masking are left out.
+    Channels of the model's outputs are excluded, and families for which removal and masking differ.
 
     Args:
         model: plain or sharded; a whole copy is traced.
         example: inputs of forward: a tensor or a tuple.
-        refused: takes the reason for every convolution that is left out.
+        refused: filled with the reason for every excluded convolution.
 
     Raises:
         NotAvailableError: torch-pruning is not installed.
@@ -64,14 +64,14 @@ def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | N
 
 
 def _cpu_inputs(example: Any) -> Any:
-    """Inputs of the twin: on the CPU, floating ones in fp32."""
+    """Convert inputs for the copy: on the CPU, floating-point tensors in fp32."""
     if isinstance(example, tuple):
         return tuple(map(_cpu_inputs, example))
     return example.detach().cpu().float() if example.is_floating_point() else example.detach().cpu()
 
 
 def whole_twin(model: nn.Module) -> Any:
-    """A copy in fp32 on the CPU without zeros and ones, which would hide differences; no parameter is gathered."""
+    """Copy a model in fp32 to the CPU, with random values (constants would hide differences); nothing is gathered."""
     generator = torch.Generator().manual_seed(4)
     copied: dict[int, Any] = {}
     for name, param in model.named_parameters():
@@ -90,9 +90,9 @@ def whole_twin(model: nn.Module) -> Any:
 
 
 def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
-    """The coupled elements, and the number of equal runs in which equally many channels have to stay."""
+    """Return the coupled elements, and the number of equal blocks that must keep equal numbers of channels."""
     tables: dict[tuple[str, int], torch.Tensor] = {}
-    grouped: dict[str, Any] = {}  # convolutions whose outputs read some of the inputs each, by weight
+    grouped: dict[str, Any] = {}  # grouped convolutions, in which an output reads some of the inputs, by weight
     for item in group:
         module, handler = item.dep.target.module, item.dep.handler.__name__
         name = names.get(id(module))
@@ -102,7 +102,7 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
         several = groups if isinstance(module, CONV) and 1 < groups < module.in_channels else 1
         for last, param in module.named_parameters(recurse=False):
             if not out and (param.dim() == 1 or (several == 1 and groups > 1)):
-                continue  # the bias of a module that reads the channels; a depthwise convolution has no axis of inputs
+                continue  # bias of a reading module; a depthwise convolution has no input axis
             axis = 0 if param.dim() == 1 else int(out == isinstance(module, TRANSPOSED))
             size = param.shape[axis] * (several if axis == 1 else 1)
             table = tables.setdefault((f"{name}.{last}", axis), torch.full((size,), -1, dtype=torch.int64))
@@ -113,7 +113,7 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
             grouped[f"{name}.weight"] = module
     slots = []
     for (name, axis), table in tables.items():
-        if axis == 1 and name in grouped:  # every output has the inputs of its own group
+        if axis == 1 and name in grouped:  # every output reads the inputs of its own group
             conv = grouped[name]
             table = table.view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
             slots.append(ParameterSlice(name, (0, 1), table))
@@ -123,12 +123,12 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
 
 
 def not_proven(model: nn.Module, family: Family, run: Run) -> str:
-    """Why removal is not masking of half of the units: outputs of the model, or unknown coupled tensors; else empty.
+    """Compare removal with masking for half of the units; return "" if equal, else the reason.
 
     Args:
-        model: of `whole_twin`.
-        family: of that model.
-        run: gives the outputs of such a model.
+        model: from `whole_twin`.
+        family: a family of that model.
+        run: computes the outputs of such a model.
     """
     if family.size // family.blocks < 2:
         return "it has one unit per group"
@@ -158,9 +158,9 @@ def not_proven(model: nn.Module, family: Family, run: Run) -> str:
 
 
 def runner(model: nn.Module) -> Run | None:
-    """A function that gives the outputs of a copy of the model, on its own inputs; None where they are not known.
+    """Return a function that computes the outputs of a copy of the model on known inputs; None if no inputs are known.
 
-    The model has an `example_input_array`, a tensor or a tuple, or is of Transformers.
+    Inputs are known for models with an `example_input_array` (a tensor or a tuple) and for models of Transformers.
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:

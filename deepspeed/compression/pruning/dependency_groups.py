@@ -1,4 +1,4 @@
-"""Dependency groups: the elements of all coupled tensors that are removed together."""
+"""Dependency groups: the elements of all coupled tensors that must be removed together."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _CHUNK = 1 << 20
 
 
 def out_axis(module: nn.Module) -> int:
-    """The axis of outputs of its weight: Transformers' `Conv1D` is stored the other way round."""
+    """Return the output axis of a module's weight; the weight of Transformers' `Conv1D` is transposed."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterSlice:
-    """The elements of one parameter that belong to units of a family.
+    """Elements of one parameter that belong to the units of a family.
 
     Args:
-        name: of the parameter.
-        axes: the axes that are indexed: one, or for packed experts (expert axis, axis).
-        table: int64, of the sizes of those axes: the unit there, or -1.
-        scored: whether a magnitude criterion reads it.
-        layouts: the tables of which verification picks one.
+        name: name of the parameter.
+        axes: the indexed axes: one, or for packed experts (expert axis, axis).
+        table: int64, with the sizes of those axes: the unit of each index, or -1.
+        scored: whether magnitude criteria use it.
+        layouts: candidate tables, from which verification selects one.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ParameterSlice:
     def along_axis(
         cls, name: str, axis: int, size: int, units: int, *, scored: bool = True, interleaved: bool = False
     ) -> ParameterSlice:
-        """A slice over an axis of `size`, which holds `units` equal runs one after the other.
+        """Create a slice of an axis of `size`, divided into `units` equal runs.
 
         `interleaved`: False: index = unit * run + offset (a head's channels); True: index = copy * units + unit.
         """
@@ -49,14 +49,14 @@ class ParameterSlice:
         return cls(name, (axis,), index % units if interleaved else index // (size // units), scored)
 
     def laid(self, layout: int) -> ParameterSlice:
-        """The slice by another of its tables."""
+        """Return a copy with another candidate table."""
         tables = self.layouts or (self.table,)
         return replace(self, table=tables[min(layout, len(tables) - 1)])
 
     def units(self, shape: torch.Size, low: int, high: int) -> torch.Tensor:
-        """The unit of each of the elements [low, high) of the flattened parameter; int64."""
+        """Return the unit of each element [low, high) of the flattened parameter; int64."""
         units = torch.empty(max(high - low, 0), dtype=torch.int64)
-        for start in range(low, high, _CHUNK):  # temporary tensors stay small
+        for start in range(low, high, _CHUNK):  # bounds temporary memory
             flat = torch.arange(start, min(start + _CHUNK, high))
             index = torch.zeros_like(flat)
             for axis in self.axes:
@@ -65,7 +65,7 @@ class ParameterSlice:
         return units
 
     def select(self, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the parameter's shape that stays, by flags of units."""
+        """Select the kept elements of a tensor with the parameter's shape, given flags of the kept units."""
         axis = self.axes[-1]
         if len(self.axes) == 1:
             return values.index_select(axis, self.indices(keep).to(values.device))
@@ -73,22 +73,22 @@ class ParameterSlice:
         return torch.stack([part.index_select(axis - 1, row) for part, row in zip(values.unbind(0), rows, strict=True)])
 
     def indices(self, keep: torch.Tensor, lead: int | None = None) -> torch.Tensor:
-        """Positions along the axis that stay."""
+        """Return the remaining indices of the axis."""
         table = self.table if lead is None else self.table[lead]
         return torch.nonzero((table < 0) | keep[table.clamp(min=0)]).view(-1)
 
 
 @dataclass(eq=False)
 class Family:
-    """Units of one layer that compete with each other.
+    """Units of one layer among which a criterion selects.
 
     Args:
         kind: `ffn`, `heads`, `experts`, `rows` or `channels`.
-        label: the layer, for reports.
+        label: name of the layer, for messages.
         size: number of units.
         slots: all coupled elements.
-        blocks: equal runs of units that keep equally many (packed experts).
-        config: whether the model's own config can express the smaller size; None: the model has none.
+        blocks: number of equal blocks that keep equal numbers of units (packed experts).
+        config: whether the model's config can express the smaller size; None: the model has no config.
     """
 
     kind: str
@@ -99,19 +99,19 @@ class Family:
     config: bool | None = None
 
     def laid(self, layout: int) -> Family:
-        """The family by another layout of its axes."""
+        """Return a copy with another candidate layout of the axes."""
         return replace(self, slots=[slot.laid(layout) for slot in self.slots])
 
     def scored_by(self, names: Collection[str]) -> Family:
-        """The family, with the magnitudes of these parameters only."""
+        """Return a copy with scores from these parameters only."""
         return replace(self, slots=[replace(slot, scored=slot.name in names) for slot in self.slots])
 
     def names(self) -> list[str]:
-        """The coupled parameters, each once."""
+        """Return the names of the coupled parameters, without repetition."""
         return list(dict.fromkeys(slot.name for slot in self.slots))
 
     def flags(self, name: str, shape: torch.Size, span: tuple[int, int], keep: torch.Tensor) -> torch.Tensor:
-        """Which of the elements [low, high) of a flattened parameter stay, by flags of units; 1-D bool."""
+        """Return 1-D bool flags of the kept elements [low, high) of a flattened parameter, given flags of units."""
         flags = torch.ones(span[1] - span[0], dtype=torch.bool)
         for slot in self.slots:
             if slot.name == name:
@@ -120,7 +120,7 @@ class Family:
         return flags
 
     def choose(self, scores: torch.Tensor, count: int) -> torch.Tensor:
-        """Flags of the `count` units of the whole family with the highest scores, as many in every block."""
+        """Return flags of the `count` units with the highest scores, equal numbers in every block."""
         from deepspeed.compression.pruning.distributed_topk import largest_units
 
         rows = scores.view(self.blocks, -1)

@@ -1,4 +1,4 @@
-"""The exact k largest elements over all ranks, by a distributed radix select."""
+"""Exact selection of the k largest elements over all ranks, by a distributed radix select."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the parts of a 32-bit number, highest first
-_CHUNK = 1 << 16  # scores that are compared together: temporary tensors are eight times as large
+_CHUNK = 1 << 16  # scores compared at a time: temporary tensors are eight times as large
 Score = Callable[[Owned], torch.Tensor]
 
 
 def kept_of(total: int, ratio: float) -> int:
-    """The number of `total` that a ratio keeps: rounded up, as the published interface does."""
+    """Return the number of elements that a ratio keeps, rounded up as in the published interface."""
     return min(total, -int(-round(total * ratio, 6) // 1)) if ratio < 1 else total
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
-    """Scores as int64 in [0, 2^32) of the same order; NaN comes first."""
+    """Map scores to int64 in [0, 2^32) in the same order; NaN is smallest."""
     clean = torch.nan_to_num(scores.to(torch.float32), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     raw = clean.view(torch.int32)
     return (raw ^ ((raw >> 31) & 0x7FFFFFFF)).to(torch.int64) + (1 << 31)
@@ -28,15 +28,15 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
 def keep_largest(
     sets: Sequence[Sequence[Owned]], keep: Sequence[int], score: Score, exchange: Exchange
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, 1-D bool flags over [low, high)) of each parameter: the `keep[i]` highest scores in `sets[i]` stay.
+    """Yield (name, 1-D bool flags over [low, high)) for each parameter: the `keep[i]` highest scores of `sets[i]` stay.
 
-    Equal scores: those of the earlier parameter, and in it those at the lower index, are kept first. The flags are the
-    same however the parameters are sharded. All ranks call together, and take all that is given.
+    Equal scores are kept in order of parameters, and of indices inside a parameter. The flags do not depend on the
+    sharding. All ranks call together, and must consume the whole iterator.
 
     Args:
         sets: disjoint lists of parameters, the same on all ranks.
-        keep: scores that stay in each.
-        score: 1-D over [low, high) of a parameter.
+        keep: number of scores to keep in each list.
+        score: maps a parameter to its 1-D scores over [low, high).
         exchange: the ranks.
     """
     thresholds, remaining = [0] * len(sets), list(keep)
@@ -66,7 +66,7 @@ def keep_largest(
 
 
 def _find_digit(counts: torch.Tensor, place: int) -> tuple[int, int]:
-    """The digit of the number at a place from the largest, and its place among the numbers with that digit."""
+    """Return the digit of the `place`-th largest number, and its place among the numbers with that digit."""
     above = 0
     for digit in range(counts.numel() - 1, -1, -1):
         here = int(counts[digit])
@@ -77,7 +77,7 @@ def _find_digit(counts: torch.Tensor, place: int) -> tuple[int, int]:
 
 
 def _above(scores: torch.Tensor, threshold: int, equal: int) -> torch.Tensor:
-    """Flags of scores above a threshold, and of the first `equal` that are equal to it."""
+    """Return flags of the scores above a threshold, and of the first `equal` scores at the threshold."""
     flags = torch.empty(scores.numel(), dtype=torch.bool, device=scores.device)
     for part, flag in zip(scores.split(_CHUNK), flags.split(_CHUNK), strict=True):
         numbers = ordered(part)
@@ -88,7 +88,7 @@ def _above(scores: torch.Tensor, threshold: int, equal: int) -> torch.Tensor:
 
 
 def largest_units(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """Flags of the `keep` highest of 1-D replicated scores, the lower index first among equals."""
+    """Return flags of the `keep` highest of 1-D replicated scores; among equal scores the lower index wins."""
     order = torch.sort(scores, descending=True, stable=True).indices
     flags = torch.zeros(scores.numel(), dtype=torch.bool)
     flags[order[:keep]] = True
@@ -98,19 +98,19 @@ def largest_units(scores: torch.Tensor, keep: int) -> torch.Tensor:
 def exact_sums(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]], units: int, per_unit: int, exchange: Exchange
 ) -> torch.Tensor:
-    """Sums by unit, float64 [units], that are the same however elements are sharded: in fixed point.
+    """Sum by unit, exactly: float64 [units], independent of the sharding because sums are in fixed point.
 
     Args:
-        parts: (values, unit of each or -1), 1-D, counted once over all ranks.
-        units: their number.
-        per_unit: most elements of one unit.
+        parts: (values, unit of each value or -1), 1-D; each element on one rank only.
+        units: number of units.
+        per_unit: maximum number of elements of one unit.
         exchange: the ranks.
     """
     largest = max((float(values.abs().max()) for values, _ in parts if values.numel()), default=0.0)
     largest = exchange.max(largest, "the largest score")
     if largest == 0.0 or largest != largest or largest == float("inf"):
         return torch.full((units,), largest, dtype=torch.float64)
-    # 62 bits hold the largest number as often as a unit has elements; 52 keep the conversion from float64 exact.
+    # 62 bits hold the sum of a unit's elements; 52 keep the conversion from float64 exact.
     room = min(61 - max(per_unit, 1).bit_length(), 52)
     exponent = room - int(torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent)
     sums = torch.zeros(units, dtype=torch.int64)

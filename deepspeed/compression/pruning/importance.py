@@ -12,13 +12,13 @@ from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.errors import CompressionError
 
-_MOMENTUM = 0.9  # of the Taylor scores of single weights
+_MOMENTUM = 0.9  # momentum of the Taylor scores of single weights
 
 
 class Scores:
-    """Scores that are computed on demand, and those that grow with every step.
+    """Scores that are computed on demand, and scores that accumulate over steps.
 
-    Parameters are found by their first names, which `first_name` gives for every name.
+    Parameters are stored under their first names; `first_name` maps every name to the first one.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class Scores:
         self._owned, self._first_name, self._exchange = owned, first_name, exchange
         self._rules = {rule.name: rule for rule in rules}
         self._weights: dict[tuple[str, str], torch.Tensor] = {}  # by (rule, parameter), over [low, high)
-        self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, the same on all ranks
-        self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squares of a weight's inputs, and their axis
+        self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, equal on all ranks
+        self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squared inputs of a weight, and their axis
 
     def forget(self, rule: CompressionRule) -> None:
-        """Drop the scores of a rule whose mask is final."""
+        """Delete the scores of a rule with a final mask."""
         self._units.pop(rule.name, None)
         for key in [key for key in self._weights if key[0] == rule.name]:
             del self._weights[key]
@@ -40,7 +40,7 @@ class Scores:
 
     @torch.no_grad()
     def on_gradients(self, rules: Sequence[CompressionRule]) -> None:
-        """Add this window's gradients to the scores. All ranks call together."""
+        """Add this accumulation window's gradients to the scores. All ranks call together."""
         for rule in rules:
             if rule.criterion not in ("movement", "taylor"):
                 continue
@@ -64,7 +64,7 @@ class Scores:
                 score.mul_(_MOMENTUM).add_(moved.abs_())
 
     def _grow_units(self, rule: CompressionRule) -> None:
-        parts, first, most = [], 0, 1  # the family's first unit, and elements of one unit
+        parts, first, most = [], 0, 1  # index of the family's first unit, and elements per unit
         for family in rule.families:
             for slot in family.slots:
                 owned = self._owned[self._first_name[slot.name]]
@@ -86,7 +86,7 @@ class Scores:
     # -- on demand ----------------------------------------------------------------------------------------------------
 
     def of_weights(self, rule: CompressionRule) -> Callable[[Owned], torch.Tensor]:
-        """A function that gives the scores of single weights over [low, high) of a parameter, fp32."""
+        """Return a function that computes the scores of single weights over [low, high) of a parameter, in fp32."""
 
         def score(owned: Owned) -> torch.Tensor:
             if rule.criterion in ("movement", "taylor"):
@@ -107,7 +107,7 @@ class Scores:
     def by_pattern(
         self, rule: CompressionRule, owned: Owned, score: Callable[[Owned], torch.Tensor], ratio: float
     ) -> torch.Tensor:
-        """Flags over [low, high) by N:M or by blocks: one parameter at a time is whole. All ranks call together."""
+        """Compute flags over [low, high) for N:M or block patterns; gathers one parameter. All ranks call together."""
         kind, n, m = rule.pattern or ("of", 1, 1)
         whole = self._exchange.whole(owned.part(score(owned)).contiguous(), owned.cuts, f"scores of {owned.name}")
         if kind == "of":
@@ -124,7 +124,7 @@ class Scores:
         return flags.reshape(-1)[owned.low : owned.high]
 
     def of_units(self, rule: CompressionRule) -> list[torch.Tensor]:
-        """Scores of the units of each family, float64, the same on all ranks. All ranks call together."""
+        """Return the scores of each family's units, float64, equal on all ranks. All ranks call together."""
         sizes = [family.size for family in rule.families]
         if rule.criterion in ("movement", "taylor"):
             grown = self._units.get(rule.name)
@@ -148,18 +148,18 @@ class Scores:
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def stored(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(rule, score) of one parameter's single weights."""
+        """Yield (rule, score) of one parameter's single weights."""
         yield from ((rule, score) for (rule, of), score in self._weights.items() if of == name)
 
     def put(self, rule: str, name: str, score: torch.Tensor) -> None:
-        """Load a score that `stored` gave."""
+        """Load a score from `stored`."""
         self._weights[rule, name] = score.to(torch.float32).clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores that all ranks share."""
+        """Return the scores that are equal on all ranks."""
         return {"units": {rule: score.clone() for rule, score in self._units.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load them; scores of single weights follow by `put`."""
+        """Load the scores of units; scores of single weights are loaded by `put`."""
         self._weights.clear()
         self._units = {rule: score.clone() for rule, score in saved["units"].items() if rule in self._rules}

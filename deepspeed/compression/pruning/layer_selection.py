@@ -1,4 +1,4 @@
-"""Removes layers: by name from a model; from a running engine, by name or by block influence."""
+"""Removal of layers: from a model, by index; from a running engine, by index or by block influence."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.transformers_model import LAYER_KEYS, block_lists, config_of, text_config
 
-REDUCED = "_ds_layers_reduced"  # on a model: `student_initialization` has given it its teacher's layers
-LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave
+REDUCED = "_ds_layers_reduced"  # attribute of a model: `student_initialization` has copied its teacher's layers
+LOOKS = 8  # number of applied steps, directly before the removal, that measure influence
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
-    """Take layers out of a model, in place; per-layer lists of the config and every `layer_idx` follow.
+    """Remove layers from a model, in place; per-layer lists of the config and every `layer_idx` are updated.
 
     Args:
-        model: a plain one, or a wrapper of a model of Transformers. Of an engine's, only the modules change here: an
-            engine removes parameters by itself (`compression_training.layer_reduction`).
-        prefix: name of its list of blocks; the list stays the object it is.
-        keep: indices that stay, in order.
+        model: a plain model, or a wrapper of a Transformers model. In an engine's model only the modules change here:
+            engines remove parameters themselves (`compression_training.layer_reduction`).
+        prefix: name of its list of blocks; the list stays the same object.
+        keep: indices of the kept layers, in order.
 
     Returns:
         The model.
 
     Raises:
-        CompressionError: there is no such list, an index is out of range, or the smaller model cannot be built.
+        CompressionError: the list does not exist, an index is out of range, or the smaller model cannot be built.
     """
     blocks = block_list(model, prefix)
     checked = check_layers(model, prefix, keep)
@@ -57,14 +57,14 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
 
 
 def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, nn.Module, nn.Module] | None:
-    """Check that `keep_layers` can be called with these arguments, and change nothing.
+    """Check the arguments of `keep_layers` without changes.
 
     Returns:
-        (the smaller config, a model of the config and one of the smaller, both without memory); None where no config
-        says the number of layers.
+        (smaller config, model of the config, model of the smaller config), both models without memory; None if the
+        model has no config with the number of layers.
 
     Raises:
-        CompressionError: as of `keep_layers`.
+        CompressionError: as in `keep_layers`.
     """
     blocks = block_list(model, prefix)
     bad = [index for index in keep if not 0 <= index < len(blocks)]
@@ -76,7 +76,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
         return None
     small = _config_with_depth(dense_class(inner), config, short, len(blocks), keep)
     base, after = on_meta(dense_class(inner), config), on_meta(dense_class(inner), small)
-    for new, old in enumerate(keep):  # blocks may differ, as the first one of a T5
+    for new, old in enumerate(keep):  # blocks may differ, like the first block of T5
         shapes, place = _block_shapes(blocks[old]), _block_shapes(after.get_submodule(f"{short}.{new}"))
         if shapes != place:
             raise CompressionError(
@@ -94,7 +94,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
 
 
 def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
-    """The config whose model has so many blocks in that list, and in no other: an encoder next to a decoder stays."""
+    """Return a config with `keep` layers in that list of blocks and unchanged other lists (such as an encoder's)."""
     named = tuple(key for key in LAYER_KEYS if getattr(config, key, None) == total)
     wanted = {name: len(blocks) for name, blocks in block_lists(on_meta(model_class, config)).items()}
     wanted[prefix] = len(keep)
@@ -106,7 +106,7 @@ def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, t
             continue
         if not all(name in modules and len(modules[name]) == size for name, size in wanted.items()):
             continue
-        # Transformers makes the cache of some decoders as deep as the encoder is.
+        # Transformers gives the cache of some decoders the depth of the encoder.
         decoder = max((size for name, size in wanted.items() if "decoder" in name), default=0)
         two_stacks = getattr(small, "is_encoder_decoder", False)
         cached = getattr(text_config(small, decoder=True), "num_hidden_layers", decoder) if two_stacks else decoder
@@ -120,13 +120,13 @@ def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, t
 
 
 def _block_shapes(block: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of a block's parameters by their names without adapters, which are left out."""
+    """Return the shapes of a block's parameters by name, without adapters."""
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in block.named_parameters()}
     return {name.replace(".base_layer.", "."): shape for name, shape in shapes.items() if ".lora_" not in name}
 
 
 def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
-    """Give modules the attributes that the smaller class has: of kept blocks by their new place."""
+    """Set the attributes that differ in the smaller class; kept blocks get those of their new position."""
     old = dict(base.named_modules())
     for name, module in after.named_modules():
         home = next((new for new in moved if name == new or name.startswith(f"{new}.")), None)
@@ -136,7 +136,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
         target: Any = model.get_submodule(name)
         for key, value in changed_attributes(before, module).items():
             setattr(target, key, value)
-        # A stack may have a config of its own, as the decoder of a T5: caches are made by it.
+        # A stack may have its own config, like the decoder of T5, from which caches are created.
         configs = [config_of(owner) for owner in (target, before, module)]
         if all(config is not None for config in configs) and target.config is not before.config:
             for key, value in vars(module.config).items():  # pyright: ignore[reportArgumentType]
@@ -145,7 +145,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
 
 
 def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
-    """The list of blocks of that name."""
+    """Return the list of blocks with that name."""
     try:
         named: Any = model.get_submodule(prefix) if prefix else None
     except AttributeError:
@@ -158,9 +158,9 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
 
 
 def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
-    """Whether lists of blocks are as long already as after a removal, and too short for it.
+    """Whether the lists of blocks have already been shortened by this removal.
 
-    `layers`: by list of blocks, the indices that stay; none: False.
+    `layers`: indices of the kept layers, by list of blocks; empty: returns False.
     """
     try:
         return bool(layers) and all(
@@ -172,9 +172,9 @@ def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
 
 @torch.no_grad()
 def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]) -> list[float]:
-    """One number per block: one minus the cosine of its input and output, mean over tokens of whole batches.
+    """Return the influence of each block: one minus the cosine of input and output, mean over tokens of whole batches.
 
-    `batches`: keyword arguments of forward. Blocks with the smallest numbers are missed least.
+    `batches`: keyword arguments of forward. Blocks with the lowest influence are the best to remove.
     """
     watch, was_training = InfluenceWatch(block_list(model, prefix), training=False), model.training
     model.eval()
@@ -188,11 +188,11 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
 
 
 class InfluenceWatch:
-    """Adds up the influence of each block by hooks: one minus the cosine of input and output, in calls of one mode."""
+    """Hooks that sum each block's influence: one minus the cosine of input and output, in training or evaluation."""
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
         self._training = training
-        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # of one minus the cosine, and of ones
+        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # rows: sum of (1 - cosine), number of tokens
         self._hooks = [
             block.register_forward_hook(self._hook(index), with_kwargs=True) for index, block in enumerate(blocks)
         ]
@@ -218,7 +218,7 @@ class InfluenceWatch:
         return add
 
     def means(self) -> list[float]:
-        """One number per block."""
+        """Return the mean influence of each block."""
         return (self.sums[0] / self.sums[1].clamp(min=1)).tolist()
 
     def remove(self) -> None:
@@ -227,16 +227,16 @@ class InfluenceWatch:
 
 
 def by_influence(influence: list[float], keep: int) -> list[int]:
-    """The `keep` layers that stay: the first always, and those with the largest influence."""
+    """Return the `keep` layers to keep: always the first, and those with the largest influence."""
     order = sorted(range(1, len(influence)), key=lambda index: -influence[index])
     return sorted([0, *order[: keep - 1]])
 
 
 class Depth:
-    """The layers that leave one engine, by `compression_training.layer_reduction`; parameters are managed already.
+    """Removal of layers from an engine (`compression_training.layer_reduction`); parameters are managed already.
 
     Raises:
-        CompressionError: there is no such list of blocks, or its model cannot have so few.
+        CompressionError: the list of blocks does not exist, or its model cannot have so few blocks.
     """
 
     def __init__(self, model: nn.Module, section: LayerReduction) -> None:
@@ -253,21 +253,21 @@ class Depth:
             self.prefix = next(name for name, module in model.named_modules() if module is blocks)
         self._total = len(block_list(model, self.prefix))
         self._watch: InfluenceWatch | None = None
-        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # of all ranks
+        self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # sums over all ranks
         named, count = section.teacher_layer, section.keep_number_layer
         if named is None and (count or 0) > self._total:
             what = f"keep_number_layer is {count}, and {self.prefix} has {self._total} layers"
             raise CompressionError(f"layer_reduction: {what}")
         self._kept = count or 0 if named is None else len(named)
         self.over = self._kept == self._total
-        self._warned = False  # that no influence is known
+        self._warned = False  # warned that influence is unknown
         if not self.over:
             check_layers(model, self.prefix, list(range(self._kept)) if named is None else named)
         self._announce()
 
     @property
     def due(self) -> int:
-        """The applied step after which they leave; influence needs one step at least."""
+        """Applied step after which the layers are removed; influence needs at least one step."""
         return max(self.section.schedule_offset, 1 if self.section.teacher_layer is None else 0)
 
     def _announce(self) -> None:
@@ -286,7 +286,7 @@ class Depth:
         )
 
     def after_step(self, step: int, exchange: Exchange) -> Removal | None:
-        """The removal that is due after `step` applied steps. All ranks call together, and sum by `exchange`."""
+        """Return the removal due after `step` applied steps, or None. All ranks call together, over `exchange`."""
         if self.over:
             return None
         if self._watch is not None:
@@ -300,7 +300,7 @@ class Depth:
         return None
 
     def _measure(self, step: int) -> None:
-        """Put hooks on the blocks, if the next steps are those over which influence is measured."""
+        """Add hooks to the blocks if the next steps measure influence."""
         if self.over or self.section.teacher_layer is not None or step < self.due - LOOKS:
             return
         if self._watch is None:
@@ -323,7 +323,7 @@ class Depth:
         return Removal(layers={self.prefix: list(keep)}, text=text)
 
     def left(self) -> None:
-        """The layers have left, now or in the run that is resumed."""
+        """Record that the layers have been removed, in this run or before a resume."""
         self.over = True
         self.remove()
 
@@ -333,12 +333,12 @@ class Depth:
             self._watch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that all ranks share."""
+        """Return the state common to all ranks."""
         return {"sums": self._sums.clone()}
 
     def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
-        """Load the state after `step` applied steps; None: of a run in which no layers were to leave."""
-        self.remove()  # its sums are of another run
+        """Load the state after `step` applied steps; None: from a run without layer removal."""
+        self.remove()  # the hooks have sums of another run
         self._sums.zero_()
         if saved is not None and saved["sums"].shape == self._sums.shape:
             self._sums.copy_(saved["sums"])

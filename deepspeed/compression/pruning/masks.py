@@ -1,11 +1,11 @@
-"""Pruning masks on this rank's shard: packed bits, applied to gradient, master and moments.
+"""Pruning masks on this rank's shard: packed bits, applied to gradients, master weights and moments.
 
-[Note: dense masters] If a later mask may keep elements that an earlier one dropped, the master keeps its values and
-gets the unmasked gradient; the mask is applied to the copy that is all-gathered. The last mask is also applied to the
+[Note: dense masters] If a later mask may keep elements that an earlier mask dropped, the master keeps its values
+and gets unmasked gradients; the mask is applied to the copy that is all-gathered. The last mask is also applied to the
 master.
 
-[Note: edits] Users change weights: with a setter, in place, in a load. So every step applies the final masks again, and
-so does an export; in between, a weight has the values that the user wrote.
+[Note: edits] Users change weights: with a setter, in place, by loading. Therefore every step and every export applies
+the final masks again; in between, a weight has the user's values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, group_of, meet_bef
 
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
 _BITS = 2 ** torch.arange(8)
-# The eight flags of every byte, as one 64-bit number each: unpacking is one lookup per byte.
+# The eight flags of every byte as one 64-bit number: unpacking is one lookup per byte.
 _FLAGS = ((torch.arange(256)[:, None] // _BITS) % 2).to(torch.uint8).contiguous().view(torch.int64).view(-1)
-_CHUNK = 1 << 14  # bytes of a mask unpacked at a time
+_CHUNK = 1 << 14  # mask bytes unpacked at a time
 
 
 def pack_flags(keep: torch.Tensor) -> torch.Tensor:
-    """1-D bool flags as bits: uint8 of ceil(n / 8) elements; flags past the end are set."""
+    """Pack 1-D bool flags into bits: uint8 of ceil(n / 8) elements; bits past the end are set."""
     count = -(-keep.numel() // 8)
     packed = torch.empty(count, dtype=torch.uint8, device=keep.device)
     weights = _BITS.to(torch.uint8).to(keep.device)
@@ -65,17 +65,17 @@ def apply_mask(packed: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def count_dropped(packed: torch.Tensor) -> int:
-    """Flags of a packed mask that are not set."""
+    """Count the unset flags of a packed mask."""
     counts = torch.bincount(packed.to(torch.int64), minlength=256).to("cpu")
     ones = counts * _FLAGS.view(torch.uint8).view(256, 8).sum(1)
     return packed.numel() * 8 - int(ones.sum())
 
 
 class Masks:
-    """The masks of all rules on this rank, over the ranks of `axis`, which share the state.
+    """Masks of all rules on this rank; the ranks of `axis` share the state.
 
-    Parameters are stored by their first names. `hard` are the final masks, which act on masters; `soft` masks are those
-    that act only on copies made of masters.
+    Parameters are stored under their first names. `hard`: final masks, applied to master weights; `soft`: masks that
+    are applied only to the parameters, as copies of the masters.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Masks:
             if name in wanted and first not in self.owned:
                 self.owned[first] = Owned(first, param, axis, optimizer)
         self.scores = Scores(rules, self.owned, self._first_name, self.exchange)
-        self.kept: dict[tuple[str, str], torch.Tensor] = {}  # bits of single weights by (rule, parameter)
-        self.units: dict[str, list[torch.Tensor]] = {}  # flags of the units of each family, by rule
+        self.kept: dict[tuple[str, str], torch.Tensor] = {}  # packed flags of single weights, by (rule, parameter)
+        self.units: dict[str, list[torch.Tensor]] = {}  # flags of each family's units, by rule
         self.final: set[str] = set()
         self.hard: dict[str, torch.Tensor] = {}
         self.soft: dict[str, torch.Tensor] = {}
-        self._updated: set[int] = set()  # groups that this step has updated
+        self._updated: set[int] = set()  # groups updated in this step
         self._loading: dict[str, dict[str, torch.Tensor]] = {}  # tensors that a load is filling
         if optimizer is not None and rules:
             optimizer.set_masks(self)
@@ -105,7 +105,7 @@ class Masks:
                 self._attach(rule, optimizer)
 
     def _attach(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
-        """Mask copies made of masters; keep masters dense where a later mask may keep dropped elements."""
+        """Mask copies of masters; keep masters dense if a later mask may keep dropped elements."""
         names = rule.names()
         if rule.criterion in ("movement", "taylor") and not any(self.of(name).trained for name in names):
             raise CompressionError(
@@ -121,13 +121,13 @@ class Masks:
                 group.value_mask = self._soft_mask_of(group)
 
     def of(self, name: str) -> Owned:
-        """This rank's part of a parameter, by any of its names."""
+        """Return this rank's part of a parameter, by any of its names."""
         return self.owned[self._first_name[name]]
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def on_gradients(self) -> None:
-        """The window's gradients are complete: scores read them, then final masks act on them."""
+        """After the window's gradients are complete: update the scores, then apply final masks to the gradients."""
         self.scores.on_gradients([rule for rule in self.rules if rule.name not in self.final])
         for name, packed in self.hard.items():
             with self.owned[name].gradient(changed=True) as gradient:
@@ -135,7 +135,7 @@ class Masks:
                     apply_mask(packed, gradient)
 
     def on_update(self, groups: Iterable[ShardGroup]) -> None:
-        """The masters of these groups were updated: final masks hold again, whatever the optimizer or a user did."""
+        """After an update of these groups, apply final masks to the masters; optimizer or user may change them."""
         among = {id(group) for group in groups}
         self._updated |= among
         for name, packed in self.hard.items():
@@ -145,25 +145,25 @@ class Masks:
                     apply_mask(packed, values)
 
     def enforce(self) -> None:
-        """Mask edits of the parameters that an export reads. All ranks call together."""
+        """Apply masks to edited parameters before an export reads them. All ranks call together."""
         with torch.no_grad():
             self._mask_edits(self._finally_masked(), lambda group: group.values)
 
     def _mask_edits_without_update(self) -> None:
-        """Mask edits of parameters that this step did not update: frozen, or without a gradient on any rank."""
+        """Apply masks to edited parameters without update in this step: frozen, or without gradient on any rank."""
         members = {name: self.owned[name].member for name in self._finally_masked()}
         names = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
         self._updated.clear()
         self._mask_edits(names, lambda group: group.updated)
 
     def _finally_masked(self) -> list[str]:
-        """Parameters that have a final mask, on any rank."""
+        """Return the parameters with a final mask, on any rank."""
         names = {self._first_name[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
         frozen = {name for name, owned in self.owned.items() if not owned.trained}
         return sorted(names | frozen)
 
     def _mask_edits(self, names: list[str], values_of: Callable[[ShardGroup], StoredTensor]) -> None:
-        """Apply the masks of these parameters again where an edit on any rank has set dropped elements."""
+        """Apply the masks of parameters again if an edit on any rank has set dropped elements."""
         if not names:
             return
         edited = torch.tensor([self._is_edited(name, values_of) for name in names], dtype=torch.uint8)
@@ -177,7 +177,7 @@ class Masks:
             group.refresh()
 
     def _is_edited(self, name: str, values_of: Callable[[ShardGroup], StoredTensor]) -> bool:
-        """Whether the final mask of a parameter drops an element that is not zero."""
+        """Whether a parameter has nonzero elements that its final mask drops."""
         packed, owned = self.hard.get(name), self.owned[name]
         if packed is None:
             return False
@@ -191,7 +191,7 @@ class Masks:
             return not torch.equal(masked, values)
 
     def _soft_mask_of(self, group: ShardGroup) -> Any:
-        """A function that masks a copy made of a group's master."""
+        """Return a function that masks a copy of a group's master."""
         names = [m.name for m in group.members if m.name in self.owned]
 
         def mask(values: torch.Tensor) -> None:
@@ -205,7 +205,7 @@ class Masks:
     # -- new masks ----------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> list[CompressionRule]:
-        """Form the masks that are due after `step` applied steps; gives the rules whose mask became final.
+        """Compute the masks that are due after `step` applied steps; returns rules with masks that became final.
 
         All ranks call together.
         """
@@ -249,7 +249,7 @@ class Masks:
         ]
 
     def act(self, names: Sequence[str]) -> None:
-        """Apply changed masks to masters, moments and copies made of masters. All ranks call together."""
+        """Apply changed masks to masters, moments and copies of masters. All ranks call together."""
         groups: dict[int, ShardGroup] = {}
         names = list(dict.fromkeys(names))
         for name in names:
@@ -264,7 +264,7 @@ class Masks:
             group.advance()
 
     def _combine(self, name: str) -> None:
-        """Combine the masks of one parameter: those that are final, and all of them."""
+        """Combine the masks of one parameter: final masks into `hard`, all masks into `soft`."""
         hard, soft = None, None
         for rule in self.rules:
             packed = self._bits(rule, name)
@@ -305,7 +305,7 @@ class Masks:
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Masks and scores of single weights that a checkpoint stores with the optimizer's state of a fragment."""
+        """Return masks and scores of single weights, for a checkpoint to store with a fragment's optimizer state."""
         name = fragment.member.name
         if name not in self.owned:
             return {}
@@ -318,7 +318,7 @@ class Masks:
         return state
 
     def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
-        """Take masks and scores out of a state that is being loaded; gives the rest, which is the optimizer's.
+        """Remove masks and scores from a state that is being loaded; returns the remaining state of the optimizer.
 
         The tensors are filled later: `load_state_dict` reads them.
         """
@@ -331,11 +331,11 @@ class Masks:
         return rest
 
     def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Tensors that a load is filling."""
+        """Return the tensors that a load is filling."""
         return self._loading.get(fragment.member.name, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that all ranks share: flags of units, their scores, which rules have ended."""
+        """Return the state common to all ranks: flags of units, their scores, and finished rules."""
         units = {rule: [flags.clone() for flags in rows] for rule, rows in self.units.items()}
         return {"units": units, "final": sorted(self.final), "scores": self.scores.state_dict()}
 
@@ -362,6 +362,6 @@ class Masks:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> int:
-        """Bytes of the masks on this rank."""
+        """Number of bytes of the masks on this rank."""
         stores = [*self.kept.values(), *self.hard.values(), *self.soft.values()]
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())

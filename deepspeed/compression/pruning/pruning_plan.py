@@ -1,4 +1,4 @@
-"""The pruning plan: the verified dependency groups of a model, by parameter."""
+"""Pruning plan: the verified dependency groups of a model, by parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FINDERS: dict[str, tuple[Any, Any]] = {
 
 
 class PruningPlan:
-    """The coupled tensors of a model, plain or sharded."""
+    """Coupled tensors of a model, plain or sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -51,11 +51,11 @@ class PruningPlan:
 
     @property
     def heads(self) -> int | None:
-        """Attention heads, where the config says them."""
+        """Number of attention heads in the config, or None."""
         return config_number(self.config, HEAD_KEYS)
 
     def shrinks(self, kind: str) -> list[Shrink]:
-        """The config's numbers of one kind that can be smaller, verified; empty, with a reason in `refused`."""
+        """Return the verified config values of one kind that can shrink; if none, `refused` has the reason."""
         if kind not in self._shrinks:
             self._shrinks[kind] = []
             if self.config is None or kind not in _FINDERS:
@@ -74,7 +74,7 @@ class PruningPlan:
         return self._shrinks[kind]
 
     def _with_whole_names(self, shrink: Shrink) -> Shrink:
-        """The shrink by the names that parameters have in the whole model."""
+        """Rename the parameters of a `Shrink` from the inner model to the whole model."""
         if not self.prefix:
             return shrink
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -86,7 +86,7 @@ class PruningPlan:
         return shrink
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:
-        """The family whose units an axis of a parameter holds; None where there is none."""
+        """Return the family with units along an axis of a parameter; None if there is none."""
         for family in self._channels() if kind == "channels" else ():
             if any(slot.name == name and slot.axes[-1] == axis for slot in family.slots):
                 return family
@@ -97,10 +97,10 @@ class PruningPlan:
         return None
 
     def prove_named(self, family: Family) -> None:
-        """Verify a family whose partners were named by hand on a copy, where inputs for it are known.
+        """Verify a family with partners named by the user, on a copy, if inputs are known.
 
         Raises:
-            CompressionError: a model without these units is not the model with the units masked.
+            CompressionError: removing the units gives other outputs than masking them.
         """
         if self._twin is None:
             self._twin = self._running_twin()
@@ -115,7 +115,7 @@ class PruningPlan:
             )
 
     def _running_twin(self) -> tuple[Any, ...]:
-        """(copy, function that runs it); empty where no inputs are known that it takes."""
+        """Return (copy, function that runs the copy); empty if no suitable inputs are known."""
         run = runner(self.model)
         if run is None:
             return ()
@@ -128,20 +128,20 @@ class PruningPlan:
         return twin, run
 
     def forget_twin(self) -> None:
-        """Free the memory of the copy: no more families are verified."""
+        """Free the memory of the copy, after the last verification."""
         self._twin = None
 
     def why_not(self, kind: str, labels: list[str]) -> str:
-        """Why units of one kind cannot be removed from the modules of these names."""
+        """Return the reason why units of one kind cannot be removed from these modules."""
         reasons = [f"{label}: {self.left_alone[label]}" for label in labels if label in self.left_alone]
         reason = self.refused.get("ffn" if kind == "rows" else kind, "no partners of these modules are known")
         return "; ".join(reasons) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
 
     def check_said(self, family: Family, kept_units: int) -> None:
-        """Check that the model's config can be saved with so many units of each run of a family.
+        """Check that the model's config can be saved with `kept_units` units per block of a family.
 
         Raises:
-            CompressionError: it cannot; the text names the nearest number that can.
+            CompressionError: the config cannot; the message has the nearest possible number.
         """
         shrink, width = self.shrink_of(family), family.size // family.blocks
         if shrink is None or self._config_refusal(shrink, width, width):
@@ -156,7 +156,7 @@ class PruningPlan:
             )
 
     def _config_refusal(self, shrink: Shrink, kept_units: int, of: int) -> str:
-        """Why a config refuses a number of units; empty where it takes it."""
+        """Return the reason why a config rejects a number of units; "" if it accepts the number."""
         if shrink.kind == "experts" and kept_units < experts_per_token(self.config):
             return f"a token passes {experts_per_token(self.config)}"
         config = shrink.config(self.config, kept_units, of)
@@ -167,7 +167,7 @@ class PruningPlan:
         return ""
 
     def packed_family(self, name: str, kind: str = "ffn") -> Family:
-        """The family of FFN units, or of whole experts, that a packed tensor of experts holds."""
+        """Return the family of FFN units, or of whole experts, in a packed tensor of experts."""
         axes = 1 if kind == "experts" else 2
         for shrink in self.shrinks(kind):
             for family in shrink.families:
@@ -179,7 +179,7 @@ class PruningPlan:
         )
 
     def _channels(self) -> list[Family]:
-        """Families of a convolutional network that says what its inputs look like (`example_input_array`)."""
+        """Return the families of a convolutional network with known inputs (`example_input_array`)."""
         if self._graph is None:
             example = getattr(self.model, "example_input_array", None)
             if example is None:
@@ -188,17 +188,17 @@ class PruningPlan:
         return self._graph
 
     def shrink_of(self, family: Family) -> Shrink | None:
-        """The config's number that a family belongs to."""
+        """Return the config value that a family belongs to."""
         for shrink in self.shrinks(family.kind):
             if any(other.label == family.label and other.names() == family.names() for other in shrink.families):
                 return shrink
         return None
 
     def removal_of(self, chosen: list[tuple[Family, torch.Tensor]]) -> Removal:
-        """The removal of units of families, by flags of the units that stay; buffers of their sizes are cut too.
+        """Create the removal of units of families, given flags of the kept units; buffers of their sizes are cut too.
 
         Raises:
-            CompressionError: the config cannot express it.
+            CompressionError: the config cannot express the smaller model.
         """
         removal = Removal(text=", ".join(f"{int((~k).sum())} {f.kind} of {f.label}" for f, k in chosen[:4]))
         for family, keep in chosen:
@@ -215,7 +215,7 @@ class PruningPlan:
         return removal
 
     def _change_config(self, removal: Removal, chosen: list[tuple[Family, torch.Tensor]]) -> None:
-        """Add the smaller numbers of the config to a removal, and the attributes of modules that follow from them."""
+        """Add the changed config values to a removal, and the module attributes that follow from them."""
         config = copy.deepcopy(self.config)
         counts: dict[int, tuple[Shrink, list[tuple[int, int]]]] = {}  # by shrink: (kept, of) of each family
         for family, keep in chosen:

@@ -1,4 +1,4 @@
-"""Parses the JSON into pruning rules: which parameters, by what score, at which steps."""
+"""Parser of the JSON into pruning rules: parameters, scores and steps."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from deepspeed.config.validate import pattern_of
 from deepspeed.errors import CompressionError
 
 _CRITERIA = {"l1": "magnitude", "topk": "movement", "snip_momentum": "taylor"}
-LEARNED = ("movement", "taylor", "activation")  # criteria that look at training, so the first mask needs a step
+LEARNED = ("movement", "taylor", "activation")  # criteria that observe training, so the first mask needs a step
 
 
 @dataclass(eq=False)
 class CompressionRule:
-    """One group of one technique.
+    """Rule for one group of one technique.
 
     Args:
         name: `technique.group`.
-        technique: of the JSON.
-        ratio: share kept at the end.
-        offset: applied steps before the mask acts.
-        end: applied steps after which it is final; None: at once, or never where the criterion may revive.
+        technique: technique in the JSON.
+        ratio: final fraction of kept elements.
+        offset: applied steps before the first mask.
+        end: applied steps after which the mask is final; None: immediately, or never if the criterion can revive.
         stride: applied steps between two masks.
-        cubic: the share falls along a cubic from offset to end.
-        criterion: of the scores.
-        over_all: one threshold for all parameters or families (scope global).
-        pattern: N:M or blocks, of single weights.
-        weights: names of the parameters whose single weights go; empty for units.
-        families: units; empty for single weights.
-        physical: the units leave the engine when the schedule ends.
+        cubic: whether the fraction follows a cubic from offset to end.
+        criterion: criterion of the scores.
+        over_all: whether all parameters or families share one threshold (scope global).
+        pattern: N:M or blocks, for single weights.
+        weights: parameters with single weights to prune; empty for units.
+        families: units to prune; empty for single weights.
+        physical: whether the units are removed from the engine at the end of the schedule.
     """
 
     name: str
@@ -59,16 +59,16 @@ class CompressionRule:
 
     @property
     def revives(self) -> bool:
-        """Whether a later mask may keep what an earlier one dropped: the master stays dense until it is final."""
+        """Whether a later mask may keep elements that an earlier one dropped; the master then stays dense."""
         return self.criterion == "movement" or (self.end is not None and self.end > self.offset)
 
     @property
     def removable(self) -> bool:
-        """Whether its units can be removed: all parameters that are coupled to them are known."""
+        """Whether the units can be removed: all coupled parameters are known."""
         return bool(self.families) and all(family.config is not False for family in self.families)
 
     def due(self, step: int) -> bool:
-        """Whether a mask is formed after `step` applied steps."""
+        """Whether a mask is due after `step` applied steps."""
         first = max(self.offset, 1) if self.criterion in LEARNED else self.offset
         if step < first:
             return False
@@ -79,26 +79,26 @@ class CompressionRule:
         return step == first or (step - self.offset) % self.stride == 0
 
     def final(self, step: int) -> bool:
-        """Whether the mask formed at `step` is the last."""
+        """Whether the mask of `step` is the last one."""
         return step >= self.end if self.end is not None else not self.revives
 
     def ratio_at(self, step: int) -> float:
-        """The share kept by a mask formed after `step` applied steps."""
+        """Return the fraction kept by the mask of `step`."""
         if not self.cubic or self.end is None or step >= self.end:
             return self.ratio
         done = (step - self.offset) / (self.end - self.offset)
         return 1.0 - (1.0 - self.ratio) * (1.0 - (1.0 - done) ** 3)
 
     def names(self) -> list[str]:
-        """Parameters it touches."""
+        """Return the names of all affected parameters."""
         return [*self.weights, *dict.fromkeys(name for family in self.families for name in family.names())]
 
 
 def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> Iterator[tuple[int, str, nn.Module]]:
-    """(index of the expression, name, module) of compressible modules; `packed`: of those that pack experts too.
+    """Return (index of expression, name, module) of compressible modules; `packed`: also modules with packed experts.
 
     Raises:
-        CompressionError: an expression finds none.
+        CompressionError: an expression matches no module.
     """
     for index, expression in enumerate(expressions):
         modules = [
@@ -118,12 +118,12 @@ def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> I
 
 
 def compressible(module: nn.Module) -> bool:
-    """Whether techniques work on a module's weight."""
+    """Whether compression techniques support a module's weight."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONV)) or type(module).__name__ == "Conv1D"
 
 
 def experts_of(module: nn.Module) -> list[str]:
-    """Names of a module's own parameters that pack several experts: three axes, and no convolution."""
+    """Return a module's own parameters that pack several experts: three axes, and no convolution."""
     own = {} if compressible(module) else module._parameters
     return [name for name, p in own.items() if p is not None and len(getattr(p, "ds_shape", p.shape)) == 3]
 
@@ -131,16 +131,16 @@ def experts_of(module: nn.Module) -> list[str]:
 def rules_of(
     model: nn.Module, section: CompressionTraining, plan: PruningPlan, called: bool = False
 ) -> list[CompressionRule]:
-    """The pruning rules of a model, plain or sharded.
+    """Create the pruning rules of a model, plain or sharded.
 
     Args:
         model: the model.
         section: `compression_training`.
-        plan: finds coupled tensors.
-        called: `init_compression` is used, and `redundancy_clean` is to come.
+        plan: provides coupled tensors.
+        called: whether `init_compression` was called, so that `redundancy_clean` will follow.
 
     Raises:
-        CompressionError: modules are not there, are named twice, or cannot be pruned so.
+        CompressionError: modules are missing, named twice, or cannot be pruned this way.
     """
     rules: list[CompressionRule] = []
     builder = _RuleBuilder(model, plan, called)
@@ -161,7 +161,7 @@ def rules_of(
 
 
 class _RuleBuilder:
-    """Builds the rules of one model; arguments are those of `rules_of`."""
+    """Builder of the rules of one model; arguments are those of `rules_of`."""
 
     def __init__(self, model: nn.Module, plan: PruningPlan, called: bool) -> None:
         self.model, self.plan, self.called = model, plan, called
@@ -169,7 +169,7 @@ class _RuleBuilder:
         self._shapes = {name: torch.Size(getattr(param, "ds_shape", param.shape)) for name, param in params}
 
     def build(self, technique: str, name: str, group: Any, shared: Any) -> CompressionRule:
-        """The rule of a group (None: of all modules) of a technique with these shared parameters."""
+        """Build the rule of a technique for a group (None: all modules), with the technique's shared parameters."""
         rule = CompressionRule(
             name=f"{technique}.{name}",
             technique=technique,
@@ -196,7 +196,7 @@ class _RuleBuilder:
         return rule
 
     def _set_physical(self, rule: CompressionRule, wanted: bool | None) -> None:
-        """Remove units if the config asks for it, or can express it; refuse units that cannot be removed."""
+        """Decide on physical removal: if configured, or if the config can express it; raise if it is impossible."""
         rule.physical = not self.called if wanted is None else wanted
         stuck = [family for family in rule.families if family.config is False]
         if wanted and stuck:
@@ -207,7 +207,7 @@ class _RuleBuilder:
                 self.plan.check_said(family, kept_of(family.size // family.blocks, rule.ratio))
 
     def _set_weights(self, rule: CompressionRule, group: CompressionGroup | None, shared: Any) -> None:
-        """The parameters and the pattern of a rule for single weights."""
+        """Set the parameters and the pattern of a rule for single weights."""
         excluded = [re.compile(text) for text in shared.excluded_modules]
         modules = dict.fromkeys(
             module
@@ -231,7 +231,7 @@ class _RuleBuilder:
                 )
 
     def _units(self, technique: str, group: Any) -> Iterator[Family]:
-        """Rows, channels or FFN units of the modules of a group, with all that is coupled to them."""
+        """Return the rows, channels or FFN units of a group's modules, with all coupled elements."""
         families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules, packed=technique == "row_pruning")):
             packed = [f"{name}.{param}" for param in experts_of(module)]
@@ -254,7 +254,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _experts(self, group: Any) -> Iterator[Family]:
-        """Whole experts of the modules that pack them."""
+        """Yield the whole experts of modules that pack them."""
         for _, name, module in matched(self.model, group.modules, packed=True):
             packed = [f"{name}.{param}" for param in experts_of(module)]
             if packed:
@@ -265,7 +265,7 @@ class _RuleBuilder:
                 )
 
     def _heads(self, group: Any, shared: Any) -> Iterator[Family]:
-        """Heads that modules of a group read or write, of the plan; else equal runs of the inputs of a module."""
+        """Yield the plan's heads that a group's modules read or write; otherwise equal runs of a module's inputs."""
         families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules)):
             weight, axis = f"{name}.weight", 1 - out_axis(module)
@@ -293,7 +293,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _partners(self, group: Any, index: int, name: str) -> list[str]:
-        """Modules named as partners of a module: those that share the most of its name, of each expression."""
+        """Return a module's related modules: for each expression, the matches with the longest common name prefix."""
         if group.related_modules is None:
             return []
         partners = []
@@ -307,7 +307,7 @@ class _RuleBuilder:
         return partners
 
     def _rows(self, name: str, module: nn.Module, partners: list[str]) -> Family:
-        """Output rows of one module, and the elements of its partners that belong to them."""
+        """Return the output rows of one module, with the related elements of its partners."""
         axis, shape = out_axis(module), self._shapes.get(f"{name}.weight")
         if shape is None:
             raise CompressionError(f"{name} has no weight of its own")

@@ -1,4 +1,4 @@
-"""This rank's elements of a compressed parameter, and sums of them over ranks."""
+"""View of this rank's elements of a compressed parameter, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deepspeed.zero.parameters.record import ParamRecord
 
 
 class Exchange:
-    """Sums and maxima over the ranks that share a state; all ranks call together, in one order.
+    """Sums and maxima over the ranks that share a state; all ranks call together, in the same order.
 
     Args:
-        axis: those ranks.
-        device: where messages start on axes whose backend is not on the CPU.
+        axis: these ranks.
+        device: device of the messages, if the axis' backend is not on the CPU.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Exchange:
         self._channel, self._rounds = axis.channel(), 0
 
     def rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """All-gather a 1-D row, as long on every rank: [ranks, n] on the CPU."""
+        """All-gather a 1-D row of equal length on every rank: [ranks, n] on the CPU."""
         axis, n = self.axis, row.numel()
         if axis.group is None or not n:
             return row.detach().cpu().view(1, -1).expand(axis.size, -1)
@@ -42,15 +42,15 @@ class Exchange:
         return flat.view(axis.size, n).cpu()
 
     def sum(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum of all ranks' rows, in rank order."""
+        """Return the sum of all ranks' rows, in rank order."""
         return self.rows(row, label).sum(0)
 
     def max(self, number: float, label: str) -> float:
-        """The largest of all ranks' numbers."""
+        """Return the maximum of all ranks' numbers."""
         return float(self.rows(torch.tensor([number], dtype=torch.float64), label).max())
 
     def whole(self, part: torch.Tensor, cuts: Sequence[int], label: str) -> torch.Tensor:
-        """All-gather a 1-D tensor of which every rank has a part, between two of `ranks + 1` boundaries."""
+        """All-gather a 1-D tensor; `cuts` are the `ranks + 1` boundaries between the ranks' parts."""
         axis = self.axis
         flat = torch.empty(cuts[-1], dtype=part.dtype, device=part.device)
         flat[cuts[axis.rank] : cuts[axis.rank + 1]] = part
@@ -61,13 +61,13 @@ class Exchange:
 
 
 class Owned:
-    """One parameter, as this rank holds it: elements [low, high) of the flattened tensor.
+    """This rank's part of one parameter: elements [low, high) of the flattened tensor.
 
     Args:
-        name: in the model, the first of a tied parameter's.
+        name: name in the model; of a tied parameter, the first one.
         param: the parameter.
         axis: the ranks that share the state.
-        optimizer: has its moments and gradients; None when nothing is trained.
+        optimizer: has the moments and gradients; None without training.
     """
 
     def __init__(self, name: str, param: nn.Parameter, axis: Axis, optimizer: ZeroOptimizer | None) -> None:
@@ -84,17 +84,17 @@ class Owned:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """The part [start, stop) that this rank adds to a sum over ranks: no element belongs to two."""
+        """Range [start, stop) that this rank contributes to sums, so that each element counts once."""
         return self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
 
     @property
     def trained(self) -> bool:
-        """Whether the optimizer updates it."""
+        """Whether the optimizer updates the parameter."""
         return self.member is not None and self.optimizer is not None and self.member.uid in self.optimizer.fragments
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the parameter; 1 where it is not trained."""
+        """Learning rate of the parameter; 1 if it is not trained."""
         if self.optimizer is not None and self.member is not None:
             leaves = {id(f.leaf) for f in self.optimizer.fragments.get(self.member.uid, [])}
             for group in self.optimizer.param_groups:
@@ -104,7 +104,7 @@ class Owned:
 
     @property
     def span(self) -> slice:
-        """Where [low, high) lies in this rank's master and gradient accumulator."""
+        """Position of [low, high) in this rank's master and gradient accumulator."""
         if self.member is None:
             return slice(self.low, self.high)
         start = self.member.offset - self.member.group.low + self.low
@@ -112,7 +112,7 @@ class Owned:
 
     @contextlib.contextmanager
     def values(self, changed: bool = False) -> Iterator[torch.Tensor]:
-        """The values of [low, high), 1-D: the master's, where there is one."""
+        """Context with the values of [low, high), 1-D: the master's, if there is a master."""
         if self.member is None:
             yield self.param.data.view(-1)
             return
@@ -121,14 +121,14 @@ class Owned:
 
     @property
     def bucket(self) -> Bucket | None:
-        """The gradient side of its group."""
+        """Gradient bucket of the parameter's group."""
         if self.optimizer is None or self.member is None or not self.trained:
             return None
         return self.optimizer.reducer.bucket_of(self.member.group)
 
     @contextlib.contextmanager
     def gradient(self, changed: bool = False) -> Iterator[torch.Tensor | None]:
-        """The window's gradient of [low, high); None where no rank had one."""
+        """Context with the accumulated gradient of [low, high); None if no rank has a gradient."""
         bucket = self.bucket
         if bucket is None or self.optimizer is None or self.member is None or not bucket.filled:
             yield None
@@ -139,7 +139,7 @@ class Owned:
                 yield total[self.span]
 
     def moments(self) -> Iterator[torch.Tensor]:
-        """Tensors of the optimizer state that are cut as the parameter is; valid inside the shard's `at_hand`."""
+        """Tensors of the optimizer state that are split like the parameter; valid inside the shard's `at_hand`."""
         if self.optimizer is None or self.member is None:
             return
         for fragment in self.optimizer.fragments.get(self.member.uid, []):
@@ -148,6 +148,6 @@ class Owned:
                     yield value.view(-1)
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """The counted part of a tensor over [low, high)."""
+        """Return the contributed range of a tensor over [low, high)."""
         start, stop = self.counted
         return values[start - self.low : stop - self.low]

@@ -1,4 +1,4 @@
-"""Removes pruned units: shrinks parameters, modules and config."""
+"""Removal of pruned units: shrinks parameters, modules and config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.compression.pruning.transformers_groups import inside
 from deepspeed.foundation.transformers_model import config_of
 
 _PLAIN = (int, float, str, bool, type(None))
-# (module class name, attribute, parameter, axis): sizes that torch's own modules store as attributes.
+# (class name, attribute, parameter, axis): size attributes of torch's own modules.
 _SIZES = (
     ("Linear", "out_features", "weight", 0), ("Linear", "in_features", "weight", 1), ("Conv1D", "nf", "weight", 1),
     ("Conv1D", "nx", "weight", 0), ("Embedding", "num_embeddings", "weight", 0),
@@ -25,15 +25,15 @@ _SIZES = (
 
 @dataclass(eq=False)
 class Removal:
-    """Units or layers that leave a model; enough to repeat the removal in a process that has only the dense class.
+    """Removal of units or layers from a model, with all data to repeat it in a process that has only the dense class.
 
     Args:
-        cuts: by parameter or buffer, (axis, indices that stay: [n], or [experts, n] of a packed tensor).
+        cuts: by parameter or buffer, (axis, kept indices: [n], or [experts, n] for a packed tensor).
         attributes: new values of attributes, by module.
         config: new values of the model's config.
-        layers: by list of blocks, the indices that stay; a removal is of layers alone, or of units alone.
-        rules: names of the rules that have ended with it.
-        text: for reports.
+        layers: by list of blocks, the kept indices; a removal has either layers or units.
+        rules: names of the rules that end with this removal.
+        text: text for messages.
     """
 
     cuts: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
@@ -44,17 +44,17 @@ class Removal:
     text: str = ""
 
     def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
-        """Keep these indices of an axis; of one that is cut already, as after a concatenation, those of both."""
+        """Keep these indices of an axis; for an axis that is already cut (concatenations), keep the intersection."""
         rows = self.cuts.setdefault(name, [])
         for place, (other, before) in enumerate(rows):
             if other == axis and before.dim() == 1:
                 rows[place] = (axis, before[torch.isin(before, indices)])
                 return
         rows.append((axis, indices))
-        rows.sort(key=lambda row: -row[1].dim())  # indices per expert or output are applied before whole ones leave
+        rows.sort(key=lambda row: -row[1].dim())  # per-expert indices are applied before whole experts are removed
 
     def cut_slot(self, slot: ParameterSlice, keep: torch.Tensor) -> None:
-        """Keep some of the units that a slice holds, by their flags."""
+        """Keep some of the units of a slice, given their flags."""
         if len(slot.axes) == 1:
             indices = slot.indices(keep)
         else:
@@ -62,7 +62,7 @@ class Removal:
         self.cut(slot.name, slot.axes[-1], indices)
 
     def cut_running_statistics(self, model: nn.Module) -> None:
-        """Cut the running statistics of norms whose weights are cut."""
+        """Cut the running statistics of batch norms with cut weights."""
         for name, rows in list(self.cuts.items()):
             home, _, last = name.rpartition(".")
             module = model.get_submodule(home)
@@ -72,7 +72,7 @@ class Removal:
                         self.cuts[f"{home}.{buffer}"] = rows
 
     def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of a parameter's shape that stays."""
+        """Select the kept elements of a tensor with the parameter's shape."""
         for axis, indices in self.cuts.get(name, ()):
             indices = indices.to(values.device)
             if indices.dim() == 1:
@@ -83,14 +83,14 @@ class Removal:
         return values
 
     def shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of a parameter after the removal, by its shape before."""
+        """Return the shape of a parameter after the removal, given the shape before."""
         sizes = list(shape)
         for axis, indices in self.cuts.get(name, ()):
             sizes[axis] = indices.shape[-1]
         return torch.Size(sizes)
 
     def remap(self, family: Family) -> Family:
-        """Another family, of a model from which this was removed."""
+        """Return the `Family` of other units in the model after this removal of units."""
         slots = []
         for slot in family.slots:
             table = slot.table
@@ -103,9 +103,9 @@ class Removal:
         return replace(family, slots=slots)
 
     def renamed(self, family: Family, names: Mapping[str, str]) -> Family | None:
-        """Another family, of a model from which layers were removed; None when it was in one of them.
+        """Return the `Family` of other units after this removal of layers; None if a removed layer contained it.
 
-        `names`: new names of parameters by their old ones, without those that left.
+        `names`: new names of the remaining parameters, by their old names.
         """
         slots = [replace(slot, name=names[slot.name]) for slot in family.slots if slot.name in names]
         if not slots:
@@ -113,7 +113,7 @@ class Removal:
         return replace(family, label=self.moved(family.label), slots=slots)
 
     def moved(self, name: str) -> str:
-        """A module's name after layers have left."""
+        """Return a module's name after a removal of layers."""
         for prefix, keep in self.layers.items():
             home, _, rest = name.removeprefix(f"{prefix}.").partition(".")
             if name.startswith(f"{prefix}.") and home.isdigit() and int(home) in keep:
@@ -121,7 +121,7 @@ class Removal:
         return name
 
     def follow(self, model: nn.Module) -> None:
-        """Set attributes and config of a model whose parameters are cut."""
+        """Set attributes and config of a model with cut parameters."""
         for name, values in self.attributes.items():
             module = model.get_submodule(name)
             for key, value in values.items():
@@ -134,7 +134,7 @@ class Removal:
 
     @staticmethod
     def _resize(module: Any) -> None:
-        """Set the sizes that torch's own modules store as attributes to those of their parameters."""
+        """Set the size attributes of torch's own modules to the sizes of their parameters."""
         kinds = {kind.__name__ for kind in type(module).__mro__}
         for kind, attribute, name, axis in _SIZES:
             param = module._parameters.get(name)
@@ -151,7 +151,7 @@ class Removal:
             module.in_channels, module.out_channels = sizes[::-1] if isinstance(module, TRANSPOSED) else sizes
 
     def cut_buffers(self, model: nn.Module) -> None:
-        """Take units out of the buffers of a model, in place."""
+        """Remove units from the buffers of a model, in place."""
         for name in self.cuts:
             home, _, last = name.rpartition(".")
             buffers = model.get_submodule(home)._buffers
@@ -160,7 +160,7 @@ class Removal:
                 buffers[last] = self.select(name, buffer).clone()
 
     def to_json(self) -> dict[str, Any]:
-        """Values and tensors for a checkpoint."""
+        """Return values and tensors for a checkpoint."""
         return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "layers", "rules", "text")}
 
     @classmethod
@@ -171,7 +171,7 @@ class Removal:
 
 
 def changed_attributes(before: nn.Module, after: nn.Module) -> dict[str, Any]:
-    """Plain attributes of a module that another one of its class has with other values, without its children's."""
+    """Return the plain attributes in which two modules of one class differ, without those of children."""
     old = {key: value for key, value in vars(before).items() if _is_plain(value)}
     return {k: v for k, v in vars(after).items() if _is_plain(v) and k in old and old[k] != v}
 
@@ -181,7 +181,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def remove_from(model: nn.Module, removal: Removal) -> None:
-    """Take units out of a plain model, in place: parameters stay the objects they are."""
+    """Remove units from a plain model, in place; parameters stay the same objects."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     with torch.no_grad():
         for name in removal.cuts:
@@ -193,10 +193,10 @@ def remove_from(model: nn.Module, removal: Removal) -> None:
 
 
 def reshape(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a parameter values of another shape.
+    """Give a parameter new values of another shape.
 
-    Autograd remembers the shape of a parameter for as long as a graph with it lives, as that of the last loss does;
-    it forgets it when the dtype changes.
+    Autograd remembers the shape of a parameter as long as a graph with it exists, such as that of the last loss. A
+    change of the dtype makes it forget the shape.
     """
     other = torch.float64 if values.dtype != torch.float64 else torch.float32
     param.data = torch.empty(0, dtype=other, device=values.device)

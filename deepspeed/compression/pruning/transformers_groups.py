@@ -1,8 +1,8 @@
-"""Models of Transformers: dependency groups read from the config, and the model in a wrapper or under adapters.
+"""Dependency groups of Transformers models, read from the config; also for models in a wrapper or under adapters.
 
-The model is built twice on the meta device, once as it is and once with one number of the config made smaller. The
-parameters whose shapes differ are coupled, and the smaller model gives the module attributes that change with them. The
-layout of an axis (gate next to up; query, key and value in one matrix) is determined by verification on a small copy.
+The model is built twice on the meta device: with its config, and with one smaller value in the config. Parameters with
+different shapes are coupled, and the smaller model also provides the module attributes that change. The layout of an
+axis (gate next to up; query, key and value in one matrix) is determined by verification on a small copy.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from deepspeed.foundation.transformers_model import (
     pretrained_models,
 )
 
-ADAPTER = ".lora_"  # in the names of low-rank adapters
+ADAPTER = ".lora_"  # parts of LoRA parameter names
 _BASE = "base_layer"
 
 
 @dataclass(eq=False)
 class Shrink:
-    """A smaller number in the config, and the units that leave with it.
+    """Smaller value in the config, with the units that it removes.
 
     Args:
         kind: `ffn`, `heads` or `experts`.
-        changes: config keys and the values they have now.
-        unit: by key, how much of its value is one unit (query heads of a key-value group).
-        families: units by layer; their slots hold the layout that was verified.
+        changes: config keys with their current values.
+        unit: by key, the size of one unit (query heads of a key-value group).
+        families: units by layer; their slots have the verified layout.
     """
 
     kind: str
@@ -51,39 +51,39 @@ class Shrink:
     families: list[Family] = field(default_factory=list)
 
     def config(self, config: Any, kept_units: int, of: int) -> Any:
-        """A copy of the config that keeps `kept_units` of `of` units."""
+        """Copy the config, with `kept_units` of `of` units."""
         small = copy.deepcopy(config)
         for key, value in self.changes.items():
             setattr(small, key, value // of * kept_units if key in self.unit else value)
         return small
 
     def names(self) -> set[str]:
-        """The coupled parameters of all layers."""
+        """Return the coupled parameters of all layers."""
         return {name for family in self.families for name in family.names()}
 
     def kept_per_block(self, ratio: float) -> int:
-        """Units of each run that a ratio keeps: one at least."""
+        """Return the units per block that a ratio keeps: at least one."""
         width = self.families[0].size // self.families[0].blocks
         return max(1, min(width, -int(-round(width * ratio, 6) // 1)))
 
     @property
     def layouts(self) -> int:
-        """Orders in which heads or channels may lie along a dimension."""
+        """Number of candidate layouts of heads or channels along an axis."""
         return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
 
     def laid(self, layout: int) -> Shrink:
-        """The shrink with another layout of axes that hold several copies of the units; 0 is the first.
+        """Return a copy with another layout of the axes that hold several copies of the units; 0 is the first layout.
 
-        Layouts of FFN: copies one after the other, copies interleaved. Of heads: query, key, value one after the other;
-        then group by group.
+        FFN layouts: copies one after the other; copies interleaved. Head layouts: query, key, value one after the
+        other; grouped by key-value group.
         """
         return replace(self, families=[family.laid(layout) for family in self.families])
 
     def joined(self) -> Shrink:
-        """The shrink with one choice of units for all layers of a stack, as a bias that layers share needs."""
+        """Return a copy with one choice of units for all layers of a stack, for biases that layers share."""
         stacks: dict[str, list[Family]] = {}
         for family in self.families:
-            parts = re.split(r"\.\d+", family.label)  # the last part tells two attentions of one block apart
+            parts = re.split(r"\.\d+", family.label)  # the last part distinguishes two attentions of one block
             stacks.setdefault(parts[0] + parts[-1], []).append(family)
         merged = [
             replace(families[0], slots=[slot for family in families for slot in family.slots], config=True)
@@ -93,28 +93,28 @@ class Shrink:
 
 
 def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A model without memory; CompressionError where the class cannot be built from that config."""
+    """Build a model on the meta device; CompressionError if the class cannot be built from that config."""
     try:
         with torch.device("meta"):
             return model_class(copy.deepcopy(config))
-    except Exception as error:  # of any type, by the model class
+    except Exception as error:  # any error of the model class
         raise CompressionError(f"{model_class.__name__} cannot be built so: {type(error).__name__}: {error}") from error
 
 
 def dense_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a model without quantizers."""
+    """Return the class of a model without quantizers."""
     return getattr(type(model), "_plain", type(model))
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of the parameters, each under its first name; whole ones of sharded parameters too."""
+    """Return the shapes of the parameters by their first names; for sharded parameters the whole shapes."""
     return {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
 def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
-    """(prefix of its names, the model of Transformers) in a wrapper; the model itself where there is none, or several.
+    """Return (name prefix, Transformers model) inside a wrapper; the model itself if there is none, or several.
 
-    `holding`: name of a module: of several models the one that has it.
+    `holding`: name of a module: of several models, select the one with this module.
     """
     models = pretrained_models(model)
     if "" in models:
@@ -128,15 +128,15 @@ def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
 
 
 def left_on(model: nn.Module, mark: str) -> Any:
-    """The mark that `init_compression` left on a model, or on one inside it; None where there is none."""
+    """Return the mark of `init_compression` on a model, or on a model inside; None if there is none."""
     return next((vars(module)[mark] for module in model.modules() if mark in vars(module)), None)
 
 
 def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole state dict of the model inside: names without the wrapper's, low-rank adapters added to their weights.
+    """Return the state dict of the inner model: names without the wrapper's prefix, LoRA weights merged.
 
     Raises:
-        CompressionError: adapters of another kind.
+        CompressionError: there are adapters of another kind.
     """
     prefix, _ = inside(model)
     plain = {}
@@ -164,12 +164,12 @@ def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def slots_under_adapters(model: nn.Module, slot: ParameterSlice) -> list[ParameterSlice]:
-    """The slices of a parameter under plain LoRA, by its name without adapters: its own, and those of the adapters.
+    """Return the slices of a parameter under plain LoRA, given its name without adapters: its own and those of LoRA.
 
-    Units that leave a weight leave the product that an adapter adds to it: rows of `lora_B`, columns of `lora_A`.
+    Units removed from a weight are also removed from its LoRA product: rows of `lora_B`, columns of `lora_A`.
 
     Raises:
-        CompressionError: there are adapters of another kind, or the parameter is not there.
+        CompressionError: there are adapters of another kind, or the parameter does not exist.
     """
     home, _, last = slot.name.rpartition(".")
     module: Any = dict(model.named_modules()).get(home, nn.Module())
@@ -200,7 +200,7 @@ def _smaller(value: int) -> int | None:
 
 
 def _differences(large: nn.Module, small: nn.Module, buffers: bool = False) -> dict[str, list[tuple[int, int, int]]]:
-    """(axis, size, smaller size) of each parameter, and each buffer if asked for, that changes."""
+    """Return (axis, size, smaller size) of each changed parameter, and of each changed buffer if requested."""
     shapes, smaller = shapes_of(large), shapes_of(small)
     if buffers:
         shapes |= {name: buffer.shape for name, buffer in large.named_buffers()}
@@ -220,7 +220,7 @@ def _keys(config: Any) -> set[str]:
 
 
 def _layer(name: str) -> str:
-    """The repeated block of a parameter: its name up to the last number."""
+    """Return the repeated block of a parameter: its name up to the last number."""
     numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
     return name[: numbers[-1].end()] if numbers else ""
 
@@ -229,13 +229,13 @@ def _layer(name: str) -> str:
 
 
 def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """The FFN widths that the config can express."""
+    """Return the FFN widths that the config can express."""
     base, width = on_meta(type(model), config), config_number(config, WIDTH_KEYS)
     shrinks = []
     for key in (key for key in FFN_KEYS if key in _keys(config)):
         value = getattr(config, key, None)
         if value is None and key in ("n_inner", "intermediate_size", "ffn_dim"):
-            value = 4 * (width or 0) or None  # None stands for four times the width
+            value = 4 * (width or 0) or None  # None means four times the width
         if not isinstance(value, int) or (less := _smaller(value)) is None:
             continue
         small = copy.deepcopy(config)
@@ -268,7 +268,7 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
     for layer, slots in by_layer.items():
         blocks = experts.get(layer, 1)
         if blocks > 1 and any(len(slot.axes) == 1 for slot in slots):
-            # Another module of that width is there too: the same unit leaves it and all experts together.
+            # Another module has the same width: a unit is removed from it and from all experts together.
             for place, slot in enumerate(slots):
                 if len(slot.axes) == 2:
                     tables = tuple(table[0] % value for table in slot.layouts)
@@ -282,10 +282,10 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
 
 
 def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Fewer heads of the same size, where the config can express that.
+    """Return smaller numbers of heads of the same size, if the config can express them.
 
     Raises:
-        CompressionError: it cannot; the text says why.
+        CompressionError: the config cannot; the message has the reason.
     """
     base = on_meta(type(model), config)
     reasons, shrinks = [], []
@@ -345,7 +345,7 @@ def _head_shrink(
 
 @dataclass(frozen=True)
 class _HeadCounts:
-    """Query heads, key-value groups, the size of a head, and units: heads that leave together."""
+    """Query heads, key-value groups, head size, and number of units (heads that are removed together)."""
 
     heads: int
     groups: int
@@ -353,7 +353,7 @@ class _HeadCounts:
     units: int
 
     def families(self, axes: dict[str, list[tuple[int, int, int]]]) -> list[Family]:
-        """By attention module: a block of a decoder that reads an encoder has two."""
+        """Return a family per attention module; a decoder block with cross-attention has two."""
         by_module: dict[str, list[ParameterSlice]] = {}
         for name, changes in axes.items():
             layer = _layer(name)
@@ -365,7 +365,7 @@ class _HeadCounts:
         return [Family("heads", module, self.units, slots, 1, True) for module, slots in by_module.items()]
 
     def tables(self, axis: int) -> list[torch.Tensor]:
-        """The unit at each index of an axis of that size, by layout."""
+        """Return the unit at each index of an axis of that size, for each candidate layout."""
         index = torch.arange(axis)
         q, kv = self.heads * self.size, self.groups * self.size
         per_unit = self.heads // self.units
@@ -381,7 +381,7 @@ class _HeadCounts:
                 return [torch.cat([query, torch.full((2 * kv,), -1)])]
             key = torch.arange(kv) // self.size
             return [torch.cat([query, key, key]), index // ((per_unit + 2) * self.size)]
-        if axis % (self.units * self.size) == 0:  # several copies, as of gated queries
+        if axis % (self.units * self.size) == 0:  # several copies, as for gated queries
             copies = axis // q if axis % q == 0 else 1
             copy_of_units = torch.arange(axis // copies) // (axis // copies // self.units)
             return [copy_of_units.repeat(copies), index // (axis // self.units)]
@@ -392,15 +392,15 @@ class _HeadCounts:
 
 
 def experts_per_token(config: Any) -> int:
-    """Experts that a token passes; 1 where the config does not say."""
+    """Return the number of experts per token; 1 if the config has none."""
     return config_number(config, EXPERTS_PER_TOKEN_KEYS) or 1
 
 
 def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Fewer experts, where the config has their number: by layer every axis of that size; buffers of routers too.
+    """Return smaller numbers of experts, if the config has their number; also axes of that size and router buffers.
 
     Raises:
-        CompressionError: a parameter changes by something else than their number.
+        CompressionError: a parameter changes by another amount.
     """
     base = on_meta(type(model), config)
     dims = {name: tensor.dim() for name, tensor in [*base.named_parameters(), *base.named_buffers()]}

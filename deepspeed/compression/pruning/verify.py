@@ -1,8 +1,8 @@
-"""Verifies a removal on a small copy: the smaller model computes the same as the masked one.
+"""Verification of a removal on a small copy: the smaller model must compute the same as the masked one.
 
-Experts have no masked phase: a router also selects an expert whose weights are zero, so masking differs from removal.
-The check verifies that the parameters of an expert belong together: a model whose experts are permuted, parameter by
-parameter, computes the same.
+Experts have no masked phase: a router also selects an expert with zero weights, so masking differs from removal. For
+experts, the check verifies that all parameters of an expert are known: a model with permuted experts, parameter by
+parameter, must compute the same.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from deepspeed.foundation.transformers_model import (
     config_number,
 )
 
-TOLERANCE = tolerance(torch.float32, 0.1)  # of the largest output
-FLOOR = 1e-12  # the least output that a difference is divided by
-LARGEST = 40_000_000  # parameters of a twin
+TOLERANCE = tolerance(torch.float32, 0.1)  # relative to the largest output
+FLOOR = 1e-12  # minimum divisor of a difference
+LARGEST = 40_000_000  # maximum parameters of a small copy
 
 
 def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS, total: int | None = None) -> Any:
-    """A copy of the config with some of the layers; its per-layer lists are cut alike.
+    """Copy the config with some of the layers, and cut its per-layer lists.
 
     Args:
-        config: of a Transformers model.
-        keep: indices of the layers that stay.
-        keys: the numbers of layers that are meant; default: all that are equal.
-        total: layers before; default: the first such number of the config.
+        config: config of a Transformers model.
+        keep: indices of the kept layers.
+        keys: keys for the number of layers; default: all that are equal.
+        total: number of layers before; default: the first such number in the config.
     """
     small = copy.deepcopy(config)
     total = layers_of(config) if total is None else total
@@ -54,19 +54,19 @@ def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS
 
 
 def layers_of(config: Any) -> int:
-    """The number of layers in a config; CompressionError where it has none."""
+    """Return the number of layers in a config; CompressionError if it has none."""
     if (count := config_number(config, LAYER_KEYS)) is None:
         raise CompressionError(f"{type(config).__name__} says no number of layers")
     return count
 
 
 def build(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A model in evaluation mode, in fp32, without zeros and ones, which would hide differences."""
+    """Build a model in evaluation mode, in fp32, with random values: zeros and ones would hide differences."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             model = model_class(copy.deepcopy(config)).float().eval()
-        except Exception as error:  # of any type, by the model class
+        except Exception as error:  # any error of the model class
             raise CompressionError(f"a twin of {model_class.__name__} cannot be built: {error}") from error
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -76,7 +76,7 @@ def build(model_class: type[nn.Module], config: Any) -> nn.Module:
 
 
 def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Inputs a Transformers model takes; CompressionError where they cannot be made up."""
+    """Generate inputs for a Transformers model; CompressionError if that is impossible."""
     try:
         return made_up_inputs(model, config, 2, 8)
     except ArgumentError as error:
@@ -84,7 +84,7 @@ def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """All floating outputs in one row."""
+    """Concatenate all floating-point outputs."""
     with evaluating(model):
         torch.manual_seed(2)
         try:
@@ -97,7 +97,7 @@ def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.Tensor]:
-    """Flags of units that stay, equally many in every family and block."""
+    """Draw flags of kept units, equal numbers in every family and block."""
     generator = torch.Generator().manual_seed(seed)
     per_block = shrink.kept_per_block(ratio)
     return [
@@ -107,7 +107,7 @@ def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.T
 
 
 def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """A copy of a plain model whose units are zero."""
+    """Copy a plain model and set the dropped units to zero."""
     twin = copy.deepcopy(model)
     params = dict(twin.named_parameters())
     with torch.no_grad():
@@ -119,7 +119,7 @@ def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Mo
 
 
 def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """A new plain model, built from the smaller config and filled with the parameters that stay."""
+    """Build a plain model from the smaller config, with the remaining parameters."""
     params = model.state_dict(keep_vars=True)
     state = {name: value.detach() for name, value in params.items()}
     tied: dict[int, list[str]] = {}
@@ -139,19 +139,19 @@ def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Ten
 
 
 def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
-    """Settle the layout of a shrink: a twin with units removed equals the twin with units masked.
+    """Find the layout of a `Shrink` for which a small copy with removed units equals the copy with masked units.
 
     Args:
-        model_class: of the model.
+        model_class: class of the model.
         config: its config.
-        find: gives the shrinks of a model and its config.
-        shrink: one of them.
+        find: returns the list of `Shrink` for a model and its config.
+        shrink: an element of that list.
 
     Returns:
-        The shrink with that layout, and the relative difference.
+        The `Shrink` with that layout, and the relative difference.
 
     Raises:
-        CompressionError: no layout holds.
+        CompressionError: no layout fits.
     """
     config, twin, same = twin_of(model_class, config, find, shrink)
     inputs = inputs_for(twin, config)
@@ -176,16 +176,16 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
 
 
 def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
-    """Verify on a twin that experts in another order compute the same, and that a smaller twin runs; as `prove`.
+    """Verify that a small copy with permuted experts computes the same, and that a smaller copy runs; see `prove`.
 
     Raises:
-        CompressionError: the order matters, as where experts are routed by groups, or the smaller twin fails.
+        CompressionError: the order matters, as with group-limited routing, or the smaller copy fails.
     """
     config, twin, same = twin_of(model_class, config, find, shrink)
     inputs = inputs_for(twin, config)
     router = same.names() - shapes_of(twin).keys()
     with torch.no_grad():
-        for name in router:  # buffers start as zeros, which hide their order
+        for name in router:  # buffers start as zeros, which would hide a wrong order
             twin.get_buffer(name).copy_(torch.linspace(0.1, 0.3, twin.get_buffer(name).numel()))
     dense, other = outputs(twin, inputs), copy.deepcopy(twin)
     tensors = {**dict(other.named_parameters()), **dict(other.named_buffers())}
@@ -210,13 +210,13 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     if not torch.isfinite(small).all():
         raise CompressionError(f"a twin of {model_class.__name__} with fewer experts gives no numbers")
     last = {name.rpartition(".")[2] for name in router}
-    for family in shrink.families:  # masks know parameters; buffers follow when the units leave
+    for family in shrink.families:  # masks cover parameters only; buffers follow at removal
         family.slots = [slot for slot in family.slots if slot.name.rpartition(".")[2] not in last]
     return shrink, difference
 
 
 def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Any, nn.Module, Shrink]:
-    """(config, small twin, the same shrink of it); arguments as of `prove`."""
+    """Return (config, small copy, `Shrink` of the copy); arguments are those of `prove`."""
     config = twin_config(model_class, config)
     twin = build(model_class, config)
     same = next((other for other in find(twin, config) if set(other.unit) == set(shrink.unit)), None)
@@ -226,7 +226,7 @@ def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink
 
 
 def twin_config(model_class: type[nn.Module], config: Any) -> Any:
-    """A config of few layers and a small vocabulary, which keeps the kinds of layers and the ratios of heads."""
+    """Return a config with few layers and a small vocabulary, with the same kinds of layers and ratios of heads."""
     total = layers_of(config)
     small = with_layers(config, list(range(min(total, 2)))) if total > 2 else copy.deepcopy(config)
     if sum(p.numel() for p in on_meta(model_class, small).parameters()) <= LARGEST:

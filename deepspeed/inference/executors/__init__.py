@@ -1,1 +1,1 @@
-"""Executors: from a batch to logits. The scheduler and the KV cache do not handle tensors."""
+"""Executors compute logits for a batch. Scheduler and block pool do not handle tensors."""

@@ -1,7 +1,7 @@
-"""Gathered executor: models with their own attention get each sequence's cache as one tensor.
+"""Gathered executor, for models with their own attention code: each sequence's KV cache is gathered into one tensor.
 
-Sequences with the same number of rows and contexts of similar length are one call, padded on the left as `generate`
-pads a batch; if a model does not support that, only contexts of equal length are batched.
+One call runs sequences with the same number of new rows and contexts of similar length, padded on the left as in
+`generate`. If a model does not support such padding, a call runs only contexts of equal length.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Table = dict[str, Any]
 
 
 class ModuleState:
-    """The attributes and buffers that one request has set on a model's modules.
+    """Attributes and buffers that one request has changed on a model's modules.
 
-    Some recurrent models hold their state there, rotations the longest length that they have seen: requests that take
-    turns would go on with each other's. Values are exchanged, not copied: a change in place counts as the request's
-    only in tensors that it set itself. Plain numbers alone, such as a hook's count, are left where they are. The
-    modules may be others from turn to turn.
+    Some models store recurrent state or the longest rotary length in their modules, so interleaved requests would mix
+    them up. `turn` swaps the values per request. Objects are swapped, not copied, so in-place changes stay with a
+    request only for tensors that it created. Plain numbers, such as a hook's counter, are not swapped. The set of
+    modules may change from turn to turn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +39,7 @@ class ModuleState:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, modules have the state of this request; afterwards, that from before."""
+        """Context in which the modules have the state of this request; on exit the previous state is restored."""
         before = [(module, vars(module).copy(), module._buffers.copy()) for module in self._model.modules()]
         for table, name, value in self._own:
             self._put(table, name, value)
@@ -57,7 +57,7 @@ class ModuleState:
 
     @staticmethod
     def _changed(table: Table, before: Table) -> Iterator[tuple[Table, str, tuple[Any, Any]]]:
-        """(table, name, (value now, value before)) of what is another object."""
+        """Yield (table, name, (value now, value before)) for each entry that is a different object than before."""
         if table.keys() == before.keys() and all(map(operator.is_, table.values(), before.values())):
             return
         for name in {**before, **table}:
@@ -74,7 +74,7 @@ class ModuleState:
 
 
 class GatheringCache(Cache):
-    """The cache that the model is handed for a padded batch of sequences, in one call."""
+    """Transformers cache passed to the model for one padded batch of sequences."""
 
     def __init__(self, store: KVCache, group: AttentionGroup) -> None:
         super().__init__(layers=NoLayers())
@@ -82,12 +82,12 @@ class GatheringCache(Cache):
         self.store, self.rows, self.sequences = store, rows, sequences
         longest = group.slots.shape[1]
         positions = torch.arange(longest, device=group.slots.device) - (longest - group.ends)[:, None]
-        self.seen = positions >= 0  # [sequences, longest]: what is no padding, on the left
+        self.seen = positions >= 0  # [sequences, longest]: False for the padding on the left
         self.slots = group.slots.gather(1, positions.clamp(min=0)) * self.seen
         self.layer_used: set[int] = set()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
-        """Store rows [sequences, heads, rows, head size]; returns the whole contexts."""
+        """Store rows [sequences, heads, rows, head size] and return the whole contexts."""
         for states in (key_states, value_states):
             fits = states.dim() == 4 and states.shape[0] == self.sequences and states.shape[2] == self.rows
             if not fits:
@@ -99,20 +99,20 @@ class GatheringCache(Cache):
         self.store.write(layer_idx, new[0], new[1], self.slots[:, -self.rows :].flatten())
         pools = self.store.layers[layer_idx]
         keys, values = (pool[self.slots].transpose(1, 2).to(key_states.dtype) for pool in pools)
-        return keys.contiguous(), values.contiguous()  # as other caches hand them out: some models view them
+        return keys.contiguous(), values.contiguous()  # contiguous as from other caches: some models call view
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the new rows, padding included."""
+        """Return the number of positions before the new rows, padding included."""
         return self.slots.shape[1] - self.rows
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length of the keys, and their first position."""
+        """Return the length of the keys and the position of the first key."""
         return self.slots.shape[1], 0
 
 
 class GatheringExecutor:
-    """Runs batches, a call for each group of them, of a causal LM in eval mode that keeps keys and values in the cache
-    it is given. With `even`, contexts of one call have to have one length."""
+    """Executor that makes one model call per group of similar sequences. The model is a causal LM in eval mode that
+    stores keys and values only in the cache argument. With `even`, all contexts of one call have the same length."""
 
     kind = "gathered"
 
@@ -123,10 +123,10 @@ class GatheringExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Logits of the wanted rows, [wanted, vocabulary].
+        """Compute the requested logits, [wanted, vocabulary].
 
         Raises:
-            PackingError: the model does with its cache what this one cannot serve.
+            PackingError: the model uses its cache in a way that `GatheringCache` does not support.
         """
         logits: dict[int, torch.Tensor] = {}
         for group, chosen in zip(batch.groups, batch.chosen, strict=True):

@@ -1,7 +1,7 @@
-"""Fallback: unsupported models use their own `generate`.
+"""Fallback for models that no executor supports: each request runs the model's own `generate`.
 
-`model.generate` of each request runs in a thread, which is blocked until a step lets it produce one token. So options,
-outputs and cancelling work as for every other request, and only one thread runs at a time.
+`model.generate` runs in one thread per request. The thread waits until `step` lets it produce one token. Options,
+outputs and cancelling therefore work as for other requests, and only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from deepspeed.errors import UsageError
 from deepspeed.inference.executors.gathered import ModuleState
 from deepspeed.inference.executors.select import device_of
 
-# Options of a model's generation config that are turned off: here the request alone says how tokens are chosen and when
-# it ends, as it does for models that are batched.
+# Options of a model's generation config that are disabled: the request alone determines sampling and stopping,
+# as for batched models.
 _TURNED_OFF = (
     "guidance_scale", "sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
@@ -28,12 +28,12 @@ _TURNED_OFF = (
 
 
 class _Cancelled(BaseException):
-    """Ends a thread's `generate`."""
+    """Exception that ends `generate` in a thread."""
 
 
 class Thread:
-    """One request inside `model.generate`, of at most `new` tokens after the prompt; `choose` returns the next token
-    from logits [vocabulary], or None when the request has ended."""
+    """One request inside `model.generate`, for at most `new` tokens after the prompt. `choose` maps logits [vocabulary]
+    to the next token, or to None at the end of the request."""
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
@@ -47,7 +47,7 @@ class Thread:
         self.done = False
 
     def step(self) -> None:
-        """Let it make one token; raises what `generate` raised."""
+        """Produce one token; exceptions of `generate` are re-raised here."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
             self._thread.start()
@@ -58,7 +58,7 @@ class Thread:
             raise self._error
 
     def cancel(self) -> None:
-        """End it; its memory is free when this returns."""
+        """End the thread and wait for it, so that its memory is free on return."""
         self._stop = True
         if self._thread is not None and not self.done:
             self._turn.release()
@@ -66,7 +66,7 @@ class Thread:
         self.done = True
 
     def let_go(self) -> None:
-        """End it without waiting, as whoever collects garbage has to: it may be any thread."""
+        """End the thread without waiting; safe in a finalizer, which may run in any thread."""
         self._stop = True
         self._turn.release()
 
@@ -81,7 +81,7 @@ class Thread:
                 )
         except _Cancelled:
             pass
-        except BaseException as error:  # handed to the caller of step
+        except BaseException as error:  # re-raised in step
             self._error = error
         self.done = True
         self._back.release()
@@ -101,13 +101,13 @@ class Thread:
             ids,
             attention_mask=torch.ones_like(ids),
             logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]
-            eos_token_id=10**9,  # no token: the request's own rules end it
+            eos_token_id=10**9,  # no end token: the request's own rules end it
             pad_token_id=0,
             **options,
         )
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Called by `generate` with the next logits: choose, let others run, go on with what was chosen."""
+        """Logits processor inside `generate`: choose a token, wait for the next step, then force this token."""
         token = self._choose(scores[0])
         if token is None:
             raise _Cancelled

@@ -1,4 +1,4 @@
-"""Native executor: recognizes a decoder of common structure, and runs it in a few native calls."""
+"""Native executor: reads the structure of common decoders and runs them in a few native calls."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.native import KINDS, threads
 from deepspeed.zero.parameters.parameter import is_managed
 
-LARGEST_HEAD = 512  # elements, of attention.cpp
-TABLE = 512  # positions whose rotations are computed at a time
+LARGEST_HEAD = 512  # maximum head size of attention.cpp
+TABLE = 512  # positions per rotary call
 ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
-MOVED = 32 << 20  # bytes after which freed memory is given back
-FURTHEST = 1 << 17  # position from which a row's window is looked for, where the model has no limit
-# A part's change to the stream: how far ours may be off, of its size, and of the stream that rounds it.
+MOVED = 32 << 20  # bytes after which freed memory is returned to the system
+FURTHEST = 1 << 17  # position at which the window is probed for models without length limit
+# Tolerances of a part's change to the residual stream: relative to its size, and to the rounding of the stream.
 TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj")
-# One matrix, in that order of its rows.
+# Joined matrix for these matrices, in this order of rows.
 JOINED = {ATTENTION_MATRICES: "qkv_proj", FEED_FORWARD_MATRICES: "gate_up_proj"}
 FUNCTIONS = ("act_fn", "activation_fn")
 # In the order of `Activation` in decoder.cpp.
@@ -59,7 +59,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 @dataclass
 class Structure:
-    """A model's parts. `layers` are filled but for their heads' cache, window and scale."""
+    """Parts of a model. Entries of `layers` are complete except for the cache, window and scale of their heads."""
 
     embedding: nn.Module
     rotary: nn.Module
@@ -67,17 +67,17 @@ class Structure:
     layers: Any
     norm: Norm
     head: Matrix
-    table: Matrix | None = None  # the embedding where its rows are those of a matrix
-    kind: int = 0  # of the rows of a packed table
-    uneven: list[nn.Module] = field(default_factory=list)  # matrices that join several at rows no multiple of four
-    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # dicts of owners, their values
-    # The weights among these values, and their addresses.
+    table: Matrix | None = None  # the embedding, if its rows can be read natively
+    kind: int = 0  # dtype code of a packed table's rows
+    uneven: list[nn.Module] = field(default_factory=list)  # joined matrices with parts at uneven rows
+    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)  # recorded dicts and their values
+    # Weights among these values, and their addresses.
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
     def changed(self) -> bool:
-        """Whether a module or a weight's memory is another than the one that was read. Values may change freely.
+        """Whether modules were replaced or weights moved in memory since `read`. Weight values may change freely.
 
-        Called before every pass, with all it reads out of the caches: so it takes few steps of Python.
+        Called before every pass, so it is short: Python code is slow after a pass that has filled the CPU caches.
         """
         for owner, before in self.seen:
             if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
@@ -87,7 +87,7 @@ class Structure:
 
 
 class Reader:
-    """Reads one model; a `PackingError` says where it has another shape."""
+    """Reads the structure of one model; a `PackingError` names the first unsupported part."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -95,7 +95,7 @@ class Reader:
         self.uneven: list[nn.Module] = []
 
     def read(self) -> Structure:
-        """The parts of the model."""
+        """Return the parts of the model."""
         base = getattr(self.model, getattr(self.model, "base_model_prefix", "") or "model", None)
         if not isinstance(base, nn.Module) or base is self.model:
             raise PackingError("it has no base model under a head")
@@ -134,11 +134,11 @@ class Reader:
         )
 
     def _see(self, owner: dict[str, Any]) -> None:
-        """The structure holds as long as the values of this dict stay."""
+        """Record a dict of modules or tensors; a later change of its values invalidates the structure."""
         self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
-        """Note the tensors of a leaf."""
+        """Record the tensors of a leaf module."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
             for held in (owner._parameters, owner._buffers):
@@ -155,7 +155,7 @@ class Reader:
                     self._see(held)
 
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Children by name; no others, and no weights beside them."""
+        """Return a module's children by name; raise if it has other children, lacks one, or has weights of its own."""
         children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
         strange = sorted(set(children) - names - optional)
         strange += sorted(n for n, p in module._parameters.items() if p is not None)
@@ -169,7 +169,7 @@ class Reader:
     def _block(self, block: Any, layer: Any) -> None:
         self._only(block, LAYER)
         attention, mlp = block.self_attn, block.mlp
-        # Each matrix by itself, or the one that joins them.
+        # Separate matrices, or the joined one.
         projections, inner = (
             (JOINED[names],) if JOINED[names] in owner._modules else names
             for owner, names in ((attention, ATTENTION_MATRICES), (mlp, FEED_FORWARD_MATRICES))
@@ -187,7 +187,7 @@ class Reader:
         layer.activation = self._activation(acts)
 
     def _matrices(self, owner: nn.Module, names: tuple[str, ...], count: int, first: int) -> list[Matrix]:
-        """`count` matrices of one name each, or of one that joins them: `first` rows, then the others' equal shares."""
+        """Return `count` matrices, stored separately or joined: `first` rows, then equal shares of the others."""
         matrices = [self._matrix(owner, name) for name in names]
         if len(matrices) == count:
             return matrices
@@ -226,7 +226,7 @@ class Reader:
 
     @staticmethod
     def table_of(module: Any) -> tuple[Matrix | None, int]:
-        """An embedding as a matrix of rows, and the kind that packed ones are rounded to; None if it does more."""
+        """Return an embedding table as a matrix, and the dtype code of its rows; (None, 0) if unsupported."""
         if isinstance(module, PackedEmbedding):
             weight: Any = module.packed if module.embed_scale is None else None
         else:
@@ -239,7 +239,7 @@ class Reader:
 
     @staticmethod
     def _activation(module: nn.Module) -> int:
-        """Which of the known functions it is, by its values."""
+        """Identify the activation function by its values."""
         grid = torch.linspace(-6, 6, 241)
         values = module(grid)
         for which, function in enumerate(ACTIVATIONS):
@@ -249,8 +249,8 @@ class Reader:
 
 
 class FusedExecutor:
-    """Runs batches like the paged executor it is made of, whose pages it shares, and which has run a pass: so the rules
-    and scales of its layers' attention are known. `PackingError` if the model has another shape."""
+    """Native form of a `PagedExecutor`, with the same pages. That executor has run a pass before, so the masks and
+    scales of its attention layers are known. Raises `PackingError` for models of unsupported structure."""
 
     kind = "packed"
 
@@ -286,7 +286,7 @@ class FusedExecutor:
         return structure
 
     def _bind(self) -> None:
-        """Point the layers at the pages of the store."""
+        """Set the cache pointers of all layers to the current pages."""
         pools = tuple(self.store.layers[number] for number in range(len(self.structure.blocks)))
         if len(pools) == len(self._bound) and all(a is b for a, b in zip(pools, self._bound, strict=True)):
             return
@@ -295,12 +295,12 @@ class FusedExecutor:
         self._bound = pools
 
     def _turn(self, rotary: Any, end: int) -> None:
-        """Rotations of all positions before `end`, as the model's own module gives them."""
+        """Extend the table of rotary cosines and sines to `end` positions, computed by the model's own module."""
         have = len(self._cosines)
         if end <= have:
             return
         most = max(end, 2 * have, TABLE)
-        most = min(most, max(end, self._furthest)) if self._furthest else most  # farther ones change the others
+        most = min(most, max(end, self._furthest)) if self._furthest else most  # longer ones would change all rotations
         tables = [[self._cosines], [self._sines]] if have else [[], []]
         for start in range(have, most, TABLE):
             positions = torch.arange(start, min(start + TABLE, most))[None]
@@ -312,7 +312,7 @@ class FusedExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Logits of the wanted rows in fp32, [wanted, vocabulary]; a row's bits depend on its own sequence alone."""
+        """Compute the requested logits in fp32, [wanted, vocabulary]; a row's bits depend only on its own sequence."""
         if self.structure.changed():
             self._read_again()
         self.plain.store = self.store
@@ -329,7 +329,7 @@ class FusedExecutor:
         return out
 
     def _embedded(self, batch: RaggedBatch) -> torch.Tensor:
-        """Rows of the table for the tokens, [rows, width] of fp32."""
+        """Look up the embeddings of the tokens, fp32 [rows, width]."""
         table = self.structure.table
         if table is None:
             return self.structure.embedding(batch.tokens).float()
@@ -345,7 +345,7 @@ class FusedExecutor:
         return x
 
     def layers(self, batch: RaggedBatch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
-        """Take rows `x` [rows, width] of fp32 through layers, in place."""
+        """Run rows `x`, fp32 [rows, width], through `count` layers from `first` on, in place."""
         self._bind()
         self._turn(self.structure.rotary, max(span.end for span in batch.spans))
         spans, pages, row = array("q"), array("q"), 0
@@ -362,23 +362,23 @@ class FusedExecutor:
         functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Move the model's packed integers to huge pages: they come from memory up to a third faster."""
+        """Move the model's packed integers to huge pages, from which reads are up to a third faster."""
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
-            if moved > MOVED:  # what they leave would stay with the process
+            if moved > MOVED:  # otherwise the freed memory stays with the process
                 get_accelerator().empty_cache()
                 moved = 0
         if moved:
             get_accelerator().empty_cache()
 
     def pack(self) -> None:
-        """Hold the model's bf16 matrices in 12 bits from now on: a third fewer bytes to read, and the same logits.
+        """Pack the model's bf16 matrices in 12 bits per element: 25 % fewer bytes to read, and the same logits.
 
         Raises:
-            ArgumentError: its weights are trained.
+            ArgumentError: the model's weights are being trained.
         """
-        self.structure.seen, self.structure.tensors = [], ([], [])  # which would keep them beside
+        self.structure.seen, self.structure.tensors = [], ([], [])  # would keep the unpacked weights
         try:
             pack_lossless(self.model, self.structure.uneven)
         finally:
@@ -386,7 +386,7 @@ class FusedExecutor:
         get_accelerator().empty_cache()
 
     def _read_again(self) -> None:
-        """Read the model anew: its modules or its memory are others than before."""
+        """Read the model's structure again, after its modules or weights have changed."""
         try:
             self.structure = self._read()
         except PackingError as error:
@@ -395,7 +395,7 @@ class FusedExecutor:
 
 
 def _window(rule: Mask, model: nn.Module) -> int:
-    """How many keys a row sees, itself included; 0: all before it. `PackingError` if it sees others than the last."""
+    """Return the window of a sliding-window mask, or 0 for a causal mask; raise `PackingError` for other masks."""
     zero = torch.zeros((), dtype=torch.long)
 
     def seen(query: int) -> torch.Tensor:
@@ -417,7 +417,7 @@ def _window(rule: Mask, model: nn.Module) -> int:
 
 @contextmanager
 def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Store the stream before each layer, between its parts, and after it."""
+    """Record the residual stream of each layer: at its start, between attention and MLP, and at its end."""
 
     def before(layer: int, place: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -444,8 +444,8 @@ def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Ite
 
 
 def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
-    """None if each part of each layer changes the stream as the model's own modules do, else where it does not. The
-    batch runs through the modules, and part by part on the inputs that these had."""
+    """Compare each native layer part with the model's own modules; return None if equal, else the first difference. The
+    batch runs through the modules once, then part by part natively on the inputs recorded there."""
     blocks = executor.structure.blocks
     streams = [[torch.empty(0)] * 3 for _ in blocks]
     store = executor.store

@@ -1,4 +1,4 @@
-"""Matrices in the format that native products read, in place."""
+"""ctypes structures of the native products; matrices are used in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = {torch.float32: 0, torch.bfloat16: 1, "signed 8": 2, "unsigned 8": 3, "u
 
 
 class Matrix(ctypes.Structure):
-    """Mirrors `Matrix` of products.h; `held` keeps the tensors that it points to."""
+    """ctypes mirror of `Matrix` in products.h; `held` keeps references to the tensors behind its pointers."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "offset", "bias")),
@@ -29,7 +29,7 @@ class Matrix(ctypes.Structure):
     held: tuple[Any, ...] = ()
 
     def fill_integers(self, packed: PackedWeight) -> str | None:
-        """Point to packed integers; in a few words why they cannot be read, else None."""
+        """Set the pointers to a packed matrix; return None, or a short reason why it cannot be read."""
         rows, groups = packed.scale.shape[:2]
         self.group = packed.shape[1] // groups
         if packed.form.axis != 2 or self.group % 32:
@@ -49,7 +49,7 @@ class Matrix(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """Mirrors `Norm` of decoder.cpp."""
+    """ctypes mirror of `Norm` in decoder.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -59,7 +59,7 @@ class Norm(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Mirrors `Heads` of decoder.h."""
+    """ctypes mirror of `Heads` in decoder.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -70,7 +70,7 @@ class Heads(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Mirrors `Layer` of decoder.cpp."""
+    """ctypes mirror of `Layer` in decoder.cpp."""
 
     _fields_ = [
         *((name, Norm) for name in ("before", "after", "query", "key")),
@@ -81,7 +81,7 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """Mirrors `Pass` of decoder.h."""
+    """ctypes mirror of `Pass` in decoder.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "spans", "pages", "cosines", "sines")),
@@ -92,7 +92,7 @@ class Pass(ctypes.Structure):
 
 @functools.cache
 def functions() -> ctypes.CDLL | None:
-    """The native library with the types of the functions used here, or None."""
+    """Return the native library with its function types declared, or None if it is unavailable."""
     native = library()
     if native is not None:
         pointer = ctypes.c_void_p
@@ -113,8 +113,8 @@ Weight = torch.Tensor | PackedWeight | LosslessWeight
 
 
 def matrix_of(weight: Weight, bias: torch.Tensor | None = None) -> Matrix | str:
-    """A matrix [outputs, inputs] as native products read it, or in a few words why they cannot: it is fp32 or bf16,
-    whole or in 12 bits, or integers with scales along the inputs; its bias is fp32 or bf16."""
+    """Describe a matrix [outputs, inputs] for native products; return a short reason if it is unsupported. Supported
+    are fp32, bf16, bf16 packed in 12 bits, and integers with scales along the inputs, with a bias in fp32 or bf16."""
     packed = isinstance(weight, PackedWeight)
     tensor = weight.integers if packed else weight.codes if isinstance(weight, LosslessWeight) else weight
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
@@ -142,7 +142,7 @@ def matrix_of(weight: Weight, bias: torch.Tensor | None = None) -> Matrix | str:
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
-    """`count` rows of a matrix from `first` on, as a matrix of their own over the same memory."""
+    """Return `count` rows of a matrix, starting at `first`, as a view on the same memory."""
     rows = Matrix.from_buffer_copy(matrix)
     rows.held, rows.outputs = matrix.held, count
     whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5, FORMS["lossless"]: 1.5}
@@ -160,8 +160,8 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """Index of the first largest value of each row [rows, columns]; -1 where that is not a finite number, so that no
-    token can be chosen."""
+    """Return the index of the (first) largest value of each row of [rows, columns]; -1 if that value is not finite, in
+    which case no token can be chosen."""
     native = functions() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
     if native is None or not logits.is_contiguous():
         return largest_in_torch(logits)
@@ -171,6 +171,6 @@ def largest(logits: torch.Tensor) -> list[int]:
 
 
 def largest_in_torch(logits: torch.Tensor) -> list[int]:
-    """As `largest`."""
+    """Compute `largest` with torch operations."""
     indices = logits.argmax(-1, keepdim=True)
     return indices.masked_fill(~logits.gather(-1, indices).isfinite(), -1)[:, 0].tolist()

@@ -1,9 +1,8 @@
-"""Paged executor: all sequences in one pass through the model's modules, with paged attention.
+"""Paged executor: one pass through the model's modules for all sequences, with paged attention.
 
-Transformers' models call attention through an interface and keep keys and values in a cache object that is passed in.
-This module provides both: the cache stores the new rows in pages and returns them; the attention recognizes these
-tensors, finds their layer and reads the pages. If a module changes the returned tensors, the attention detects it,
-because it does not recognize them.
+Transformers models call attention through an interface and store keys and values in a cache object passed to them. This
+module provides both: `PagedCache` stores new rows in pages and returns them; `attention` recognizes the returned
+tensors and reads the pages of their layer. If a module changes the tensors in between, `attention` raises.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ NAME = "deepspeed_pages"
 
 
 class KVCache:
-    """Keys and values of every layer, in pages of `size` tokens; a layer's tensors are made at its first use."""
+    """Keys and values of all layers, in pages of `size` tokens; a layer's tensors are allocated on first use."""
 
     def __init__(self, pages: int, size: int) -> None:
         self.pages, self.size = pages, size
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Rows [tokens, heads, head size] go to `slots`."""
+        """Write rows [tokens, heads, head size] to `slots`."""
         if layer not in self.layers:
             self._make(layer, keys, values)
         for pool, rows in zip(self.layers[layer], (keys, values), strict=True):
@@ -43,57 +42,57 @@ class KVCache:
     def _make(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         slots = (self.pages + 1) * self.size
         keys, values = (x.new_empty((slots, *x.shape[1:])) for x in (keys, values))
-        keys[: self.size] = 0  # what padding reads
+        keys[: self.size] = 0  # page of zeros, read by padding
         values[: self.size] = 0
         self.layers[layer] = (keys, values)
 
     def resized(self, pages: int, size: int) -> KVCache:
-        """An empty store of the same layers."""
+        """Create an empty cache with the same layers."""
         store = KVCache(pages, size)
         for layer, (keys, values) in sorted(self.layers.items()):
             store._make(layer, keys, values)
         return store
 
     def copy(self, source: int, target: int) -> None:
-        """The content of a page to another."""
+        """Copy the content of page `source` to page `target`."""
         size, source, target = self.size, source + 1, target + 1
         for pool in (pool for pair in self.layers.values() for pool in pair):
             pool[target * size : (target + 1) * size] = pool[source * size : (source + 1) * size]
 
     def bytes_per_page(self) -> int:
-        """Of all layers."""
+        """Number of bytes of one page, over all layers."""
         return sum(pool[: self.size].nbytes for pair in self.layers.values() for pool in pair)
 
 
 class NoLayers(list[Any]):
-    """The layers of a cache that stores keys and values elsewhere."""
+    """Empty list of cache layers; any access raises `PackingError`."""
 
     def __getitem__(self, index: Any) -> Any:
         raise PackingError("it keeps states of another kind in its cache than keys and values")
 
 
 class Mask:
-    """The mask of a model as the rule by positions, instead of a tensor over one sequence."""
+    """Mask as a function of positions, instead of a tensor for one sequence."""
 
     def __init__(self, mask_function: Callable[..., torch.Tensor] = lambda b, h, q, k: k <= q, **_: Any) -> None:
         self.function = mask_function
 
 
 class PagedCache(Cache):
-    """The cache that the model is handed for one pass."""
+    """Transformers cache passed to the model for one pass."""
 
     def __init__(self, store: KVCache, batch: RaggedBatch) -> None:
         super().__init__(layers=NoLayers())
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
-        self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
-        self.scales: dict[int, float | None] = {}  # of its scores; None: what it does to them is no scale alone
+        self.rules: dict[int, Mask] = {}  # mask by layer
+        self.scales: dict[int, float | None] = {}  # scale of the scores by layer; None: not just a scale
         self.default = Mask()
         self.windows: dict[int, Mask] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
-        """Store rows [1, heads, rows, head size] and hand them back."""
+        """Store rows [1, heads, rows, head size] and return them unchanged."""
         rows = len(self.batch.tokens)
         for states in (key_states, value_states):
             if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != rows:
@@ -108,15 +107,15 @@ class PagedCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows of other sequences come before a row, so there is no one length; positions are handed in."""
+        """Return 0: sequences have different lengths, and the model gets explicit positions."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Sizes that masks would have; ours do not use them."""
+        """Return sizes for the model's mask code; paged attention does not use such masks."""
         return query_length, 0
 
     def rule(self, mask: Any, window: int | None) -> Mask:
-        """The keys that rows may see: by the model's own mask, else causal in a window."""
+        """Return the mask of a layer: the model's own, else causal, within `window` if given."""
         if isinstance(mask, Mask):
             return mask
         if mask is not None:
@@ -138,7 +137,7 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of all rows of a pass, [1, rows, heads, head size]; `query` is [1, heads, rows, head size]."""
+    """Compute attention for all rows of a pass: `query` [1, heads, rows, head size] to [1, rows, heads, head size]."""
     cache = _current.get()
     if cache is None:
         raise PackingError(f"{NAME!r} has paged attention, which works only in a pass of deepspeed.inference")
@@ -172,11 +171,11 @@ def _attend(
     scale: float,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """[sequences, rows, heads, head size] of a group."""
+    """Compute attention for one group of sequences: [sequences, rows, heads, head size]."""
     sequences, rows = group.rows.shape
     k, v = (pool[group.slots].transpose(1, 2) for pool in pools)  # sequences, cached heads, longest, head size
     heads, cached = query.shape[0], k.shape[1]
-    # Query heads of one cached head become rows of it, so that keys and values need not be repeated.
+    # Query heads of one key-value head become rows, so that keys and values need not be repeated.
     q = query[:, group.rows].transpose(0, 1)  # sequences, heads, rows, head size
     q = q.reshape(sequences, cached, heads // cached * rows, -1)
     mask = group.mask(rule.function, rule)
@@ -187,7 +186,7 @@ def _attend(
     if softcap is None and sinks is None:
         attended = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         return attended.reshape(sequences, heads, rows, -1).transpose(1, 2)
-    # A cap on scores, or sinks: a score per head that takes weight and gives nothing.
+    # Soft cap of scores, or attention sinks: a score per head that receives weight but has no value.
     scores = q @ k.transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -207,20 +206,20 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, Mask)
 
 
 class PagedExecutor:
-    """Runs batches in one pass each, of a causal LM of Transformers in eval mode."""
+    """Executor that runs a batch in one pass; the model is a causal LM of Transformers in eval mode."""
 
     kind = "packed"
-    unfused = ""  # why it has no native form
+    unfused = ""  # reason why there is no native form
 
     def __init__(self, model: nn.Module, store: KVCache) -> None:
         self.model, self.store = model, store
         self.configs = self._find_configs()
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
-        self.rules: dict[int, Mask] = {}  # of the last pass
+        self.rules: dict[int, Mask] = {}  # recorded in the last pass
         self.scales: dict[int, float | None] = {}
 
     def _find_configs(self) -> list[Any]:
-        """Every config object that a module of the model reads its attention from."""
+        """Collect the config objects from which the model's modules read their attention implementation."""
         configs: dict[int, Any] = {}
         stack = [m.config for m in self.model.modules() if hasattr(getattr(m, "config", None), "to_dict")]
         while stack:
@@ -233,7 +232,7 @@ class PagedExecutor:
 
     @contextmanager
     def _attending(self, cache: PagedCache) -> Iterator[None]:
-        """The modules attend over pages inside, and as before after it."""
+        """Context in which the model's modules use paged attention; the previous implementation is restored on exit."""
         before = [config._attn_implementation_internal for config in self.configs]
         token = _current.set(cache)
         try:
@@ -246,8 +245,8 @@ class PagedExecutor:
             _current.reset(token)
 
     def forgets(self, windows: dict[int, int]) -> str | None:
-        """Which layer shows a row more than the cache of `generate` would keep for it, by the `windows` of its layers;
-        None: no layer."""
+        """Check for layers that attend to more tokens than the sliding-window cache of `generate` holds; `windows` has
+        its sizes by layer. Return the first such layer in words, or None."""
         row, first = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
         for layer, window in windows.items():
             rule = self.rules.get(layer)
@@ -257,10 +256,11 @@ class PagedExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Logits of the wanted rows, [wanted, vocabulary].
+        """Compute the requested logits, [wanted, vocabulary].
 
         Raises:
-            PackingError: the model does with its cache or attention what rows of several sequences cannot bear.
+            PackingError: the model uses its cache or attention in a way that does not work for rows of several
+                sequences.
         """
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
         cache = PagedCache(self.store, batch)

@@ -1,7 +1,7 @@
-"""The tensors of one pass: tokens of several sequences, their cache slots, the requested logits.
+"""Tensors of one pass: tokens of several sequences, their cache slots, and the requested logits.
 
-In a layer's cache one page of zeros precedes page 0: padding reads this page, not data of another sequence, since even
-with weight 0 an infinity would spread.
+Each layer's cache has a page of zeros before page 0. Padding reads this page, not data of other sequences, because an
+infinity there would spread even with weight 0.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-PADDED = 1.25  # contexts of one attention call: the longest at most so many times the shortest, plus LEAST
+PADDED = 1.25  # maximum ratio of context lengths in one attention call, beyond LEAST more tokens
 LEAST = 64
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Rows of one sequence: `tokens` at positions from `start` on, over the `pages` of the whole sequence.
+    """Rows of one sequence: `tokens` at positions from `start` on; `pages` hold the whole sequence.
 
-    Logits of the last `wanted` rows are returned. The scheduler wants none while tokens of its `sequence` stay to be
-    computed; then those of the last token and of each draft behind it.
+    Logits of the last `wanted` rows are returned. The scheduler requests none in prefill, as long as tokens of
+    `sequence` remain; afterwards it requests those of the last token and of each draft token after it.
     """
 
     tokens: Sequence[int]
@@ -33,36 +33,36 @@ class BatchSlice:
 
     @property
     def end(self) -> int:
-        """Length of the context, these rows included."""
+        """Length of the context, including these rows."""
         return self.start + len(self.tokens)
 
     @property
     def count(self) -> int:
-        """Rows without drafts."""
+        """Number of rows without draft tokens."""
         return len(self.tokens) - max(self.wanted - 1, 0)
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Guesses of what follows the sequence."""
+        """Draft tokens (speculative decoding)."""
         return self.tokens[self.count :]
 
 
 @dataclass
 class AttentionGroup:
-    """Slices with one number of rows, whose attention is one call."""
+    """Slices with equal numbers of rows, for one attention call."""
 
-    rows: torch.Tensor  # index of their rows in the pass, [sequences, rows]
-    positions: torch.Tensor  # of these rows, [sequences, rows]
+    rows: torch.Tensor  # row indices in the pass, [sequences, rows]
+    positions: torch.Tensor  # positions of these rows, [sequences, rows]
     ends: torch.Tensor  # lengths of the contexts, [sequences]
-    slots: torch.Tensor  # of the contexts in a layer's cache, padded with slot 0, the zeros: [sequences, longest]
+    slots: torch.Tensor  # cache slots of the contexts, padded with slot 0 (zeros): [sequences, longest]
     masks: dict[int, tuple[object, torch.Tensor | None]] = field(default_factory=dict)
 
     def mask(self, function: Callable[..., torch.Tensor], keep: object) -> torch.Tensor | None:
-        """Which keys each row sees, [sequences, 1, rows, longest]; None where it is all of them.
+        """Return the attention mask, bool [sequences, 1, rows, longest]; None if all keys are visible.
 
         Args:
-            function: of (batch, head, query position, key position), as Transformers' masks are written.
-            keep: what `function` belongs to; the mask is kept under it for the other layers of the pass.
+            function: mask function of Transformers, of (batch, head, query position, key position).
+            keep: cache key: layers of this pass with the same object share the mask.
         """
         if id(keep) not in self.masks:
             self.masks[id(keep)] = (keep, self._mask(function))
@@ -77,8 +77,8 @@ class AttentionGroup:
 
 
 class RaggedBatch:
-    """Slices, no two of one sequence, as tensors, each made at its first use. With `even`, only contexts of one length
-    are put into one group."""
+    """Slices of different sequences; each tensor is built on first use. With `even`, a group has only contexts of equal
+    length."""
 
     def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
@@ -94,18 +94,18 @@ class RaggedBatch:
 
     @cached_property
     def firsts(self) -> torch.Tensor:
-        """First row of each slice."""
+        """Index of the first row of each slice."""
         counts = torch.tensor([len(span.tokens) for span in self.spans])
         return counts.cumsum(0) - counts
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """Block tables."""
+        """Block table of each slice."""
         return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
 
     @cached_property
     def wanted(self) -> torch.Tensor:
-        """Rows whose logits are returned."""
+        """Indices of the rows with requested logits."""
         rows, end = [], 0
         for span in self.spans:
             end += len(span.tokens)
@@ -114,12 +114,12 @@ class RaggedBatch:
 
     @cached_property
     def new_slots(self) -> torch.Tensor:
-        """Where the rows' keys and values go in a layer's cache, [rows]."""
+        """Cache slots for the keys and values of the new rows, [rows]."""
         return torch.cat([self._slots(i)[span.start :] for i, span in enumerate(self.spans)]).to(self.device)
 
     @cached_property
     def chosen(self) -> list[list[int]]:
-        """Indices of the slices of each group: rows equal, contexts of like length."""
+        """Slice indices of each group: equal numbers of rows, contexts of similar length."""
         groups: list[list[int]] = []
         for i in sorted(range(len(self.spans)), key=lambda i: (len(self.spans[i].tokens), self.spans[i].end)):
             first, span = self.spans[groups[-1][0] if groups else i], self.spans[i]
@@ -131,11 +131,11 @@ class RaggedBatch:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """One for each attention call."""
+        """Groups, one for each attention call."""
         return [self._group(chosen) for chosen in self.chosen]
 
     def _slots(self, index: int) -> torch.Tensor:
-        """Places of a whole context in a layer's cache."""
+        """Return the cache slots of a whole context."""
         size, end = self.page_size, self.spans[index].end
         slots = (self.tables[index][: -(-end // size), None] + 1) * size + torch.arange(size)
         return slots.reshape(-1)[:end]

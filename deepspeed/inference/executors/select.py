@@ -1,4 +1,4 @@
-"""Selects the executor of a model: the first whose logits equal the model's own."""
+"""Selection of the executor for a model: the first one that reproduces the model's own logits."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.native import library
 
 PROBE_PAGE = 2
-# (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
+# Rows (sequence, from, to) of each probe pass: first chunked prompts, then rows of different progress.
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
-FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`: of the largest logit
-NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
+FACTORS = {torch.float32: 10.0, torch.float64: 10.0, torch.float16: 3.0}  # of `tolerance`, by largest logit
+NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # step of bf16, noise factor, maximum relative to the largest logit
 
 
-_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # by the table that all wrappers share
+_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # locks by input embedding
 _making = threading.Lock()
 
 
 @contextmanager
 def exclusive_pass(model: nn.Module) -> Iterator[None]:
-    """One pass of a model at a time, whichever thread or generator asks; no dropout inside, as before after it.
+    """Lock a model for one pass, across threads and generators; it runs without dropout, its mode is restored on exit.
 
-    A pass changes the attention that the model's config names, and its modules' mode: of two at once, each would take
-    the other's for the model's own.
+    A pass changes the attention implementation in the model's config and the mode of its modules. Two passes at once
+    would restore each other's settings.
     """
     with _making:
         lock = _passes.setdefault(_shared(model), threading.RLock())
@@ -57,7 +57,7 @@ def exclusive_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """The module that every wrapper of a model shares: its embedding."""
+    """Return the input embedding: wrappers of the same model share it, so it identifies the model."""
     try:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -66,14 +66,14 @@ def _shared(model: nn.Module) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its first parameter or buffer lies."""
+    """Return the device of the model's first parameter or buffer."""
     tensor = next(model.parameters(), None)
     tensor = next(model.buffers(), None) if tensor is None else tensor
     return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _structure(model: nn.Module) -> str | None:
-    """Why it cannot be batched, where that shows without running it."""
+    """Return the reason why a model cannot be batched, as far as visible without running it; None if there is none."""
     config = config_of(model)
     if config is None:
         return "it is no model of Transformers"
@@ -96,7 +96,7 @@ def _sequences(model: nn.Module) -> list[list[int]]:
 
 
 def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of the model by itself, given what its `generate` would give it."""
+    """Compute logits [tokens, vocabulary] with the model itself, with the inputs that its `generate` would pass."""
     ids = torch.tensor([tokens], device=device_of(model))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if accepts(model, "position_ids"):
@@ -105,10 +105,10 @@ def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
-    """How far the logits of a 16-bit model may be off: as far as they move when what enters does by a step of bf16.
+    """Estimate the rounding noise of a 16-bit model's logits: their change when embeddings change by a step of bf16.
 
-    Rounding errors grow from layer to layer, in some models beyond `tolerance`: there the native form, which rounds at
-    fewer places than the modules do, is as far from them as they are from exact values. 0 in other dtypes.
+    Rounding errors grow from layer to layer. In some models they exceed `tolerance`: the native form rounds less often
+    than the modules, so the two differ as much as the modules differ from exact values. Returns 0 for fp32 and fp64.
     """
     table = _shared(model)
     if wanted[0].dtype in (torch.float32, torch.float64) or table is model:
@@ -132,8 +132,8 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 def _probe(
     executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
 ) -> str | None:
-    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them, which takes
-    passes to measure: only where they are farther off than roundings are elsewhere."""
+    """Compare an executor's logits with those of the model itself; return None if equal within the tolerance or
+    `noise`, else the difference in words. `noise` costs further passes, so it is called only beyond the tolerance."""
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
@@ -156,7 +156,7 @@ def _say(error: Exception) -> str:
 
 
 def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float]) -> Any:
-    """The same in few native calls if the model has the shape for it and the results are those; else as it is."""
+    """Return the native form of an executor if it supports the model and the logits agree, else the executor."""
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
     try:
@@ -164,7 +164,7 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
         spans = [BatchSlice(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
         reason = prove(native, RaggedBatch(spans, PROBE_PAGE, device_of(executor.model)))
         reason = reason or _probe(native, sequences, wanted, noise)
-    except Exception as error:  # whatever a module's parts do when called alone, the model itself works
+    except Exception as error:  # any error of modules called in isolation; the model itself works
         reason = _say(error)
     if reason is None:
         return native
@@ -173,17 +173,17 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
     if device_of(executor.model).type == "cpu":
         warn_once(lost)
     else:
-        log_rank0(lost)  # native passes are of processors
+        log_rank0(lost)  # native passes exist for CPUs only
     return executor
 
 
 @torch.no_grad()
 def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
-    """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
+    """Return (executor, reason): the best executor that works, or None, and the reason why no better one does.
 
-    Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
-    first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first;
-    `packed` packs the bf16 matrices of a model that has it, without loss.
+    Each candidate runs ten tokens of three sequences, with chunked prompts, rows of different sequences and unordered
+    pages. The first one with the model's own logits is selected. `fused=False` excludes the native form; `packed` packs
+    the bf16 matrices of a model with native form, without loss.
     """
     executor, why = _chosen(model, fused)
     if isinstance(executor, FusedExecutor):
@@ -208,7 +208,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     with exclusive_pass(model), ModuleState(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
-        except Exception as error:  # whatever a model raises, its own generate may still work
+        except Exception as error:  # any error of the model; its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
         noise = functools.cache(lambda: _noise(model, sequences, wanted))
         store = functools.partial(KVCache, 16, PROBE_PAGE)
@@ -216,11 +216,11 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
         for executor in [*candidates, *(GatheringExecutor(model, store(), even) for even in (False, True))]:
             try:
                 reason = _probe(executor, sequences, wanted, noise)
-            except Exception as error:  # the same: the next one is tried
+            except Exception as error:  # likewise: try the next candidate
                 reason = _say(error)
             if reason is None and isinstance(executor, PagedExecutor):
                 reason = executor.forgets(_windows(model))
-                if reason is not None:  # its tokens depend on how its prompt was cut: no executor can do that
+                if reason is not None:  # tokens would depend on the chunks of the prompt, so no executor is right
                     return None, reason
             if reason is None:
                 return (_fused(executor, sequences, wanted, noise) if fused else executor), why
@@ -229,10 +229,10 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 def _windows(model: nn.Module) -> dict[int, int]:
-    """By layer: how many tokens the cache that `generate` makes would keep, where it does not keep all."""
+    """Return the sliding-window size of each layer in the cache that `generate` creates; other layers are omitted."""
     try:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
-    except Exception:  # a config without layers: its cache keeps everything
+    except Exception:  # config without layers: the cache keeps everything
         return {}
     sliding = {i: layer for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
     windows = {i: getattr(layer, "sliding_window", None) for i, layer in sliding.items()}
@@ -240,7 +240,7 @@ def _windows(model: nn.Module) -> dict[int, int]:
 
 
 def warn_of(model: nn.Module, executor: Any, why: str) -> None:
-    """Say once which slower way a model takes, and why, where there is a reason."""
+    """Log once that a model uses a slower executor, with the reason."""
     if not why:
         return
     way = "not batched but goes through its own generate"
@@ -250,9 +250,9 @@ def warn_of(model: nn.Module, executor: Any, why: str) -> None:
 
 
 def why_not_batchable(model: nn.Module) -> str | None:
-    """None if `model` can be batched over pages, else in one line why it goes through its own `generate`."""
+    """Return None if `model` can be batched, else the reason why it uses its own `generate`."""
     executor, why = select_executor(model)
     return None if executor is not None else why
 
 
-packable = why_not_batchable  # the former name, still importable
+packable = why_not_batchable  # former name, still importable

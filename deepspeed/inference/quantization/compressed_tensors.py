@@ -1,4 +1,4 @@
-"""Loads packed matrices that compressed-tensors stored."""
+"""Loader of packed matrices written by compressed-tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def unread(section: Mapping[str, Any]) -> str:
-    """The part of a folder's `quantization_config` that is not read here, in a few words; empty where all is read."""
+    """Name the unsupported part of a `quantization_config`; "" if everything is supported."""
     if section.get("quant_method") != "compressed-tensors":
         return f"quant_method {section.get('quant_method')}"
     for key in ("transform_config", "kv_cache_scheme"):
@@ -48,15 +48,15 @@ def _unread_group(section: Mapping[str, Any], group: Mapping[str, Any]) -> str:
 
 
 def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> Named:
-    """The tensors that are no parts of packed matrices; linear layers of those are replaced, in place, as they come.
+    """Replace linear layers by packed ones as their parts arrive, in place, and yield all other tensors.
 
     Args:
-        module: may be on the meta device.
-        tensors: by stored name, of all files.
-        dtype: of products.
-        device: of the integers.
+        module: the model; may be on the meta device.
+        tensors: all stored tensors with their names.
+        dtype: dtype of the products.
+        device: device of the integers.
     """
-    packed: dict[str, dict[str, torch.Tensor]] = {}  # by layer: its parts that have come
+    packed: dict[str, dict[str, torch.Tensor]] = {}  # parts received so far, by layer
     others: list[str] = []
     replaced = 0
     for name, value in tensors:
@@ -106,7 +106,7 @@ def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> P
 
 
 def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, torch.Size]:
-    """As `PackedWeight.of` takes them, with their bits and the shape of the matrix: native products trust it."""
+    """Return the integers for `PackedWeight.of`, their bits, and the shape, validated for the native products."""
     if "weight" in parts:
         shape = parts["weight"].shape
         if len(shape) != 2 or min(shape) == 0:
@@ -122,12 +122,12 @@ def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
             f"checkpoint: '{layer}' packs {tuple(shape)} into {tuple(words.shape)} words of {words.dtype}; int32 words "
             "of whole rows are read, of 4 or 8 bits"
         )
-    integers = words.contiguous().view(torch.uint8)  # the first column lies lowest, as in ours
+    integers = words.contiguous().view(torch.uint8)  # the first column is in the lowest bits, as in our format
     return (integers.view(torch.int8) ^ -128 if bits == 8 else integers), bits, shape
 
 
 def _linear(module: nn.Module, name: str) -> str | None:
-    """The model's name of a linear layer over floating weights; files of a bare model lack its prefix."""
+    """Return the model's name of a linear layer with floating-point weights; files of a bare model lack its prefix."""
     prefix = getattr(module, "base_model_prefix", "")
     layers: dict[str, Any] = dict(module.named_modules())
     for spelling in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):

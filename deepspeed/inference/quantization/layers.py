@@ -1,4 +1,4 @@
-"""Layers over a packed matrix, which replace the original ones."""
+"""Layers with a packed matrix that replace the original layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.inference.quantization.packed_weight import PackedWeight
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose matrix [outputs, inputs] is packed."""
+    """Linear layer with a packed matrix [outputs, inputs]."""
 
     def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -21,17 +21,17 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix, unpacked anew at each access."""
+        """Return the matrix; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         return self.packed.product(inputs, self.bias)
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose table [entries, width] is packed; some models multiply the rows with a `scale`. Without
-    gradients, `padding_idx` has no effect."""
+    """Embedding with a packed table [entries, width] and an optional `scale` for its rows. `padding_idx` has no effect,
+    as there are no gradients."""
 
     def __init__(self, packed: PackedWeight, padding_idx: int | None, scale: float | None) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table, unpacked anew at each access."""
+        """Return the table; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[...] of integers to [..., width]."""
+        """Map integers [...] to [..., width]."""
         rows = self.packed.rows(input)
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 class _Whole(nn.Module):
-    """A layer whose `state_dict` has its matrix whole, though it holds it in 12 bits."""
+    """Mixin for layers in 12 bits; their `state_dict` has the unpacked matrix."""
 
     packed: Any
 
@@ -79,20 +79,20 @@ class _Whole(nn.Module):
 
 
 class LosslessLinear(_Whole, PackedLinear):
-    """A linear layer whose matrix [outputs, inputs] of bf16 is packed in 12 bits; it computes what it did."""
+    """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits; its results do not change."""
 
 
 class LosslessEmbedding(_Whole, PackedEmbedding):
-    """An embedding whose table [entries, width] of bf16 is packed in 12 bits; it gives what it did."""
+    """Embedding with a bf16 table [entries, width] packed in 12 bits; its results do not change."""
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is GPT-2's `Conv1D`: a linear layer whose matrix is [inputs, outputs]."""
+    """Whether a layer is GPT-2's `Conv1D`: a linear layer with a matrix [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
 def can_pack(module: Any) -> bool:
-    """Whether it is a layer whose matrix can be packed, with a forward that nobody has changed."""
+    """Whether a layer's matrix can be packed; its forward must be the original one."""
     if is_transposed(module):
         return True
     plain: Any = (
@@ -105,13 +105,13 @@ def can_pack(module: Any) -> bool:
 
 
 def matrix_of(module: Any) -> torch.Tensor:
-    """Its matrix as [outputs, inputs], or [entries, width]."""
+    """Return the matrix of a layer as [outputs, inputs], or [entries, width]."""
     weight: Any = module.weight
     return weight.t() if is_transposed(module) else weight
 
 
 def packed_layer(module: Any, packed: PackedWeight | LosslessWeight) -> nn.Module:
-    """What stands in the place of a layer."""
+    """Create the packed replacement of a layer."""
     whole: Any = isinstance(packed, LosslessWeight)
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)

@@ -1,4 +1,4 @@
-"""Lossless 12-bit form of bf16 matrices: sign, mantissa and codes of the common exponents."""
+"""Lossless 12-bit form of bf16 matrices: sign, mantissa, and a code for each of the common exponents."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from deepspeed.errors import ArgumentError, PackingError
 from deepspeed.native import library, threads
 
-GROUP, BLOCK, PIECE = 4, 64, 96  # outputs side by side, columns of a block, its bytes: as lossless.h has them
-RAREST = 1 << 10  # one element of so many may have another exponent: each costs as much as some hundred others
-_HUGE = 2 << 20  # bytes of a huge page
+GROUP, BLOCK, PIECE = 4, 64, 96  # interleaved outputs, columns per block, bytes per block: as in lossless.h
+RAREST = 1 << 10  # maximum rate of escapes: each costs as much time as some hundred other elements
+_HUGE = 2 << 20  # size of a huge page in bytes
 _CHUNK = 32 << 20
-_CHECKED = 1 << 20  # elements that are compared at a time
+_CHECKED = 1 << 20  # elements compared at a time
 _PARTS = ("codes", "exponents", "starts", "places", "values")
 
 
 @functools.cache
 def functions() -> ctypes.CDLL | None:
-    """The native library with the types of the functions used here, or None."""
+    """Return the native library with its function types declared, or None if it is unavailable."""
     native = library()
     if native is not None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
@@ -39,16 +39,16 @@ def functions() -> ctypes.CDLL | None:
 
 
 class Room:
-    """Memory for packed matrices, in huge pages where the system has them: one thread reads those faster."""
+    """Memory for packed matrices, in huge pages if the system has them, because a thread reads those faster."""
 
     huge = hasattr(mmap, "MADV_HUGEPAGE")
 
     def __init__(self) -> None:
         self._memory: Any = None
-        self._at = self._end = 0  # in it
+        self._at = self._end = 0  # offsets in the mapped memory
 
     def take(self, count: int) -> torch.Tensor:
-        """`count` zero bytes, over a storage of their own, which cannot be resized where pages are huge."""
+        """Allocate `count` zero bytes; in huge pages, the storage cannot be resized."""
         if not self.huge:
             return torch.zeros(count, dtype=torch.uint8)
         begin = -(-self._at // 64) * 64
@@ -60,18 +60,18 @@ class Room:
 
     def _map(self, count: int) -> None:
         memory = mmap.mmap(-1, count + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel may lack huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory, self._at = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
         self._end = self._at + count
 
 
 class LosslessWeight(nn.Module):
-    """A matrix [rows, columns] of bf16 in 12 bits an element, in host memory; columns are a multiple of 64.
+    """Matrix [rows, columns] of bf16 in 12 bits per element, in host memory; columns are a multiple of 64.
 
-    Elements with another exponent than the sixteen commonest, the escapes, are kept whole beside them. The parts are
-    buffers that no `state_dict` has: that of the layers over them has the whole matrix. `PackingError` says why a
-    matrix cannot be packed, or why 12 bits would not pay.
+    Elements with an exponent outside of the sixteen most common ones (escapes) are stored whole in addition. The parts
+    are non-persistent buffers: the `state_dict` of the layer above has the unpacked matrix. `PackingError` gives the
+    reason if a matrix cannot be packed, or if 12 bits would not save memory.
     """
 
     codes: torch.Tensor
@@ -83,12 +83,12 @@ class LosslessWeight(nn.Module):
     def __init__(self, weight: torch.Tensor, room: Room | None = None) -> None:
         super().__init__()
         self.shape, self.dtype = weight.shape, torch.bfloat16
-        self._shared: Any = lambda: None  # the tensor that tied layers get
-        self._version = 0  # of it
+        self._shared: Any = lambda: None  # tensor shared by tied layers
+        self._version = 0  # version of that tensor
         self.pack(weight.detach(), room or Room(), RAREST)
 
     def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
-        """Take the values of a matrix of this shape."""
+        """Pack the values of a matrix of this shape."""
         native = functions()
         if native is None or weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
             raise PackingError(f"it is {weight.dtype} on {weight.device}, and bf16 in host memory is packed")
@@ -123,7 +123,7 @@ class LosslessWeight(nn.Module):
         self._shared = lambda: None
 
     def _check(self, weight: torch.Tensor) -> None:
-        """Every bit is there: compared in parts, at every packing."""
+        """Check that unpacking restores every bit; runs in parts, at every packing."""
         step = max(GROUP, _CHECKED // weight.shape[1])
         for first in range(0, len(weight), step):
             part = weight[first : first + step]
@@ -140,7 +140,7 @@ class LosslessWeight(nn.Module):
         return out
 
     def _apply(self, fn: Any, recurse: bool = True) -> LosslessWeight:
-        """Devices change; another dtype is a wish about what `dense` gives."""
+        """Move the parts between devices; a change of dtype only changes the dtype of `dense`."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.codes.device))
         super()._apply(fn, recurse)
         self.dtype, self._shared = wished.dtype, lambda: None
@@ -151,13 +151,13 @@ class LosslessWeight(nn.Module):
         return sum(part.nbytes for part in self._buffers.values() if part is not None)
 
     def dense(self) -> torch.Tensor:
-        """The matrix, floating: [rows, columns] of `dtype`."""
+        """Return the unpacked matrix: [rows, columns] of `dtype`."""
         native = functions() if self.codes.device.type == "cpu" else None
         matrix = self.dense_in_torch() if native is None else self._unpacked(torch.arange(self.shape[0]))
         return matrix.to(self.dtype)
 
     def dense_in_torch(self) -> torch.Tensor:
-        """The matrix in bf16, by torch alone."""
+        """Unpack the matrix in bf16 with torch operations."""
         columns = self.shape[1]
         parts = self.codes.view(-1, columns // BLOCK, GROUP, PIECE).transpose(1, 2)
         signs, codes = parts[..., :BLOCK].int(), parts[..., BLOCK:]
@@ -169,24 +169,24 @@ class LosslessWeight(nn.Module):
         return bits[: self.shape[0]].view(torch.bfloat16)
 
     def dense_shared(self) -> torch.Tensor:
-        """As `dense`; the same tensor as long as somebody holds it, so that a `state_dict` has one for tied layers."""
+        """Return `dense`, as one tensor while references to it exist, so tied layers share it in a `state_dict`."""
         matrix = self._shared()
         version = 0 if matrix is None or matrix.is_inference() else matrix._version
-        if matrix is None or version != self._version:  # who has written to it has not changed the packed matrix
+        if matrix is None or version != self._version:  # writes to that tensor do not change the packed matrix
             matrix = self.dense()
             self._shared, self._version = ref(matrix), 0 if matrix.is_inference() else matrix._version
         return matrix
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: [*indices.shape, columns]."""
+        """Return rows of the matrix: [*indices.shape, columns]."""
         native = functions() if self.codes.device.type == "cpu" else None
         flat = indices.reshape(-1).long().contiguous()
         if native is None or not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]:
-            return F.embedding(indices, self.dense())  # which says what is wrong with them
+            return F.embedding(indices, self.dense())  # raises torch's error for wrong indices
         return self._unpacked(flat).view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`inputs` [..., columns] times the transposed matrix, as torch's own product with the whole one."""
+        """Multiply `inputs` [..., columns] by the transposed matrix; equals torch's product with the original."""
         return F.linear(inputs, self.dense(), bias)
 
     def __deepcopy__(self, memo: Any) -> LosslessWeight:

@@ -1,4 +1,4 @@
-"""The packed form of a matrix: integers, with a scale and an offset per group."""
+"""Packed form of a matrix: integers, with a scale and an offset per group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.nn import functional as F
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.zero.parameters.parameter import is_managed
 
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: clipping its outliers may round the rest better
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # fractions of a group's range: clipping may reduce the other errors
 _FAST_GROUPS = (32, 64, 128, 256)
-# Rows up to which torch's product of packed integers is faster than unpacking and a plain product; measured.
+# Maximum rows for which torch's packed product is faster than unpacking and a plain product (measured).
 _FAST_ROWS = {8: 8, 4: 16}
 
 
 @dataclass(frozen=True)
 class PackingFormat:
-    """How a matrix is packed.
+    """Format of a packed matrix.
 
     Attributes:
         num_bits: 8 or 4.
-        group_size: elements that share a scale, along `group_dim`; 0: all of them.
-        group_dim: 1 along the inputs (columns), 0 along the outputs (rows).
-        symmetric: the offset is zero in the middle of the integers.
+        group_size: number of elements along `group_dim` that share a scale; 0: all.
+        group_dim: 1: along the inputs (columns), 0: along the outputs (rows).
+        symmetric: the offset puts zero in the middle of the integers.
     """
 
     num_bits: int = 8
@@ -42,7 +42,7 @@ class PackingFormat:
             raise ArgumentError(f"group_dim {self.group_dim}: a matrix has the dims 0 and 1")
 
     def groups(self, shape: torch.Size) -> torch.Size:
-        """A shape [rows, groups, columns of a group], or [groups, rows of a group, columns]; see `axis`."""
+        """Return the grouped shape: [rows, groups, group columns] or [groups, group rows, columns]; see `axis`."""
         size = shape[self.group_dim]
         group = self.group_size or size
         if size % group:
@@ -55,15 +55,15 @@ class PackingFormat:
 
     @property
     def axis(self) -> int:
-        """The axis of `groups` along which a scale is shared."""
+        """Axis of `groups` along which elements share a scale."""
         return 2 if self.group_dim in (1, -1) else 1
 
 
 class PackedWeight(nn.Module):
-    """A matrix [rows, columns] in packed form; a module, so that it can be shared by those that are tied.
+    """Matrix [rows, columns] in packed form, as a module that tied layers can share.
 
-    The parts are parameters without gradient: what shards, moves or saves parameters takes them along. `dense` and
-    products have `dtype`, by default the weight's own.
+    The parts are parameters without gradients, so code that shards, moves or saves parameters handles them too. `dense`
+    and products have dtype `dtype`, by default the dtype of the original weight.
     """
 
     def __init__(self, weight: torch.Tensor, form: PackingFormat, dtype: torch.dtype | None = None) -> None:
@@ -72,7 +72,7 @@ class PackedWeight(nn.Module):
         if form.num_bits == 4 and weight.shape[1] % 2:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} has odd rows: 4 bits pack two columns each")
         integers, scale, offset = self._quantize(weight.detach().float(), form)
-        if form.num_bits == 8 and form.symmetric:  # signed, as torch's product takes them; the offset is zero
+        if form.num_bits == 8 and form.symmetric:  # signed, for torch's product; the offset is zero
             integers, offset = integers.view(torch.int8) ^ -128, torch.zeros_like(offset)
         if form.num_bits == 4:
             integers = integers[:, 0::2] | integers[:, 1::2] << 4
@@ -80,7 +80,7 @@ class PackedWeight(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.offset = nn.Parameter(offset, requires_grad=False)
         self._fast: Any = None
-        self._laid: Any = None  # of what `_fast` was made
+        self._laid: Any = None  # versions of the parts from which `_fast` was built
 
     @classmethod
     def of(
@@ -92,15 +92,15 @@ class PackedWeight(nn.Module):
         offset: torch.Tensor,
         dtype: torch.dtype,
     ) -> PackedWeight:
-        """A matrix that is packed already.
+        """Create a matrix from packed parts.
 
         Args:
-            form: of the integers.
-            shape: [rows, columns], of which native products read all.
-            integers: uint8, of 4 bits two columns each, or int8 of symmetric 8 bits.
-            scale: fp32 as `form.groups` shares it.
+            form: format of the integers.
+            shape: [rows, columns]; must be right, because native products read all of it.
+            integers: uint8, for 4 bits with two columns per byte; int8 for symmetric 8 bits.
+            scale: fp32, one per group of `form.groups`.
             offset: the same.
-            dtype: of products.
+            dtype: dtype of the products.
         """
         if integers.dtype.itemsize != 1 or 8 * integers.numel() != form.num_bits * shape.numel():
             raise ArgumentError(f"{integers.numel()} bytes hold no matrix {tuple(shape)} of {form.num_bits} bits")
@@ -112,7 +112,7 @@ class PackedWeight(nn.Module):
         return weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
-        """Devices change, the dtype of scales does not: `.to(bfloat16)` is a wish about products."""
+        """Move the parts between devices. `.to(bfloat16)` only changes the dtype of products, not of the scales."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.scale.device))
         scale, offset = self.scale.detach(), self.offset.detach()
         super()._apply(fn, recurse)
@@ -123,7 +123,7 @@ class PackedWeight(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of integers, scales and offsets."""
+        """Number of bytes of integers, scales and offsets."""
         return sum(part.nbytes for part in (self.integers, self.scale, self.offset))
 
     def _unpacked(self, integers: torch.Tensor) -> torch.Tensor:
@@ -132,15 +132,15 @@ class PackedWeight(nn.Module):
         return torch.stack([integers & 15, integers >> 4], -1).flatten(-2)
 
     def dense(self) -> torch.Tensor:
-        """The matrix, floating: [rows, columns] of `dtype`."""
+        """Return the unpacked matrix: [rows, columns] of `dtype`."""
         groups = self.form.groups(self.shape)
         exact = self.form.num_bits == 4 or self.form.symmetric or self.dtype.itemsize > 2
-        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: its parts are larger than the sum
+        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: the two terms are larger than the sum
         values = self._unpacked(self.integers).view(groups).to(kind)
         return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix: [*indices.shape, columns]."""
+        """Return rows of the matrix: [*indices.shape, columns]."""
         if self.form.axis == 1:
             return F.embedding(indices, self.dense())
         flat = indices.reshape(-1)
@@ -149,7 +149,7 @@ class PackedWeight(nn.Module):
         return rows.view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`inputs` [..., columns] times the transposed matrix: [..., rows], of the inputs' dtype."""
+        """Multiply `inputs` [..., columns] by the transposed matrix: [..., rows], in the dtype of the inputs."""
         count = inputs.numel() // self.shape[1]
         fast = (
             self._layout() if inputs.dtype == torch.bfloat16 and 0 < count <= _FAST_ROWS[self.form.num_bits] else None
@@ -165,10 +165,10 @@ class PackedWeight(nn.Module):
         return outputs if bias is None else outputs + bias
 
     def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What torch's packed product takes; None where there is none, or others own the parts."""
-        if is_managed(self.integers):  # freed after use: a layout kept here would stay
+        """Return the matrix in the layout of torch's packed product; None if unsupported or if the parts are shared."""
+        if is_managed(self.integers):  # free memory after use, instead of caching the layout
             return None
-        parts = (self.integers, self.scale, self.offset)  # tensors of inference mode count no versions
+        parts = (self.integers, self.scale, self.offset)  # inference tensors have no version counter
         sources = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
         if self._fast is None or self._laid != sources:  # weights may be loaded after the first product
             self._laid = sources
@@ -196,9 +196,9 @@ class PackedWeight(nn.Module):
         return copy
 
     def settle(self, take: Callable[[int], torch.Tensor]) -> int:
-        """Move parts that have host memory of their own to other memory, which is read faster; returns their bytes.
+        """Move parts in private host memory to memory that is read faster; returns the number of bytes moved.
 
-        Parts in a file, in shared memory or in a larger tensor stay. `take` gives as many uint8 as it is asked for.
+        Parts in a file, in shared memory or in a larger tensor stay. `take` allocates a number of uint8 elements.
         """
         moved = 0
         for part in (self.scale, self.offset, self.integers):
@@ -206,7 +206,7 @@ class PackedWeight(nn.Module):
             own = part.device.type == "cpu" and storage.resizable() and not storage.is_shared()
             whole = 0 < storage.nbytes() == part.nbytes and part.is_contiguous()
             if own and whole and not is_managed(part):
-                with torch.inference_mode(False):  # what is made inside of it counts no writes
+                with torch.inference_mode(False):  # inference tensors have no version counter
                     part.data = take(part.nbytes).view(part.dtype).view(part.shape).copy_(part.data)
                 moved += part.nbytes
         return moved
@@ -216,7 +216,7 @@ class PackedWeight(nn.Module):
 
     @staticmethod
     def _quantize(weight: torch.Tensor, form: PackingFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """uint8 integers [rows, columns], fp32 scale and offset per group: value = integer · scale + offset."""
+        """Quantize to uint8 [rows, columns], with fp32 scale and offset per group: integer · scale + offset."""
         grouped = weight.view(form.groups(weight.shape))
         top = 2**form.num_bits - 1
         if form.symmetric:

@@ -1,4 +1,4 @@
-"""Which layers of a model are packed, by name, and their replacement."""
+"""Selection of the layers to pack, by name, and their replacement."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 def quantize(
     model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
 ) -> int:
-    """Pack layers of a model in place; layers that share a matrix share its packed form. Returns how many.
+    """Pack layers of a model in place; layers with a shared matrix share its packed form. Returns the number of layers.
 
     Args:
-        form_of: from name and layer (Linear, Embedding or `Conv1D`) to a form; None leaves the layer as it is.
-        dtype: of products; None: that of the weights.
+        form_of: maps name and layer (Linear, Embedding or `Conv1D`) to a format; None leaves the layer unchanged.
+        dtype: dtype of the products; None: that of the weights.
     """
     chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
     _check_tied_layers(model, {id(module) for module, _ in chosen.values()})
@@ -58,7 +58,7 @@ def quantize(
 
 
 def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
-    """A layer that keeps a matrix whole while another packs it would double it, and change only one of both."""
+    """Raise if only some of the layers with a shared matrix are packed: memory would grow, the layers would differ."""
     if any(is_managed(param) for param in model.parameters()):
         raise NotAvailableError(
             "the model is sharded already: build it outside zero.Init, or quantize it before initialize"
@@ -81,17 +81,17 @@ def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
 
 
 def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
-    """Pack the bf16 matrices of Linear and Embedding layers in 12 bits an element, in place, every bit kept.
+    """Pack the bf16 matrices of Linear and Embedding layers in 12 bits per element, in place, without loss.
 
-    One at a time, the smallest first, so that what is let go makes room for the largest. Layers that share a matrix
-    share its packed form; a matrix for which it does not pay stays, and a line says why.
+    Matrices are packed one at a time, the smallest first, so that freed memory makes room for the largest. Layers with
+    a shared matrix share its packed form. A matrix that would not shrink stays, and the reason is logged.
 
     Args:
-        model: in host memory. Whoever else holds its weights keeps them, and writes there are no longer seen here.
-        whole: layers that stay as they are, as those with hooks do.
+        model: in host memory. Other owners of its weights keep the originals; later writes to those have no effect.
+        whole: layers to leave unpacked, such as those with hooks.
 
     Returns:
-        How many matrices were packed.
+        Number of packed matrices.
     """
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
@@ -115,9 +115,9 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
 
 
 def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
-    """(bytes, names of the layers that share it) of each matrix of bf16, the smallest first; holds no tensor."""
+    """List (bytes, names of the layers that share it) for each bf16 matrix, smallest first; holds no tensor."""
     layers: dict[int, tuple[int, list[str]]] = {}
-    whole: set[int] = set()  # that some module holds which cannot be packed
+    whole: set[int] = set()  # ids of matrices with an owner that cannot be packed
     for name, module in model.named_modules(remove_duplicate=False):
         free = not (module._forward_hooks or module._forward_pre_hooks or module in left)
         for kind, param in module._parameters.items():
@@ -131,7 +131,7 @@ def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[
 
 
 def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
-    """Pack the one matrix of these layers; returns its bytes."""
+    """Pack the one matrix that these layers share; returns its bytes."""
     module: Any = model.get_submodule(names[0])
     packed = LosslessWeight(module.weight, room)
     for name in names:
@@ -145,12 +145,12 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Pack the linear layers, in place; the head, and the embedding that is tied to it, always in 8 bits.
+    """Pack the linear layers, in place; the head and a tied embedding always get 8 bits.
 
     Args:
-        num_bits: 8: a scale per output row and group; 4: per 32 inputs, where they divide.
+        num_bits: 8: a scale per output row and group; 4: a scale per 32 inputs, if 32 divides them.
         q_groups: scales per output row, with 8 bits.
-        dtype: of products.
+        dtype: dtype of the products.
     """
     head_layer = getattr(model, "get_output_embeddings", lambda: None)()
     _check_same_bits(model, lambda name, module: None if module is head_layer else num_bits)
@@ -173,7 +173,7 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
 
 
 def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int | None]) -> None:
-    """Layers that came as integers keep them: other bits would be rounded twice."""
+    """Raise if layers that were loaded as integers would get other bits: they would be rounded twice."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
             continue
@@ -186,9 +186,9 @@ def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int |
 
 
 def _head(model: nn.Module) -> set[int]:
-    """The layers that hold the matrix of the head, of which each token reads all: itself, and embeddings tied to it.
+    """Return the ids of the layers that hold the matrix of the LM head: the head and tied embeddings.
 
-    Empty where one of them cannot be packed.
+    Empty if one of them cannot be packed.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
@@ -199,19 +199,19 @@ def _head(model: nn.Module) -> set[int]:
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
-    """Pack the layers that `weight_quantization` of a configuration names.
+    """Pack the layers selected by `weight_quantization` of a configuration.
 
     Args:
         model: changed in place.
         ds_config: with `weight_quantization.post_init_quant`: {part of a module's name: {num_bits, group_size,
-            group_dim, symmetric}}, or `quantized_initialization`: the same keys, for every layer.
+            group_dim, symmetric}}, or with `quantized_initialization`: the same keys, for every layer.
 
     Returns:
         The model.
 
     Raises:
-        AssertionError, ValueError: no such block, unknown keys, or a layer that two entries name.
-        NotAvailableError: other than 4 or 8 bits.
+        AssertionError, ValueError: a missing section, unknown keys, or a layer matched by two entries.
+        NotAvailableError: bits other than 4 and 8.
     """
     section = ds_config.get("weight_quantization")
     if not isinstance(section, Mapping):
@@ -221,7 +221,7 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[st
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
-    """As `_init_group_wise_weight_quantization`, of the block itself; returns the layers packed."""
+    """Apply the section of `_init_group_wise_weight_quantization`; returns the number of packed layers."""
     entries: dict[str, Any] = dict(section.get("post_init_quant") or {})
     everywhere = section.get("quantized_initialization")
     if entries and everywhere:

@@ -1,4 +1,4 @@
-"""FastGen's interface: an engine that takes ragged batches and returns logits; the caller samples and schedules."""
+"""FastGen interface: an engine that maps ragged batches to logits; the caller samples and schedules."""
 
 from __future__ import annotations
 

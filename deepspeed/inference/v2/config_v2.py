@@ -1,4 +1,4 @@
-"""The engine's configuration."""
+"""Configuration of `InferenceEngineV2`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """`tensor_parallel`: over how many ranks matrices are cut; one here."""
+    """Section `tensor_parallel`; only tp_size 1 is available."""
 
     tp_size: PositiveInt = 1
 
@@ -23,7 +23,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """`quantization`: of weights."""
+    """Section `quantization` of weights; not available."""
 
     quantization_mode: str | None = None
 
@@ -36,10 +36,10 @@ class QuantizationConfig(DeepSpeedConfigModel):
 
 
 class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
-    """Everything that `InferenceEngineV2` is told; unknown keys are refused."""
+    """Configuration of `InferenceEngineV2`; unknown keys are refused."""
 
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
     state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
-    # bf16 matrices in 12 bits, every bit kept; None: where the engine has loaded them itself
+    # pack bf16 matrices in 12 bits, without loss; None: only if the engine has loaded the weights itself
     lossless_weights: bool | None = None

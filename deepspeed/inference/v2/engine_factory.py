@@ -1,4 +1,4 @@
-"""Engines from folders."""
+"""Factories that build engines from model folders."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from deepspeed.inference.v2.engine_v2 import ENGINE_FILE, InferenceEngineV2
 def build_hf_engine(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine of any causal LM of Transformers.
+    """Build an engine for any causal LM of Transformers.
 
     Args:
-        path: a folder, or a name on the hub; the dtype of the weights stays what it is.
+        path: a folder, or a name on the hub; weights keep their dtype.
         engine_config: limits and memory.
-        debug_level: of the package's log.
+        debug_level: log level of the package.
 
     Raises:
-        CheckpointError: Transformers finds no causal LM there, with its words.
-        NotAvailableError: the model can only go through its own `generate`.
+        CheckpointError: Transformers cannot load a causal LM from there; the message has its error.
+        NotAvailableError: the model can only run its own `generate`.
     """
     logger.setLevel(debug_level)
     if (Path(path) / ENGINE_FILE).exists():
@@ -40,10 +40,10 @@ def build_hf_engine(
 def build_engine_from_ds_checkpoint(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine of a folder that `InferenceEngineV2.serialize` wrote.
+    """Build an engine from a folder written by `InferenceEngineV2.serialize`.
 
     Raises:
-        CheckpointMissingError: it did not.
+        CheckpointMissingError: the folder was not written by it.
     """
     logger.setLevel(debug_level)
     file = Path(path) / ENGINE_FILE
@@ -60,6 +60,6 @@ def _load(path: str, dtype: Any, config: RaggedInferenceEngineConfig | None) -> 
     except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     config = config or RaggedInferenceEngineConfig()
-    if config.lossless_weights is None:  # nobody else holds the model
+    if config.lossless_weights is None:  # no other owner of the model exists
         config = config.model_copy(update={"lossless_weights": True})
     return InferenceEngineV2(model, config)

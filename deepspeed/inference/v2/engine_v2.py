@@ -1,4 +1,4 @@
-"""A ragged engine: the caller numbers sequences and passes tokens; the engine returns logits of their last tokens."""
+"""Ragged engine: the caller passes sequence ids and tokens; the engine returns logits of each sequence's last token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepspeed.inference.request import length_limit, packed_limit
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 
-BLOCK = 64  # tokens
+BLOCK = 64  # tokens per block
 ENGINE_FILE = "ds_engine.json"
 
 
@@ -43,14 +43,14 @@ class DSSequenceDescriptor:
 
 
 class InferenceEngineV2:
-    """Runs ragged batches over blocks of one cache.
+    """Runs ragged batches over the blocks of one KV cache.
 
     Args:
-        model: a causal LM of Transformers that can be batched over pages.
+        model: a causal LM of Transformers that can be batched.
         engine_config: limits and memory.
 
     Raises:
-        NotAvailableError: the model can only go through its own `generate`, and why.
+        NotAvailableError: the model can only run its own `generate`; the message has the reason.
     """
 
     def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
@@ -73,12 +73,12 @@ class InferenceEngineV2:
 
     @property
     def free_blocks(self) -> torch.Tensor:
-        """Blocks that can be taken, of each group of layers [groups]."""
+        """Number of free blocks of each cache group [groups]."""
         return torch.tensor([self._blocks.available])
 
     @property
     def n_kv_cache_groups(self) -> int:
-        """Groups of layers with a cache of their own."""
+        """Number of cache groups (layers with a common cache)."""
         return 1
 
     def model(self) -> nn.Module:
@@ -87,19 +87,19 @@ class InferenceEngineV2:
     def put(
         self, batch_uids: Iterable[int], batch_tokens: Iterable[torch.Tensor], do_checks: bool = True
     ) -> torch.Tensor:
-        """One pass over new tokens of new or known sequences.
+        """Run one pass over new tokens of new or known sequences.
 
         Args:
-            batch_uids: numbers of the sequences, each once.
-            batch_tokens: their new tokens, 1-D integers.
-            do_checks: ask `can_schedule` first. Without it, blocks that run out still raise.
+            batch_uids: distinct ids of the sequences.
+            batch_tokens: new tokens of each, 1-D integers.
+            do_checks: call `can_schedule` first. Without it, a lack of blocks still raises.
 
         Returns:
-            logits of each sequence's last token, [sequences, vocabulary].
+            Logits of each sequence's last token, [sequences, vocabulary].
 
         Raises:
-            SchedulingError: the batch is over a limit.
-            ArgumentError: uids twice, or tokens that are none.
+            SchedulingError: the batch exceeds a limit.
+            ArgumentError: duplicate uids, or invalid tokens.
         """
         uids, tokens = list(batch_uids), [self._check_tokens(new) for new in batch_tokens]
         if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not uids:
@@ -124,7 +124,7 @@ class InferenceEngineV2:
         return logits
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """How many of the wanted tokens a sequence could take with so many more blocks, and the blocks for them."""
+        """Return the number of tokens that `max_request_blocks` more blocks allow, and the blocks they need."""
         manager = self._config.state_manager
         if uid not in self._sequences and len(self._sequences) >= manager.max_tracked_sequences:
             return 0, 0
@@ -135,7 +135,7 @@ class InferenceEngineV2:
         return tokens, self._more(uid, tokens)
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether a batch of sequences with so many new tokens each can be put."""
+        """Check whether a batch of sequences with `lengths` new tokens can run."""
         uids, lengths = list(uids), list(lengths)
         manager = self._config.state_manager
         if len(uids) > manager.max_ragged_sequence_count:
@@ -152,12 +152,12 @@ class InferenceEngineV2:
         return SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Tokens that fit into the last block of a sequence; 0 for an unknown one."""
+        """Return the number of tokens that fit into a sequence's last block; 0 for an unknown sequence."""
         known = self._sequences.get(uid)
         return 0 if known is None else len(known.blocks) * BLOCK - known.seen_tokens
 
     def flush(self, uid: int) -> None:
-        """Drop a sequence and free its blocks."""
+        """Remove a sequence and free its blocks."""
         known = self._sequences.pop(uid, None)
         if known is None:
             logger.warning("flush: sequence %s is not known", uid)
@@ -166,7 +166,7 @@ class InferenceEngineV2:
             self._blocks.release(block)
 
     def serialize(self, save_path: str) -> None:
-        """Write model and configuration, to be read by `build_engine_from_ds_checkpoint`; no pickles.
+        """Write model and configuration for `build_engine_from_ds_checkpoint`, without pickle.
 
         Args:
             save_path: a folder.
@@ -177,7 +177,7 @@ class InferenceEngineV2:
         (folder / ENGINE_FILE).write_text(json.dumps(entries))
 
     def _count(self, each: int) -> int:
-        """Blocks of the cache, of `each` bytes."""
+        """Return the number of blocks of the cache; each block has `each` bytes."""
         manager = self._config.state_manager
         if manager.memory_config.mode in ("allocate",):
             return manager.memory_config.size
@@ -194,7 +194,7 @@ class InferenceEngineV2:
         return self._sequences[uid].seen_tokens if uid in self._sequences else 0
 
     def _more(self, uid: int, tokens: int) -> int:
-        """Blocks that a sequence lacks for so many more tokens."""
+        """Return the number of blocks that a sequence lacks for `tokens` more tokens."""
         held = len(self._sequences[uid].blocks) if uid in self._sequences else 0
         return max(0, -(-(self._seen(uid) + tokens) // BLOCK) - held)
 

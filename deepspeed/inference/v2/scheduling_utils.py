@@ -1,4 +1,4 @@
-"""Whether a batch can be run, and if not, why."""
+"""Results of the check whether a batch can run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed.errors import DeepSpeedError
 
 
 class SchedulingResult(Enum):
-    """Answers of `can_schedule`."""
+    """Results of `can_schedule`."""
 
     Success = 0
     EngineSequenceLimitExceeded = 1
@@ -19,7 +19,7 @@ class SchedulingResult(Enum):
 
 
 class SchedulingError(DeepSpeedError, RuntimeError):
-    """A batch was put that cannot be run; `status` says why."""
+    """Error of a batch that cannot run; `status` has the reason."""
 
     def __init__(self, result: SchedulingResult) -> None:
         self.status = result

@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""Adagrad optimizer for host memory."""
 
 from deepspeed.ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
 

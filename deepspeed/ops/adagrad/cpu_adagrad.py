@@ -1,4 +1,4 @@
-"""Adagrad for parameters whose state is in host memory."""
+"""Adagrad for parameters with optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdagrad(HostOptimizer):
-    """Adagrad (Duchi et al. 2011): s += g * g, p -= lr * g / (sqrt(s) + eps), decay added to the gradient."""
+    """Adagrad (Duchi et al. 2011): s += g * g, p -= lr * g / (sqrt(s) + eps); weight decay is added to the gradient."""
 
     kernel = "ds_adagrad"
     moments = ("sum",)
@@ -28,19 +28,19 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         fp32_optimizer_states: bool = True,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
-            model_params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
+            model_params: tensors or group dicts (`optimizer.params.*` sets the other arguments).
             lr: learning rate.
-            eps: added to the root of the sum of squares.
-            weight_decay: share of the weights added to the gradients.
-            amsgrad: must be false; Adagrad's sum never shrinks.
-            fp32_optimizer_states: sums of 16-bit parameters are fp32; otherwise of the parameters' dtype.
-            moments_dtype: dtype of the sums, whatever the parameters' is; None leaves it to the former.
+            eps: added to the square root of the sum of squares.
+            weight_decay: multiple of the weights added to the gradients.
+            amsgrad: must be False; Adagrad's sum never decreases.
+            fp32_optimizer_states: for 16-bit parameters, keep sums in fp32; False: in the parameters' dtype.
+            moments_dtype: dtype of the sums for all parameters; None: see `fp32_optimizer_states`.
 
         Raises:
-            OptimizerError: `amsgrad` is true.
+            OptimizerError: `amsgrad` is True.
         """
         if amsgrad:
             raise OptimizerError("DeepSpeedCPUAdagrad: amsgrad has no meaning for Adagrad; leave it out")
@@ -61,10 +61,10 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
             param.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-group["lr"])
 
     def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
-        """Update the rows of an embedding that were looked up; the others' sums and values do not change.
+        """Update the embedding rows that were looked up; sums and values of other rows do not change.
 
         Raises:
-            OptimizerError: with weight decay, which moves all rows.
+            OptimizerError: weight decay is set, which would change all rows.
         """
         if group["weight_decay"]:
             raise OptimizerError("DeepSpeedCPUAdagrad: weight_decay moves all rows; leave it at 0 for sparse gradients")
@@ -79,5 +79,5 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         param[rows] = (param[rows].to(step.dtype) + step).to(param.dtype)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """The fields of `Adagrad` in optimizers.cpp."""
+        """Return the fields of `Adagrad` in optimizers.cpp."""
         return float(group["lr"]), group["eps"], group["weight_decay"]

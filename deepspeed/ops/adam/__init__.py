@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""Adam and AdamW optimizers for device and host memory."""
 
 from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
 from deepspeed.ops.adam.fused_adam import FusedAdam

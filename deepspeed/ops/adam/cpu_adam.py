@@ -1,4 +1,4 @@
-"""Adam and AdamW for parameters whose state is in host memory."""
+"""Adam and AdamW for parameters with optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdam(HostOptimizer):
-    """AdamW, or Adam with decay in the gradients when `adamw_mode` is false."""
+    """AdamW; with `adamw_mode=False`, Adam with weight decay added to the gradients."""
 
     kernel = "ds_adam"
     moments = ("exp_avg", "exp_avg_sq")
@@ -34,13 +34,13 @@ class DeepSpeedCPUAdam(HostOptimizer):
         fp32_optimizer_states: bool = True,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep the groups; states are made at the first step. Other arguments are those of `FusedAdam`.
+        """Create the optimizer; states are allocated at the first step. Other arguments are those of `FusedAdam`.
 
         Args:
-            amsgrad: divide by the largest second moment seen.
-            adamw_mode: decay the weights themselves (AdamW).
-            fp32_optimizer_states: moments of 16-bit parameters are fp32; otherwise of the parameters' dtype.
-            moments_dtype: dtype of all moments, whatever the parameters' is; None leaves it to the former.
+            amsgrad: divide by the running maximum of the second moment.
+            adamw_mode: apply weight decay to the weights themselves (AdamW).
+            fp32_optimizer_states: for 16-bit parameters, keep moments in fp32; False: in the parameters' dtype.
+            moments_dtype: dtype of the moments for all parameters; None: see `fp32_optimizer_states`.
         """
         self.adam_w_mode = adamw_mode
         super().__init__(
@@ -59,7 +59,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
         adam_update(group, params, grads, states, lr=group["lr"], decoupled=self.adam_w_mode)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """The fields of `Adam` in optimizers.cpp."""
+        """Return the fields of `Adam` in optimizers.cpp."""
         lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
         first, root = 1.0, 1.0
         if group["bias_correction"]:
@@ -73,14 +73,14 @@ class DeepSpeedCPUAdam(HostOptimizer):
         """Update one tensor, as `step` would.
 
         Args:
-            subgroup_id: its number among all tensors, group by group.
+            subgroup_id: index of the tensor, counted over all groups.
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
 
         Raises:
-            ArgumentError: there is no such tensor.
+            ArgumentError: the index is out of range.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         group, param = self._subgroup(subgroup_id)
@@ -90,19 +90,19 @@ class DeepSpeedCPUAdam(HostOptimizer):
         return loss
 
     def rollback_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Undo the last `step_subgroup` of a tensor, up to rounding; its gradient must be as it was then.
+        """Undo the last `step_subgroup` of a tensor, up to rounding; the gradient must still be the same.
 
         Args:
             subgroup_id: as in `step_subgroup`.
             closure: as in `step_subgroup`.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
 
         Raises:
-            ArgumentError: there is no such tensor.
-            UsageError: it was not updated, or its gradient is gone.
-            OptimizerError: with amsgrad, whose largest moment cannot be told back.
+            ArgumentError: the index is out of range.
+            UsageError: the tensor was not updated, or has no gradient any more.
+            OptimizerError: amsgrad is set: its running maximum cannot be undone.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         group, param = self._subgroup(subgroup_id)

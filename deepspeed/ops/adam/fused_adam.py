@@ -1,4 +1,4 @@
-"""Adam and AdamW with torch's fused kernel where it can run."""
+"""Adam and AdamW with torch's fused kernel where available."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FAR = 2.0**60
 def adam_update(
     group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State], *, lr: Any, decoupled: bool
 ) -> None:
-    """Adam (Kingma and Ba 2015, algorithm 1) or, when `decoupled`, AdamW (Loshchilov and Hutter 2019, algorithm 2).
+    """Apply Adam (Kingma and Ba 2015, algorithm 1), or if `decoupled` AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
     Args:
-        group: `betas`, `eps`, `weight_decay`; `bias_correction`, `amsgrad` and `maximize` when they are set.
-        params: tensors updated in place.
-        grads: one of the same dtype for each.
-        states: one dict for each; filled on its first step.
+        group: `betas`, `eps`, `weight_decay`; optionally `bias_correction`, `amsgrad` and `maximize`.
+        params: tensors, updated in place.
+        grads: one gradient per tensor, of the same dtype.
+        states: one dict per tensor; filled at its first step.
         lr: learning rate of this update.
-        decoupled: decay the weights themselves (AdamW) instead of adding to the gradients.
+        decoupled: apply weight decay to the weights themselves (AdamW), instead of the gradients.
     """
     amsgrad = group.get("amsgrad", False)
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
@@ -38,7 +38,7 @@ def adam_update(
             state["exp_avg_sq"] = torch.zeros_like(param)
             if amsgrad:
                 state["max_exp_avg_sq"] = torch.zeros_like(param)
-        # The fused kernel wants the step counts beside the tensors, the for-loop wants them on the host.
+        # The fused kernel needs step counts on the parameters' device, the for-loop needs them on the host.
         state["step"] = state["step"].to(param.device if fused else "cpu")
     steps = [state["step"] for state in states]
     if not group.get("bias_correction", True):
@@ -65,13 +65,13 @@ def adam_update(
 
 
 def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, *, decoupled: bool) -> None:
-    """Take the last update by `grad` back: values, moments and step count as before it, up to rounding.
+    """Undo the last update with `grad`: restore values, moments and step count, up to rounding.
 
     Args:
-        group: as in `adam_update`, as it was for that update.
+        group: as in `adam_update`, with the values of that update.
         param: changed in place.
-        grad: that update's gradient.
-        state: of at least one step, without `max_exp_avg_sq`; changed in place.
+        grad: gradient of that update.
+        state: after at least one step, without `max_exp_avg_sq`; changed in place.
         decoupled: as in `adam_update`.
     """
     (beta1, beta2), lr, decay, step = group["betas"], float(group["lr"]), group["weight_decay"], float(state["step"])
@@ -93,7 +93,7 @@ def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, 
 
 
 class FusedAdam(GroupOptimizer):
-    """AdamW, or Adam with decay in the gradients when `adam_w_mode` is false."""
+    """AdamW; with `adam_w_mode=False`, Adam with weight decay added to the gradients."""
 
     def __init__(
         self,
@@ -107,21 +107,21 @@ class FusedAdam(GroupOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
-            params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
+            params: tensors or group dicts (`optimizer.params.*` sets the other arguments).
             lr: learning rate.
             bias_correction: divide the moments by 1 - beta ** step.
-            betas: decay of the first and the second moment.
-            eps: added to the root of the second moment.
-            adam_w_mode: decay the weights themselves (AdamW).
-            weight_decay: decay per unit of learning rate.
-            amsgrad: refused here; torch.optim.AdamW (`"torch_adam": true`) and DeepSpeedCPUAdam have it.
-            set_grad_none: `zero_grad()` drops gradients instead of filling them with zeros.
+            betas: decay rates of the first and the second moment.
+            eps: added to the square root of the second moment.
+            adam_w_mode: apply weight decay to the weights themselves (AdamW).
+            weight_decay: weight decay, multiplied by the learning rate.
+            amsgrad: not available here; torch.optim.AdamW (`"torch_adam": true`) and DeepSpeedCPUAdam have it.
+            set_grad_none: `zero_grad()` sets gradients to None instead of zero.
 
         Raises:
-            NotAvailableError: `amsgrad` is true.
+            NotAvailableError: `amsgrad` is True.
         """
         if amsgrad:
             raise NotAvailableError(

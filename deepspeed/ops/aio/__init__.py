@@ -1,4 +1,4 @@
-"""Asynchronous tensor I/O: several requests at a time, bypassing the page cache."""
+"""Asynchronous tensor I/O: several requests at a time, without the page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ds_io`: measures a disk by block size and requests in flight, and suggests an `aio` section."""
+"""`ds_io`: measures a disk for several block sizes and numbers of requests in flight, and suggests an `aio` section."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import block_queue, cause_of
 
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
-_ENOUGH = 0.95  # of the best speed; beyond it a setting only costs memory and threads
+_ENOUGH = 0.95  # fraction of the best speed; faster settings only cost memory and threads
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4096", "128K", "1M", "2G"."""
+    """Parse a size: bytes of "4096", "128K", "1M", "2G"."""
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     return int(number) * unit
 
 
 def measure(folder: str, io_size: int, block_size: int, in_flight: int) -> tuple[float, float]:
-    """Bytes per second of writing and of reading a file in `folder`.
+    """Measure bytes per second of writing and of reading a file in `folder`.
 
     Args:
-        folder: on the disk in question.
+        folder: a folder on the disk.
         io_size: bytes of the file.
         block_size: bytes per request.
         in_flight: requests at a time.
 
     Raises:
-        OSError: the folder cannot be written, the disk is full or failed.
+        OSError: the folder is not writable, or the disk is full or failed.
     """
     file = BlockFile.unnamed(folder)
     queue = block_queue(block_size, in_flight, 1)
     buffer = aligned_bytes(io_size)
     speeds = []
     try:
-        for writing in (True, True, False):  # the first write makes the blocks and is not counted
+        for writing in (True, True, False):  # the first write allocates the blocks and does not count
             begin = time.perf_counter()
             cause = cause_of(*queue.submit(file, buffer, 0, writing).wait(), io_size)
             if cause:
@@ -53,7 +53,7 @@ def measure(folder: str, io_size: int, block_size: int, in_flight: int) -> tuple
 
 
 def suggestion(curve: dict[tuple[int, int], tuple[float, float]]) -> dict[str, int]:
-    """The `aio` section with the smallest requests in flight that is nearly the fastest, by the time of both ways."""
+    """Suggest an `aio` section: the smallest block size times queue depth with nearly the best speed."""
     pace = {setting: 1 / (1 / write + 1 / read) for setting, (write, read) in curve.items()}
     fast = [setting for setting, speed in pace.items() if speed >= _ENOUGH * max(pace.values())]
     block_size, depth = min(fast, key=lambda setting: setting[0] * setting[1])

@@ -1,4 +1,4 @@
-"""The builder through which user code asks for the aio handle; see `deepspeed.ops.op_builder`."""
+"""Operator builder of the aio handle; see `deepspeed.ops.op_builder`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file with two descriptors: a direct one for aligned pieces, and one through the page cache for the rest."""
+"""File with two descriptors: direct I/O for aligned blocks, the page cache for other bytes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import tempfile
 
 from deepspeed.foundation.log import warn_once
 
-ALIGNMENT = 4096  # bytes; what direct I/O asks of addresses, offsets and lengths on every common file system
+ALIGNMENT = 4096  # alignment of addresses, offsets and lengths for direct I/O on all common file systems, in bytes
 
 
 class BlockFile:
-    """An open file.
+    """Open file.
 
     Attributes:
-        name: what messages call it.
-        plain: a descriptor that goes through the page cache.
-        direct: a descriptor that goes past it; -1 where the file system has no direct I/O.
+        name: name in messages.
+        plain: descriptor with page cache.
+        direct: descriptor without page cache (direct I/O); -1 if the file system does not support it.
     """
 
     def __init__(self, name: str, plain: int, direct: int) -> None:
@@ -26,28 +26,28 @@ class BlockFile:
 
     @classmethod
     def open(cls, path: str, flags: int) -> BlockFile:
-        """Open a file of the user's with the given flags of `os.open`."""
+        """Open a user's file with flags of `os.open`."""
         return cls(path, os.open(path, flags, 0o666), cls._open_direct(path, flags & ~os.O_CREAT, path))
 
     @classmethod
     def unnamed(cls, folder: str) -> BlockFile:
-        """Make a file in `folder` that has no name: the system frees it when this process ends, however it ends."""
+        """Create an unnamed file in `folder`; the system frees it when this process ends, even after a crash."""
         with tempfile.TemporaryFile(dir=folder, prefix="deepspeed-", buffering=0) as temporary:
             plain = os.dup(temporary.fileno())
         name = f"{os.path.join(folder, '')}#{os.fstat(plain).st_ino} (unnamed, /proc/{os.getpid()}/fd/{plain})"
         return cls(name, plain, cls._open_direct(f"/proc/self/fd/{plain}", os.O_RDWR, folder))
 
     def size(self) -> int:
-        """Bytes the file holds now."""
+        """Current size of the file in bytes."""
         return os.fstat(self.plain).st_size
 
     def free(self) -> int:
-        """Bytes its file system can still give to this user."""
+        """Free bytes of the file system for this user."""
         state = os.fstatvfs(self.plain)
         return state.f_bavail * state.f_frsize
 
     def disk_state(self) -> str:
-        """How full the disk is, as a sentence for an error."""
+        """Describe the usage of the disk in a sentence, for errors."""
         return f"Its disk has {size_text(self.free())} free"
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class BlockFile:
     def _open_direct(path: str, flags: int, where: str) -> int:
         try:
             return os.open(path, flags | os.O_DIRECT)
-        except (AttributeError, OSError) as error:  # no such flag on this system, or not on this file system
+        except (AttributeError, OSError) as error:  # the system or file system does not support the flag
             folder = where if os.path.isdir(where) else os.path.dirname(where) or "."
             warn_once(
                 f"no direct I/O in '{folder}' ({error}): files there go through the page cache", ("direct", folder)
@@ -69,7 +69,7 @@ class BlockFile:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes in the unit a reader expects."""
+    """Format a number of bytes with a unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if nbytes >= scale:
             return f"{nbytes / scale:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The public handle for users who move tensors to and from files themselves."""
+"""Public handle for reading and writing tensors in files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.ops.aio.queue import IORequest, block_queue, cause_of
 
 
 class aio_handle:
-    """Reads and writes CPU tensors, `queue_depth` x `intra_op_parallelism` requests at a time.
+    """Handle that reads and writes CPU tensors, with `queue_depth` x `intra_op_parallelism` requests in flight.
 
     Tensors of `new_cpu_locked_tensor` bypass the page cache if the file system supports it; any other contiguous CPU
     tensor works too. A write creates a missing file and never truncates one.
@@ -29,9 +29,9 @@ class aio_handle:
     Args:
         block_size: bytes per request.
         queue_depth: requests in flight per thread.
-        single_submit: accepted; every request is submitted by itself.
-        overlap_events: accepted; submitting never waits.
-        intra_op_parallelism: threads of a transfer.
+        single_submit: no effect; every request is submitted by itself.
+        overlap_events: no effect; submitting never waits.
+        intra_op_parallelism: number of threads per transfer.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class aio_handle:
         self._started: list[_Started] = []
 
     def read(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Read; returns 1 when the bytes are there.
+        """Read a tensor; returns 1 after all bytes have arrived.
 
         Args:
-            buffer: a contiguous CPU tensor, filled whole.
-            filename: the file.
+            buffer: a contiguous CPU tensor, filled completely.
+            filename: path of the file.
             validate: compare the bytes with the file's afterwards.
-            file_offset: byte of the file at which to begin.
+            file_offset: first byte in the file.
 
         Raises:
-            StorageError: the file is not there or too short, or the disk failed.
+            StorageError: the file is missing or too short, or the disk failed.
         """
         return self._finish(self._start(buffer, filename, file_offset, False, validate))
 
     def write(self, buffer: torch.Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Write; returns 1 when the bytes are in the file. Arguments and errors are those of `read`."""
+        """Write a tensor; returns 1 after all bytes are in the file. Arguments and errors are those of `read`."""
         return self._finish(self._start(buffer, filename, file_offset, True, validate))
 
     def pread(
@@ -78,7 +78,7 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """`read`, or with `async_op` the start of it: returns 0, and `wait` finishes."""
+        """Call `read`; with `async_op` start it, return 0, and let `wait` finish it."""
         started = self._start(buffer, filename, file_offset, False, validate)
         return self._later(started) if async_op else self._finish(started)
 
@@ -90,20 +90,20 @@ class aio_handle:
         async_op: bool = False,
         file_offset: int = 0,
     ) -> int:
-        """`write`, or with `async_op` the start of it: returns 0, and `wait` finishes."""
+        """Call `write`; with `async_op` start it, return 0, and let `wait` finish it."""
         started = self._start(buffer, filename, file_offset, True, validate)
         return self._later(started) if async_op else self._finish(started)
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """`read` without validation."""
+        """Call `read` without validation."""
         return self.read(buffer, filename, False, file_offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """`write` without validation."""
+        """Call `write` without validation."""
         return self.write(buffer, filename, False, file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start a read; returns 0. The buffer must be left alone until `wait`."""
+        """Start a read; returns 0. The buffer must not be used until `wait`."""
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
@@ -111,10 +111,10 @@ class aio_handle:
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def wait(self) -> int:
-        """Finish everything that was started; returns how many operations that were.
+        """Finish all started operations; returns their number.
 
         Raises:
-            StorageError: one failed; the first is reported, and all have ended.
+            StorageError: an operation failed; the first error is reported, after all operations have ended.
         """
         started, self._started = self._started, []
         failures: list[StorageError] = []
@@ -128,33 +128,33 @@ class aio_handle:
         return len(started)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A 1-D zeroed tensor of the example's dtype, aligned for direct I/O; pinned where there is a device."""
+        """Return a 1-D zero tensor of the example's dtype, aligned for direct I/O; pinned if there is a device."""
         nbytes = num_elem * example_tensor.element_size()
         return aligned_bytes(max(nbytes, 1), pin=True)[:nbytes].view(example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Free a tensor's memory before the tensor itself is freed; it is empty afterwards."""
+        """Free the memory of a tensor now; the tensor is empty afterwards."""
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         return True
 
     def get_block_size(self) -> int:
-        """Bytes per request."""
+        """Return the bytes per request."""
         return self._options[0]
 
     def get_queue_depth(self) -> int:
-        """Requests in flight per thread."""
+        """Return the number of requests in flight per thread."""
         return self._options[1]
 
     def get_single_submit(self) -> bool:
-        """As given."""
+        """Return the argument `single_submit`."""
         return self._options[2]
 
     def get_overlap_events(self) -> bool:
-        """As given."""
+        """Return the argument `overlap_events`."""
         return self._options[3]
 
     def get_intra_op_parallelism(self) -> int:
-        """Threads of a transfer."""
+        """Return the number of threads per transfer."""
         return self._options[4]
 
     def _start(self, buffer: torch.Tensor, filename: str, offset: int, writing: bool, validate: bool) -> _Started:
@@ -181,7 +181,7 @@ class aio_handle:
 
 @dataclass
 class _Started:
-    """One operation under way."""
+    """Started operation."""
 
     file: BlockFile
     buffer: torch.Tensor
@@ -191,7 +191,7 @@ class _Started:
     job: IORequest
 
     def finish(self) -> None:
-        """Wait for it, check it, close the file."""
+        """Wait for the operation, check its result, and close the file."""
         error, moved = self.job.wait()
         cause = cause_of(error, moved, self.buffer.nbytes)
         if not cause and self.validate and not self._same():

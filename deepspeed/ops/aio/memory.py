@@ -1,4 +1,4 @@
-"""Page-aligned host memory, which direct I/O and the device can use without a copy."""
+"""Page-aligned host memory for direct I/O and device copies without an intermediate copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.foundation.log import warn_once
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory of this process; what locked its pages is undone before they go."""
+    """Anonymous memory mapping; locked pages are unlocked before it is freed."""
 
     unlock: Callable[[], object] | None = None
 
@@ -23,16 +23,16 @@ class _Pages(mmap.mmap):
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False) -> torch.Tensor:
-    """A new zeroed uint8 tensor of `nbytes` bytes that begins on a page.
+    """Allocate a zeroed uint8 tensor of `nbytes` bytes that begins on a page.
 
-    torch's own pinned memory comes in powers of two; this takes whole pages, no more.
+    Pinned memory of torch has sizes of powers of two; this allocates only whole pages.
 
     Args:
         nbytes: at least 1.
-        pin: lock the pages where there is a device; where the system refuses, one line says so and they stay pageable.
+        pin: lock the pages if there is a device; if the system refuses, log this once and leave them pageable.
     """
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # not on this system, or not in this kernel
+    with suppress(AttributeError, OSError):  # unsupported by the system or kernel
         # The kernel looks up every page of a direct request: with 4 KiB pages that alone halves a fast disk's speed.
         pages.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)

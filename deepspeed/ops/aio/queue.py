@@ -1,6 +1,6 @@
-"""The queue of block requests behind the NVMe tier and the public aio handle.
+"""Queue of block requests for the NVMe tier and the public aio handle.
 
-The native library's threads do not need the interpreter between two blocks; without the library, Python threads are
+The native library's threads run without the interpreter between two blocks; without the library, Python threads are
 used.
 """
 
@@ -20,38 +20,38 @@ from deepspeed.native import library
 from deepspeed.ops.aio.files import ALIGNMENT, BlockFile
 from deepspeed.ops.aio.threads import ThreadQueue
 
-LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer starve a disk; each request in flight is a thread of the host
+LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer do not saturate a disk; each request in flight needs a thread
 
 
 class IORequest(Protocol):
-    """One tensor on its way."""
+    """Transfer of one tensor."""
 
     def wait(self) -> tuple[int, int]:
-        """Block until it is over; returns (errno or 0, bytes moved)."""
+        """Block until the transfer has ended; returns (errno or 0, bytes moved)."""
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the transfer has ended."""
         ...
 
 
 class BlockQueue(Protocol):
-    """Moves tensors to and from files, several blocks at a time, jobs in the order of their submission."""
+    """Queue of transfers between tensors and files: several blocks at a time, transfers in order of submission."""
 
     def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> IORequest:
-        """Start moving a contiguous CPU tensor; the job keeps the tensor alive."""
+        """Start the transfer of a contiguous CPU tensor; the transfer keeps a reference to the tensor."""
         ...
 
     def stop(self) -> None:
-        """End the threads once every job is over."""
+        """End the threads after all transfers."""
         ...
 
 
 def block_queue(block_size: int, queue_depth: int, threads: int) -> BlockQueue:
-    """A queue with `queue_depth` x `threads` requests in flight, between 4 and 64.
+    """Create a queue with `queue_depth` x `threads` requests in flight, clamped to [4, 64].
 
     Args:
-        block_size: bytes per request (`aio.block_size`), rounded up to `ALIGNMENT`.
+        block_size: bytes per request (`aio.block_size`), rounded up to a multiple of `ALIGNMENT`.
         queue_depth: `aio.queue_depth`.
         threads: `aio.intra_op_parallelism`.
     """
@@ -62,14 +62,14 @@ def block_queue(block_size: int, queue_depth: int, threads: int) -> BlockQueue:
 
 
 def cause_of(error: int, moved: int, wanted: int) -> str:
-    """Why a job did not move what it should, in words; empty when it did."""
+    """Describe why a transfer was incomplete; "" if it was complete."""
     if error:
         return os.strerror(error)
     return "the file ended" if moved < wanted else ""
 
 
 class NativeJob:
-    """One tensor on its way to or from a file."""
+    """Transfer of one tensor in the native queue."""
 
     def __init__(self, queue: NativeQueue, tensor: torch.Tensor, handle: int) -> None:
         self._queue, self._handle = queue, handle
@@ -91,13 +91,13 @@ class NativeJob:
 
 
 class NativeQueue:
-    """Serves jobs in order, `threads` blocks at a time; the arguments are those of `ThreadQueue`.
+    """Queue with native threads: transfers in order, `threads` blocks at a time; arguments are those of `ThreadQueue`.
 
     Attributes:
-        unfinished: jobs nobody waited for yet. Held here, so that the memory of a forgotten job outlives its transfer.
+        unfinished: transfers without a finished `wait`; references keep their memory alive.
 
     Raises:
-        StorageError: the system gives no more threads.
+        StorageError: the system has no more threads.
     """
 
     def __init__(self, library: ctypes.CDLL, threads: int, block: int) -> None:
@@ -114,11 +114,11 @@ class NativeQueue:
         return job
 
     def finish(self, job: int, moved: c_int64) -> int:
-        """Wait for a job and forget it."""
+        """Wait for a transfer and remove it."""
         return self._library.ds_io_wait(self._handle, job, ctypes.byref(moved))
 
     def is_over(self, job: int) -> bool:
-        """Whether every block of a job has moved or failed."""
+        """Whether every block of a transfer has moved or failed."""
         return bool(self._library.ds_io_done(self._handle, job))
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Block I/O by Python threads: the replacement of the native queue, for machines without the library."""
+"""Block I/O with Python threads: replaces the native queue on machines without the library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.ops.aio.files import ALIGNMENT, BlockFile
 
 
 class ThreadJob:
-    """One tensor on its way to or from a file."""
+    """Transfer of one tensor in the queue of Python threads."""
 
     def __init__(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> None:
         self.file, self.offset, self.writing = file, offset, writing
@@ -34,11 +34,11 @@ class ThreadJob:
         return self.over.is_set()
 
     def move(self, start: int, stop: int, aligned_block: _AlignedBlock) -> tuple[int, int]:
-        """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
+        """Move one block; returns (bytes moved, errno or 0). Fewer bytes with errno 0 mean the end of the file."""
         call = os.pwritev if self.writing else os.preadv
         position, refused = start, self.file.direct < 0
         while position < stop:
-            # What direct I/O cannot take, and the rest after a short count, goes through the page cache or fails there.
+            # Bytes that direct I/O does not accept, also after a short count, go through the page cache or fail there.
             direct = not refused and (self.offset + position) % ALIGNMENT == 0 and stop - position >= ALIGNMENT
             end = stop - (stop - position) % ALIGNMENT if direct else stop
             memory = self.memory[position:end]
@@ -62,7 +62,7 @@ class ThreadJob:
 
 
 class ThreadQueue:
-    """Serves jobs in order, `threads` blocks at a time.
+    """Queue with Python threads: transfers in order, `threads` blocks at a time.
 
     Args:
         threads: requests in flight.
@@ -111,7 +111,7 @@ class ThreadQueue:
                 job.running -= 1
                 job.moved += moved
                 job.error = job.error or error
-                if moved < stop - start and job.claimed < len(job.memory):  # the rest is not worth trying
+                if moved < stop - start and job.claimed < len(job.memory):  # skip the remaining blocks
                     job.claimed = len(job.memory)
                     self._jobs.remove(job)
                 if not job.running and job.claimed == len(job.memory):
@@ -119,7 +119,7 @@ class ThreadQueue:
 
 
 class _AlignedBlock:
-    """A thread's own aligned block, for memory that direct I/O cannot take; made when it is first needed."""
+    """Aligned block of one thread, for memory that direct I/O does not support; allocated on first use."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Attention of models of proteins, in tiles: memory is linear in the length."""
+"""Tiled attention for protein models: memory is linear in the sequence length."""
 
 from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
 

@@ -1,8 +1,8 @@
-"""Evoformer attention: softmax(QKᵀ/√D + b1 + b2) V over the fourth dimension from the end, with two biases, in tiles.
+"""Evoformer attention with two biases, in tiles: softmax(QKᵀ/√D + b1 + b2) V, over L of `[B, N, L, H, D]`.
 
-A tile is some rows of the score matrix, of some of the N sequences, for all heads. Forward saves the log-sum-exp of
-each row (Dao et al. 2022, FlashAttention); backward computes the scores of each tile again. Scores and softmax are
-fp32, fp64 for fp64 inputs. (Jumper et al. 2021, AlphaFold 2, supplement, algorithms 7 and 8.)
+A tile is a block of rows of the score matrix, for some of the N sequences and all heads. Forward saves the log-sum-exp
+of each row (Dao et al. 2022, FlashAttention); backward recomputes the scores of each tile. Scores and softmax are fp32,
+or fp64 for fp64 inputs. (Jumper et al. 2021, AlphaFold 2, supplement, algorithms 7 and 8.)
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from deepspeed.errors import ArgumentError
 
-# elements of one tile of scores: on CPUs about one cache, on accelerators enough work for one kernel
+# scores per tile: about one CPU cache, and enough work for one kernel on accelerators
 CPU_TILE, DEVICE_TILE = 2**19, 2**24
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:  # noqa: N802, N803
-    """Attention along L with two biases, for each of N sequences and each head; memory is linear in L.
+    """Compute attention along L with two biases, for each of N sequences and each head; memory is linear in L.
 
-    Gradients of second order are right, but their backward holds whole score matrices. A row whose scores are all
-    -inf is NaN, as in `torch.softmax`.
+    Second-order gradients are supported, but their backward needs whole score matrices. A row with only -inf scores is
+    NaN, as in `torch.softmax`.
 
     Args:
         Q: queries `[B, N, L, H, D]`; fp32, bf16, fp16 or fp64, on any device. Under autocast its dtype is used.
         K: keys, of the same shape, dtype and device.
         V: values, of the same shape, dtype and device.
-        biases: none, one or two; None stands for no bias. The first is `[B, N, 1, 1, L]` (a mask of keys for each
-            sequence), the second `[B, 1, H, L, L]` (of pairs, for all sequences). Their dtype is any of those above.
-            The list is not changed.
+        biases: zero to two tensors; None means no bias. The first is `[B, N, 1, 1, L]` (a key mask for each sequence),
+            the second `[B, 1, H, L, L]` (pair bias, for all sequences), in any of these dtypes. The list is not
+            changed.
 
     Returns:
         `[B, N, L, H, D]` in the dtype of Q.
@@ -73,7 +73,7 @@ def _check(name: str, tensor: Tensor | None, shape: Sequence[int], query: Tensor
 
 
 class _Tiles:
-    """Q, K, V of one batch entry as `[N, H, L, D]` in the dtype of the scores, its biases, and the cut into tiles."""
+    """Q, K, V of one batch entry as `[N, H, L, D]` in the dtype of the scores, with its biases and tile sizes."""
 
     def __init__(self, entry: int, inputs: Sequence[Any]) -> None:
         parts: list[Any] = [None if tensor is None else tensor[entry].detach() for tensor in inputs]
@@ -85,11 +85,11 @@ class _Tiles:
         self.mask, self.pair = mask, pair  # [N, 1, 1, L], [1, H, L, L]
 
     def by_head(self, tensor: Tensor) -> Tensor:
-        """`[N, L, H, …]` as `[N, H, L, …]`, contiguous, in the dtype of the scores."""
+        """Permute `[N, L, H, …]` to `[N, H, L, …]`, contiguous, in the dtype of the scores."""
         return tensor.transpose(1, 2).to(self.dtype, memory_format=torch.contiguous_format)
 
     def rows(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Slices of rows, each with the slices of sequences that form tiles with it."""
+        """Yield slices of rows, each with the slices of sequences that form tiles with them."""
         sequences, heads, length, _ = self.query.shape
         budget = CPU_TILE if self.query.device.type == "cpu" else DEVICE_TILE
         rows = min(max(budget // max(heads * length, 1), 1), length)
@@ -98,7 +98,7 @@ class _Tiles:
             yield slice(row, row + rows), [slice(first, first + some) for first in range(0, sequences, some)]
 
     def scores(self, some: slice, rows: slice) -> Tensor:
-        """One tile, `[n, H, rows, L]`."""
+        """Compute the scores of one tile, `[n, H, rows, L]`."""
         scores = torch.matmul(self.query[some, :, rows], self.key[some].mT)
         if self.mask is not None:
             scores += self.mask[some]
@@ -153,14 +153,14 @@ class _Evoformer(torch.autograd.Function):
 def _backward_of_entry(
     tiles: _Tiles, of_result: Tensor, product: Tensor, logsumexp: Tensor, into: list[Tensor | None]
 ) -> None:
-    """Write the gradients of one batch entry's five inputs into the tensors that are wanted.
+    """Write the gradients of one batch entry's five inputs into the requested tensors.
 
     Args:
-        tiles: the entry.
+        tiles: the batch entry.
         of_result: gradient of the result, `[N, H, L, D]`.
-        product: its product with the result, summed over D, `[N, H, L, 1]`.
-        logsumexp: of the scores, `[N, H, L, 1]`.
-        into: for Q, K, V `[N, L, H, D]`, for the biases `[N, 1, 1, L]` and `[1, H, L, L]`; None where not wanted.
+        product: product of gradient and result, summed over D, `[N, H, L, 1]`.
+        logsumexp: log-sum-exp of the scores, `[N, H, L, 1]`.
+        into: for Q, K, V `[N, L, H, D]`, for the biases `[N, 1, 1, L]` and `[1, H, L, L]`; None: not requested.
     """
     into_query, into_key, into_value, into_mask, into_pair = into
     of_key, of_value = torch.zeros_like(tiles.key), torch.zeros_like(tiles.value)
@@ -191,7 +191,7 @@ def _backward_of_entry(
 def _differentiable_gradients(
     inputs: Sequence[Any], needed: Sequence[bool], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients with a graph of their own, from whole score matrices."""
+    """Compute gradients that are differentiable themselves, from whole score matrices."""
     query, key, value, mask, pair = inputs
     dtype = torch.promote_types(query.dtype, torch.float32)
     with _without_autocast(gradient.device.type):

@@ -1,4 +1,4 @@
-"""LAMB."""
+"""LAMB optimizer."""
 
 from deepspeed.ops.lamb.fused_lamb import FusedLamb
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, scaled for each parameter by the ratio of its norm to the direction's norm."""
+"""LAMB: Adam's update, scaled for each parameter by the ratio of the norms of parameter and update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 class FusedLamb(GroupOptimizer):
-    """LAMB (You et al. 2020, algorithm 2), with the trust ratio kept inside [min_coeff, max_coeff].
+    """LAMB (You et al. 2020, algorithm 2), with the trust ratio clamped to [min_coeff, max_coeff].
 
-    r = m' / (sqrt(v') + eps) + decay * p;  p -= lr * clamp(|p| / |r|) * r, the ratio being 1 where a norm is zero.
+    r = m' / (sqrt(v') + eps) + decay * p;  p -= lr * clamp(|p| / |r|) * r; the ratio is 1 if a norm is zero.
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class FusedLamb(GroupOptimizer):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
-            params: whole tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
-            lr, bias_correction, betas, eps: as of `FusedAdam`.
-            eps_inside_sqrt: add eps before the root instead.
-            weight_decay: share of the weights added to the direction.
-            max_grad_norm: must be 0; clipping is `gradient_clipping`.
-            max_coeff: largest trust ratio.
-            min_coeff: smallest trust ratio.
-            amsgrad: must be false.
+            params: whole tensors or group dicts (`optimizer.params.*` sets the other arguments).
+            lr, bias_correction, betas, eps: as in `FusedAdam`.
+            eps_inside_sqrt: add eps before the square root instead.
+            weight_decay: multiple of the weights added to the update.
+            max_grad_norm: must be 0; use `gradient_clipping` instead.
+            max_coeff: maximum trust ratio.
+            min_coeff: minimum trust ratio.
+            amsgrad: must be False.
 
         Raises:
-            NotAvailableError: `amsgrad` is true.
+            NotAvailableError: `amsgrad` is True.
             OptimizerError: `max_grad_norm` is set.
         """
         if amsgrad:
@@ -67,7 +67,7 @@ class FusedLamb(GroupOptimizer):
         )
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratios of the last step, in the order of the parameters that had gradients."""
+        """Return the trust ratios of the last step, in the order of the parameters with gradients."""
         return [ratio.item() for ratio in self._ratios]
 
     def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion optimizers for device and host memory."""
 
 from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
 from deepspeed.ops.lion.fused_lion import FusedLion

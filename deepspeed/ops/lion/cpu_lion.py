@@ -1,4 +1,4 @@
-"""Lion for parameters whose state is in host memory."""
+"""Lion for parameters with optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class DeepSpeedCPULion(HostOptimizer):
         fp32_optimizer_states: bool = True,
         moments_dtype: torch.dtype | None = None,
     ) -> None:
-        """Keep the groups; states are made at the first step. Other arguments are those of `FusedLion`.
+        """Create the optimizer; states are allocated at the first step. Other arguments are those of `FusedLion`.
 
         Args:
-            fp32_optimizer_states: momentum of 16-bit parameters is fp32; otherwise of the parameters' dtype.
-            moments_dtype: dtype of the momentum, whatever the parameters' is; None leaves it to the former.
+            fp32_optimizer_states: for 16-bit parameters, keep momentum in fp32; False: in the parameters' dtype.
+            moments_dtype: dtype of the momentum for all parameters; None: see `fp32_optimizer_states`.
         """
         super().__init__(
             model_params,
@@ -46,6 +46,6 @@ class DeepSpeedCPULion(HostOptimizer):
         lion_update(group, params, grads, states)
 
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
-        """The fields of `Lion` in optimizers.cpp."""
+        """Return the fields of `Lion` in optimizers.cpp."""
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         return lr, 1 - beta1, 1 - beta2, 1 - lr * group["weight_decay"]

@@ -1,4 +1,4 @@
-"""Lion under upstream's name of the device version."""
+"""Lion for device memory, with upstream's class name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 def lion_update(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-    """Lion (Chen et al. 2023, algorithm 2): p -= lr * (sign(b1 * m + (1 - b1) * g) + decay * p), then m moves by b2.
+    """Apply Lion (Chen et al. 2023, algorithm 2): p -= lr * (sign(b1 m + (1 - b1) g) + decay p); m = b2 m + (1 - b2) g.
 
     Args:
         group: `lr`, `betas`, `weight_decay`.
-        params: tensors updated in place.
-        grads: one of the same dtype for each.
-        states: one dict for each; filled on its first step.
+        params: tensors, updated in place.
+        grads: one gradient per tensor, of the same dtype.
+        states: one dict per tensor; filled at its first step.
     """
     beta1, beta2 = group["betas"]
     for param, grad, state in zip(params, grads, states, strict=True):
@@ -40,14 +40,14 @@ class FusedLion(GroupOptimizer):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
-        """Keep the groups; states are made at the first step.
+        """Create the optimizer; states are allocated at the first step.
 
         Args:
-            params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
+            params: tensors or group dicts (`optimizer.params.*` sets the other arguments).
             lr: learning rate.
-            betas: share of the momentum in the sign, and its decay.
-            weight_decay: decay per unit of learning rate.
-            set_grad_none: `zero_grad()` drops gradients instead of filling them with zeros.
+            betas: weight of the momentum in the sign, and decay rate of the momentum.
+            weight_decay: weight decay, multiplied by the learning rate.
+            set_grad_none: `zero_grad()` sets gradients to None instead of zero.
         """
         self.set_grad_none = set_grad_none
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)

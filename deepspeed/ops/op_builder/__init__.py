@@ -1,4 +1,4 @@
-"""Operator builders under upstream's names. Nothing is built: an operator is a module of this package, or not there."""
+"""Operator builders with upstream's names. Nothing is compiled: an operator is a module here, or unavailable."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ __all__ = [
 
 
 class OpBuilder:
-    """The builder of one operator.
+    """Builder of one operator.
 
     Attributes:
-        NAME: of the operator, the key of `deepspeed.ops.__compatible_ops__`.
-        MODULE: where the operator is; None where this version does not have it.
-        INSTEAD: what it is here, or what there is in its place, in a few words.
+        NAME: name of the operator, the key of `deepspeed.ops.__compatible_ops__`.
+        MODULE: module of the operator; None if this version does not have it.
+        INSTEAD: short description of the implementation here, or of the replacement.
     """
 
     NAME: ClassVar[str] = ""
@@ -60,23 +60,23 @@ class OpBuilder:
         return self.NAME
 
     def absolute_name(self) -> str:
-        """The import path of the operator, or where it would be."""
+        """Return the import path of the operator, even if unavailable."""
         return self.MODULE or f"deepspeed.ops.{self.NAME}"
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether this torch is built for AMD's devices."""
+        """Whether this torch is built for AMD GPUs."""
         return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives the operator on this machine."""
+        """Whether `load` works on this machine."""
         return self.MODULE is not None
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The module that holds the operator; nothing is compiled.
+        """Return the module of the operator; nothing is compiled.
 
         Raises:
-            NotAvailableError: this version does not have it.
+            NotAvailableError: this version does not have the operator.
         """
         if self.MODULE is None:
             raise NotAvailableError(f"{type(self).__name__}: '{self.NAME}' is not available yet: {self.INSTEAD}")
@@ -84,20 +84,20 @@ class OpBuilder:
 
 
 def _builder(class_name: str, operator: str, instead: str, module: str | None = None) -> type[OpBuilder]:
-    """The class of a builder: of the operator in a module, or of one that this version does not have."""
+    """Create the builder class of an operator; without `module`, the operator is unavailable."""
     doc = f"{instead[0].upper()}{instead[1:]}." if module else f"Not available yet: {instead}."
     return type(class_name, (OpBuilder,), {"__doc__": doc, "NAME": operator, "MODULE": module, "INSTEAD": instead})
 
 
 class ShareMemCommBuilder(OpBuilder):
-    """Collectives of one machine's CPU ranks."""
+    """Builder of the collectives between CPU ranks of one machine."""
 
     NAME = "deepspeed_shm_comm"
     MODULE = "deepspeed.comm.shared_memory.transport"
     INSTEAD = "collectives of one machine's CPU ranks"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the native library is there."""
+        """Whether the native library is available."""
         return library() is not None
 
 
@@ -153,9 +153,9 @@ TransformerBuilder = _builder("TransformerBuilder", "transformer", "training use
 ALL_OPS: dict[str, OpBuilder] = {
     builder.NAME: builder() for name, builder in sorted(globals().items()) if name.endswith("Builder") and builder.NAME
 }
-"""A builder of each operator, by its name."""
+"""Builders of all operators, by name."""
 
 
 def compatible_ops() -> dict[str, bool]:
-    """Whether each operator can be loaded on this machine, by name."""
+    """Return whether each operator can be loaded on this machine, by name."""
     return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}

@@ -1,4 +1,4 @@
-"""Limits of an engine: sequences, tokens, cache memory."""
+"""Limits of a ragged engine: sequences, tokens, cache memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of the engine's state: sequences, tokens, memory."""
+"""Configuration of sequences, tokens and memory of a ragged engine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from deepspeed.errors import NotAvailableError
 
 
 class AllocationMode(Enum):
-    """Whether a size is left free, or taken."""
+    """Meaning of `MemoryConfig.size`: memory to leave free, or blocks to allocate."""
 
     RESERVE = "reserve"
     ALLOCATE = "allocate"
 
 
 class MemoryConfig(DeepSpeedConfigModel):
-    """`reserve`: so many bytes stay free when the cache has what it can use of the rest; `allocate`: so many blocks."""
+    """Cache memory. `reserve`: leave `size` bytes free, use the other memory as needed; `allocate`: `size` blocks."""
 
     mode: AllocationMode = AllocationMode.RESERVE
     size: PositiveInt = 1_000_000_000
 
 
 class KVCacheConfig(DeepSpeedConfigModel):
-    """What a block of the cache holds; told by the engine."""
+    """Contents of a cache block; set by the engine."""
 
     block_size: int = 64
     num_allocation_groups: PositiveInt = 1
@@ -36,7 +36,7 @@ class KVCacheConfig(DeepSpeedConfigModel):
 
 
 class DSStateManagerConfig(DeepSpeedConfigModel):
-    """Limits of what the engine keeps and of one pass."""
+    """Limits of tracked sequences and of one pass."""
 
     max_tracked_sequences: PositiveInt = 2048
     max_ragged_batch_size: PositiveInt = 768
