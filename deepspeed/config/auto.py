@@ -45,9 +45,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class AutoRule:
-    """Rule for one key: a function for the value (None: unknown), its description, and advice for an unknown value.
+    """Rule that resolves "auto" for one configuration key.
 
-    With an empty `needs`, an unknown value resolves to the key's default.
+    Args:
+        find: computes the value; None: it is unknown.
+        becomes: description of the value, for the documentation.
+        needs: advice in the error for an unknown value; empty: the key's default is used.
     """
 
     find: Callable[[Reading, Facts], Any]

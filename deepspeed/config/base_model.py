@@ -46,7 +46,10 @@ class DeepSpeedConfigModel(BaseModel):
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Return the data with the names and values that the fields accept."""
+        """Return a copy of the input, prepared for validation.
+
+        Values "auto" are dropped, and those of deprecated fields are moved to the fields that replace them.
+        """
         if data.get("strict") is True and "strict" not in cls.model_fields:
             return {name: value for name, value in data.items() if name != "strict"}
         taken = {name: value for name, value in data.items() if not is_auto(value) and name != "strict"}

@@ -39,7 +39,8 @@ class DeepSpeedConfig:
 
     Attributes:
         raw: the user's configuration object, unchanged.
-        top: the typed top level; other attributes are parts of it under the engine's names.
+        top: the validated configuration (`TopLevel`), with "auto" and the batch sizes resolved. The other attributes
+            are its values, some under other names (`zero` is `top.zero_optimization`).
     """
 
     def __init__(

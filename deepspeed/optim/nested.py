@@ -47,10 +47,11 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 class NestedState(MutableMapping[Tensor, Any]):
-    """State of a nested optimizer, stored in the outer optimizer's state under keys with the prefix "path.".
+    """State of a nested optimizer, kept in the per-parameter entries of the outer optimizer's state.
 
-    Code that moves, saves or reads the outer optimizer's state thus handles the nested state too. The outer optimizer's
-    `state` may be replaced by another object.
+    Each key of an entry has the attribute path of the nested optimizer and a dot before it (`base.exp_avg`). Code that
+    moves, saves or reads the outer state thus covers the nested state. The outer `state` is looked up at each access,
+    so it may be replaced.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:

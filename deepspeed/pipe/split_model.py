@@ -111,7 +111,13 @@ class ModelSplit:
         return outputs
 
     def verify(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
-        """Run the parts one after another and raise if they do not reproduce the outputs of the whole model."""
+        """Check that the parts, run one after another, reproduce the outputs of the whole model.
+
+        If they do not, set `needed` to those modules before the blocks that every part must run itself, and check again.
+
+        Raises:
+            PipelineError: the outputs still differ.
+        """
         if not self._difference(model, inputs, outputs):
             return
         required = []  # every block may read values computed before the blocks

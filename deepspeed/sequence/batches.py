@@ -38,11 +38,13 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """Return this rank's slice of a whole batch, with the positions of its tokens.
 
     Args:
-        batch: equal on all ranks of the axis; `labels` of a causal model become `shift_labels` in addition.
+        batch: equal on all ranks of the axis. If it has `labels` per token and no `shift_labels`, a shifted copy is added
+            as `shift_labels`.
         axis: ranks of a sequence.
 
     Raises:
-        DataError: the object is no batch of sequences, or its length is not divisible by the number of ranks.
+        DataError: `batch` has no sequence of tokens, its length is not divisible by the number of ranks, or its
+            `attention_mask` has more than two dims.
     """
     tokens = length_of(batch)
     if tokens is None:

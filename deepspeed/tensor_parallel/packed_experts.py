@@ -127,7 +127,17 @@ def share_packed(
 def _masks(
     module: nn.Module, call: ModuleInputs, row: str, dim: int, part: tuple[int, int], draw: int
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the indices on which a part of the last matrices' channels depends, as masks by parameter and dim."""
+    """Return which indices of the other parameters reach the output through some channels of the output matrices.
+
+    Args:
+        row: name of the output matrices.
+        dim: of their channels.
+        part: (start, length) of the channels.
+        draw: seed of the random weights.
+
+    Returns:
+        By parameter name, one boolean mask for each dim.
+    """
     twin = randomised(module, draw)
     params = dict(twin.named_parameters())
     with torch.no_grad():

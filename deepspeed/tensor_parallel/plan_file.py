@@ -1,7 +1,9 @@
-"""Plan files: a plan is written for a model, can be edited by hand, and replaces the search.
+"""JSON files of tensor-parallel plans.
 
-A file is always verified: names, shapes and shares are compared with the model, and split units with their dense forms
-(`verify`). Equal units (modules with regions) are written once; `*` in their names matches any number.
+`write_plan` stores the plan that was found for a model. The file can be edited by hand, and an engine reads the file
+instead of searching for a plan. A file is verified when it is read: its names, shapes and shares must fit the model,
+and each split unit must compute the same as the whole unit (`verify`). A unit is a module with parameters to split;
+equal units are written once, with `*` for the layer number in their names.
 """
 
 from __future__ import annotations

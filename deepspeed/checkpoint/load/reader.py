@@ -174,7 +174,11 @@ class NativeSource(Source):
             read_all(wanted)
 
     def _read_through_peers(self, far: list[Fetch]) -> None:
-        """Exchange the requests of all ranks; the first rank that sees a file serves its requests, in a fixed order."""
+        """Read files that this rank cannot access.
+
+        All ranks gather their requests. The lowest rank that can read a file sends its values to the requesting ranks,
+        in the same order on all ranks.
+        """
         requests = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
         wishes = self.ranks.gather(requests)
         for rank, listed in enumerate(wishes):

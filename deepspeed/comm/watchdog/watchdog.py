@@ -74,11 +74,11 @@ class Stopping:
             self._decision = self._promise = self._steps
 
     def step(self, check: Callable[[], None], wake: Callable[[], None]) -> int:
-        """Record the end of a step in the main thread.
+        """Record the end of a step, in the main thread; after a stop request, wait for the agreement on the last step.
 
         Args:
-            check: raises if a rank has failed, in which case no decision is made.
-            wake: makes the watchdog poll at once.
+            check: called while waiting; raises if a rank has failed, since no agreement is then possible.
+            wake: called while waiting; makes the watchdog poll at once.
 
         Returns:
             0, or the number of the signal if all ranks stop here.

@@ -271,11 +271,11 @@ class MemoryGuard:
 
 
 class MemoryWatchdog:
-    """Thread that warns before the container's memory limit is reached; there is no thread without a limit.
+    """Warns from a background thread before the container's memory limit is reached; without a limit, no thread starts.
 
-    The kernel ends a process that exceeds the container's limit with SIGKILL; no allocation fails before. So the thread
-    polls the free memory, more often as it decreases, and logs once the current activity of the training thread, the
-    memory by category, and a key that helps.
+    The kernel kills a process that exceeds the limit with SIGKILL, and no allocation fails before. The thread therefore
+    polls the free memory, more often as it decreases. It logs one warning for each shortage: the stack of the training
+    thread, the memory by category, and a configuration key that reduces the usage.
     """
 
     def __init__(self, report: MemoryReport, container: CgroupMemory | None = None) -> None:

@@ -80,7 +80,7 @@ class Counter(Attribution):
         self._mode: _Mode | None = None
 
     def attach(self, counting: bool = True) -> None:
-        """Start counting operations (some microseconds each) and times; without `counting`, only times."""
+        """Start measuring times and, with `counting`, floating-point operations (microseconds of cost for each)."""
         self.hook()
         if counting:
             self._mode = _Mode(self)

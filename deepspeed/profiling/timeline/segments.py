@@ -235,7 +235,10 @@ class Waits:
         return self._busiest(index, piece, whole=True)
 
     def _busiest(self, index: int, piece: Segment, whole: bool) -> tuple[int, int]:
-        """Return the peer that was busy longest during a segment, and the end of its work."""
+        """Return the peer that worked longest during a segment, and the end of its work within the segment.
+
+        (-1, 0) if none worked. `whole`: count all categories but waiting, not only those before a slice is new.
+        """
         late, longest, when = -1, 0, 0
         for other, of_rank in enumerate(self._busy):
             intervals = of_rank[whole]

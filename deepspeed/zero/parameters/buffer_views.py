@@ -141,7 +141,10 @@ class BufferViews:
         return now > self._quiet
 
     def outlived(self) -> bool:
-        """Return whether other code holds the memory of a whole group that a parameter has left by `param.data = …`."""
+        """Return whether a tensor of other code uses the unsharded buffer.
+
+        Parameters whose storage `param.data = …` has replaced no longer count as users of the buffer.
+        """
         away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
         return self._quiet is not None and self.others() > self._quiet - away
 
@@ -158,7 +161,10 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Free the memory of the freed group, unless it is retained or other code holds a view."""
+        """Release the unsharded buffer, unless the policy keeps it, other code has a view, or autograd saved a parameter.
+
+        If other code has a view, the values are copied, to detect later writes.
+        """
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
         for member in self._group.members:

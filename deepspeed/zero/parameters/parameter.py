@@ -139,11 +139,12 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Return the mean gradient of the window so far, as in plain PyTorch under DDP.
+        """Return the gradient accumulated since the last optimizer step.
 
-        At stages 2 and 3 every rank holds only a shard, so the read is a collective gather. In-place changes of the
-        returned tensor are imported before more gradients are added and by `step`; for a change after more gradients
-        were added, `step` raises on all ranks.
+        It is the mean over ranks, or this rank's own sum where the reduction waits for the last micro-batch. At stages
+        2 and 3 the read of a reduced gradient is a collective gather. An in-place edit of the returned tensor takes
+        effect at the next backward or `step`; if an earlier result is edited after a later backward, `step` raises on
+        all ranks.
         """
         if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
             return None
