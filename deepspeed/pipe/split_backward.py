@@ -217,9 +217,9 @@ class _Graph:
                 self._products.setdefault(edge.node, []).append(node)
 
     def _keep(self, nodes: list[Node]) -> None:
-        """Add nodes and their descendants to the immediate backward, except below the right factors of deferred products.
+        """Add nodes and their descendants to the immediate backward, but not right factors of deferred products.
 
-        A product whose right factor the immediate backward reaches can no longer be deferred and is added too (`_meet`).
+        A product whose right factor the immediate backward reaches cannot be deferred and is added too (`_meet`).
         """
         now, nexts, known, edges = self.now, self._nexts, self._found, self._edges
         open_ = list(nodes)

@@ -113,7 +113,7 @@ class ModelSplit:
     def verify(self, model: nn.Module, inputs: dict[str, Any], outputs: Any) -> None:
         """Check that the parts, run one after another, reproduce the outputs of the whole model.
 
-        If they do not, set `needed` to those modules before the blocks that every part must run itself, and check again.
+        If they do not, set `needed` to the modules before the blocks that every part must run, and check again.
 
         Raises:
             PipelineError: the outputs still differ.

@@ -38,8 +38,8 @@ def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
     """Return this rank's slice of a whole batch, with the positions of its tokens.
 
     Args:
-        batch: equal on all ranks of the axis. If it has `labels` per token and no `shift_labels`, a shifted copy is added
-            as `shift_labels`.
+        batch: equal on all ranks of the axis. If it has `labels` per token and no `shift_labels`, a shifted copy is
+            added as `shift_labels`.
         axis: ranks of a sequence.
 
     Raises:

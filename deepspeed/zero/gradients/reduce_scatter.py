@@ -236,9 +236,9 @@ class GradReduceScatter:
             bucket.add([total], 1.0)
 
     def progress(self, most: int | None = None) -> None:
-        """Process rounds whose messages have arrived, without waiting; peers can reuse their send buffers only afterwards.
+        """Process rounds whose messages have arrived, without waiting.
 
-        Rounds of one bucket are processed in order. `most`: number of rounds to check; None: all.
+        Peers can reuse their send buffers only afterwards. Rounds of one bucket are processed in order. `most`: number of rounds to check; None: all.
         """
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):

@@ -161,7 +161,7 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Release the unsharded buffer, unless the policy keeps it, other code has a view, or autograd saved a parameter.
+        """Release the unsharded buffer, unless the policy, a view of other code, or autograd keeps it.
 
         If other code has a view, the values are copied, to detect later writes.
         """
