@@ -238,7 +238,8 @@ class GradReduceScatter:
     def progress(self, most: int | None = None) -> None:
         """Process rounds whose messages have arrived, without waiting.
 
-        Peers can reuse their send buffers only afterwards. Rounds of one bucket are processed in order. `most`: number of rounds to check; None: all.
+        Peers can reuse their send buffers only afterwards. Rounds of one bucket are processed in order. `most`: number
+        of rounds to check; None: all.
         """
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):
