@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.harness import WorkerPool
+from tests.harness.drawn import mark_others_slow
 from tests.harness.police import Police
 
 SKIPS = Path(__file__).parent / "skips.txt"
@@ -23,6 +25,7 @@ _skipped: set[str] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: part of the full product of a table, not of `make test`")
+    config.addinivalue_line("markers", "drawn(count): so many of its cells run in `make test`; the others are slow")
     config.addinivalue_line("filterwarnings", "error:::deepspeed")
     # A shell, or nohup, starts what is in the background so; what tests start would inherit it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,6 +33,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
+
+
+@pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_others_slow(items)
+
+
+def pytest_collection_finish() -> None:
+    """What collection has made stays to the end: no later pass of the garbage collector has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _started(worker: str) -> Iterator[Callable[[int], WorkerPool]]:

@@ -76,7 +76,7 @@ def test_torchs_optimizers_become_cpu_ones_when_offloaded(workers: Any, optimize
     workers(2).run(runs.mapped, stage, optimizer, MAPPED[optimizer], timeout=90)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_accelerate_saves_and_loads(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(runs.saved_and_loaded, stage, str(tmp_path), timeout=180)
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.docs.diffs import sides
+from tests.harness.pool import PATIENCE
 from tests.upstream.interpreter import NEEDS_UPSTREAM, run_upstream
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "docs" / "index.md"
 PAGES = [*sorted((ROOT / "docs" / "coming-from").glob("*.md")), HOME]
-PATIENCE = 120 * float(os.environ.get("TEST_PATIENCE", "1"))
+LIMIT = 180 * PATIENCE  # seconds
 PORTS = 21_000  # below those that the system hands out; a block for each process of the test runner
 
 
@@ -37,7 +38,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+        said = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:

@@ -84,7 +84,7 @@ def summed(dtype: torch.dtype, whole: bool, in_rank_order: bool) -> dict[str, ob
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_sums_are_those_of_hosts_first_and_cross_hosts_once(emulated, dtype):
     need_compiler()
     for seen in emulated(4).run(summed, dtype, False, False, timeout=LIMIT):

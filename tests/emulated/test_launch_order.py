@@ -77,6 +77,7 @@ def skipping(stage: int, skip: int) -> tuple[list[float], list[float], list[str]
     return seen.losses, norms, seen.reports
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("skip", [0, DEPTH - 1])
 def test_a_group_that_no_rank_uses_holds_nothing_back_for_good(workers, emulated, stage, skip):
@@ -111,6 +112,7 @@ def saved_in_the_window(stage: int, skip: int, folder: str) -> tuple[list[list[f
     return gone_on, resumed
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("skip", [0, DEPTH - 1])
 def test_a_checkpoint_within_a_window_has_the_rounds_that_waited(emulated, stage, skip):

@@ -15,7 +15,7 @@ from tests.emulated.needs import need_compiler
 
 need_compiler()
 
-_CARD, _FAST = "H100-80GB", [{"stage": 2, "recompute": False}, {"stage": 3, "recompute": True, "offload": "all-cpu"}]
+_CARD, _CASES = "H100-80GB", [{"stage": 2, "recompute": False}, {"stage": 3, "recompute": True, "offload": "all-cpu"}]
 
 
 def named(case: dict[str, Any]) -> str:
@@ -29,7 +29,7 @@ def compare(folder: Path, case: dict[str, Any]) -> None:
     assert abs(sum(row["predicted"].values()) / row["allocated"] - 1 - row["gap"]) < 1e-9
 
 
-@pytest.mark.parametrize("more", _FAST, ids=named)
+@pytest.mark.parametrize("more", [pytest.param(_CASES[0], marks=pytest.mark.slow), _CASES[1]], ids=named)
 def test_a_prediction_is_what_a_device_allocates(tmp_path: Path, more: dict[str, Any]) -> None:
     compare(tmp_path, {"model": "llama-220m", "maker": "package", "ranks": 8, "micro": 1, "length": 512, **more})
 

@@ -75,6 +75,7 @@ def launches_of_a_sum(dtype: torch.dtype, add: bool, together: bool = False) -> 
     return seen.counters["launch"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
 def test_a_sum_is_one_launch_per_rank(emulated, dtype, add):

@@ -237,6 +237,7 @@ def engines_and_models(stage: int) -> None:
         expect_trained(second)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_calls_at_the_wrong_moment(workers: Any, stage: int) -> None:
     workers(RANKS).run(wrong_calls, stage)
@@ -366,6 +367,7 @@ def goes_on(stage: int) -> None:
         expect_trained(engine)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_goes_on_as_if_nothing_had_been(workers: Any, stage: int) -> None:
     workers(RANKS).run(goes_on, stage)
@@ -418,6 +420,7 @@ def edited(stage: int, precision: str) -> None:
         expect_close(masters(engine), before, 0.0)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_edited_by_the_user(workers: Any, stage: int) -> None:
     for precision in ("fp32", "bf16"):
@@ -434,6 +437,7 @@ def cast_later(stage: int) -> None:
             engine.step()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_cast_after_initialize_is_refused(workers: Any, stage: int) -> None:
     workers(RANKS).run(cast_later, stage)

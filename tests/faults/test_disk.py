@@ -281,7 +281,10 @@ def trained(folder: Path, fault: str) -> Ended:
     return end
 
 
-@pytest.mark.parametrize(("fault", "word"), [("cut", "truncated the file to "), ("short", "File too large")])
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [("cut", "truncated the file to "), pytest.param("short", "File too large", marks=pytest.mark.slow)],
+)
 def test_a_fault_between_steps_ends_the_run_by_name(tmp_path, fault, word):
     end = trained(tmp_path, fault)
     last = end.err.strip().splitlines()[-1]
@@ -296,6 +299,7 @@ def test_a_folder_removed_between_steps_changes_nothing(tmp_path):
     assert removed.out == whole.out
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_file_of_any_rank(tmp_path):
     snippet = TRAIN + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(2)"
     first, second = run_ranks(snippet, 2, limit=120, NVME=str(tmp_path), DEEPSPEED_TIMEOUT=str(3 / 60))

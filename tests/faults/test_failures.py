@@ -46,6 +46,7 @@ def planted_inf(stage: int, precision: str, guilty: int) -> list[str]:
         return list(lines)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_skipped_step_names_parameter_module_and_rank(workers: Any, precision: str, stage: int) -> None:
@@ -105,6 +106,7 @@ def looped(stage: int, accumulation: int) -> None:
             expect_close(masters(engine), twin.parameters(), 1e-6, at=(policy, stage, accumulation))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_loops_end_and_weigh_real_samples(workers: Any, stage: int) -> None:
     workers(4).run(looped, stage, 3 if stage % 2 else 1, timeout=60)

@@ -93,6 +93,7 @@ def odd(stage: int) -> None:
                 assert gap <= 1e-6, (kind, name, gap)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_odd_parameters_equal_plain_torch(workers: Any, stage: int) -> None:
     workers(2).run(odd, stage)

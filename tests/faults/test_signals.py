@@ -37,19 +37,19 @@ TRAIN = """
 """
 
 
-def start(folder, last=100_000, load=True, before="pass", checkpoint="{}"):
+def start(folder, last=100_000, load=True, before="pass", checkpoint="{}", ranks=2):
     text = textwrap.dedent(TRAIN).replace("LAST", str(last)).replace("LOAD", str(load))
     (folder / "train.py").write_text(text.replace("BEFORE", before).replace("CHECKPOINT", checkpoint))
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--grace", "20", "train.py"],
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--grace", "20", "train.py"],
         cwd=folder, env={**inherited, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def ready(launcher):
-    return sorted(int(launcher.stdout.readline().split()[1]) for _ in range(2))
+def ready(launcher, ranks=2):
+    return sorted(int(launcher.stdout.readline().split()[1]) for _ in range(ranks))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
 
 
 def test_without_a_folder_nothing_is_saved_and_the_old_code_stays(tmp_path):
-    launcher = start(tmp_path, load=False)
-    ready(launcher)
+    launcher = start(tmp_path, load=False, ranks=1)
+    ready(launcher, 1)
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 143

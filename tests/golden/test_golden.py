@@ -30,6 +30,7 @@ def losses(stage: int, precision: str) -> list[float]:
         return found
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("precision", BARS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_losses_are_the_kept_ones(workers: Any, stage: int, precision: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import WorkerError, WorkerPool, WorkerTimeout
+from tests.harness.drawn import drawn
 from tests.harness.forks import in_a_fork, in_forks
+from tests.harness.fresh import run_fresh
 
 
 def rank_and_sum(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -47,6 +50,21 @@ def test_results_come_in_rank_order_from_the_same_processes(workers):
     second = workers(2).run(rank_and_sum, torch.ones(3))
     assert [pid for pid, _ in first] == [pid for pid, _ in second] == workers(2).pids
     assert all(torch.equal(total, torch.full((3,), 3.0)) for _, total in first)
+
+
+def test_drawn_cells_are_always_the_same_and_have_every_value():
+    values = [["0", "1", "2", "3"], ["fp32", "bf16"], ["cpu", "nvme", "device"]]
+    cells = ["-".join(cell) for cell in itertools.product(*values)]
+    chosen = drawn(cells, 5)
+    assert chosen == drawn(cells[::-1], 5) and len(set(chosen)) == 5
+    assert [{cell.split("-")[at] for cell in chosen} for at in range(3)] == [set(each) for each in values]
+    assert sorted(drawn(cells, 100)) == sorted(cells)
+
+
+@pytest.mark.slow
+def test_a_fresh_program_that_fails_is_shown():
+    with pytest.raises(AssertionError, match="planted"):
+        run_fresh(["pass", "raise ValueError('planted')"])
 
 
 @pytest.fixture

@@ -36,12 +36,14 @@ def resume(folder: str, stage: int, precision: str, accumulation: int, before: i
         assert counted(engine) == counters
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_is_exact(workers: Any, tmp_path: Path, stage: int, precision: str) -> None:
     workers(RANKS).run(resume, str(tmp_path), stage, precision, 1, 3, 4, timeout=120)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_in_the_middle_of_a_window_is_exact(workers: Any, tmp_path: Path, stage: int, precision: str) -> None:

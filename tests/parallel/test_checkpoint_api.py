@@ -49,6 +49,7 @@ def weights_out(folder: str, stage: int, precision: str) -> dict[str, torch.Tens
         return state
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_come_out_bit_equal(workers: Any, tmp_path: Path, stage: int, precision: str) -> None:
@@ -184,7 +185,7 @@ def test_weights_go_into_a_model_that_is_born_sharded(workers: Any, tmp_path: Pa
     workers(1).run(weights_into_a_born_model, str(tmp_path), timeout=60)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_weights_go_in_whatever_is_sharded(workers: Any, tmp_path: Path, stage: int) -> None:
     workers(2).run(weights_in, str(tmp_path), stage, timeout=120)
 
@@ -286,7 +287,7 @@ def asynchronous(folder: str, stage: int) -> None:
         assert Path(engine.load_checkpoint(folder)[0]).name == "two"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_async_saves(workers: Any, tmp_path: Path, stage: int) -> None:
     workers(2).run(asynchronous, str(tmp_path), stage, timeout=120)
 

@@ -55,7 +55,7 @@ def units_leave(stage: int, folder: str) -> None:
             assert torch.allclose(small(input_ids=batch(0)).logits, logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_units_and_layers_leave_under_adapters(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(units_leave, stage, str(tmp_path / "small"), timeout=120)
 

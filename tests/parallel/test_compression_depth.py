@@ -344,7 +344,7 @@ def at_step_0(folder: str, stage: int) -> None:
                 assert train(engine, range(2, 3)) == pytest.approx(expected, abs=1e-5), (config, layers, tag)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_checkpoints_of_other_shapes(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(at_step_0, str(tmp_path), stage, timeout=120)
 

@@ -82,7 +82,7 @@ def edited(stages: tuple[int, ...], hows: tuple[str, ...], extra: dict[str, Any]
                 dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_edit_does_not_bring_masked_weights_back(workers: Any, ranks: int, tmp_path: Path) -> None:
     workers(ranks).run(edited, STAGES, EDITS, GATHER, str(tmp_path), timeout=120)
 
@@ -123,7 +123,7 @@ def untouched() -> None:
                 assert torch.equal(seen(engine)[WEIGHTS[1]] == 0, dropped), (stage, how)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_masks_hold_where_a_step_updates_nothing(workers: Any, ranks: int) -> None:
     workers(ranks).run(untouched, timeout=120)
 
@@ -147,6 +147,7 @@ def ungrouped(stage: int) -> None:
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) <= 1e-4, losses
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_units_leave_parameters_in_no_optimizer_group(workers: Any, stage: int) -> None:
     workers(1).run(ungrouped, stage, timeout=120)

@@ -82,6 +82,7 @@ def layers_leave(stage: int, tier: str, precision: str) -> None:
             assert torch.allclose(whole[name], param, atol=1e-5), name
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_layers_leave(workers: Any, stage: int) -> None:
     workers(2).run(layers_leave, stage, "none", "fp32", timeout=120)
@@ -156,7 +157,7 @@ def resumes(folder: str, stage: int) -> None:
         assert len(engine.module.model.layers) == 2
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_resume(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(resumes, str(tmp_path), stage, timeout=240)
 
@@ -268,7 +269,7 @@ def aliases_and_ties(stage: int) -> None:
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) <= 1e-5, (expected, found)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_lists_with_two_names_and_weights_of_two_layers(workers: Any, stage: int) -> None:
     workers(2).run(aliases_and_ties, stage, timeout=120)
 

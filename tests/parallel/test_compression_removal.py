@@ -104,6 +104,7 @@ def removed_like_masked(stage: int, tier: str, precision: str) -> None:
         assert whole["model.layers.0.self_attn.o_proj.weight exp_avg"].shape == (16, 8)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_removed_is_masked(workers: Any, stage: int) -> None:
     workers(2).run(removed_like_masked, stage, "none", "fp32", timeout=120)
@@ -137,6 +138,6 @@ def resumes(folder: str, stage: int) -> None:
         assert engine.module.config.intermediate_size == 12
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_resume(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(resumes, str(tmp_path), stage, timeout=240)

@@ -63,6 +63,7 @@ def rounded(stage: int, folder: str) -> None:
     assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_masters_are_loaded_as_the_parameters_are(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(RANKS).run(rounded, stage, str(tmp_path), timeout=120)

@@ -79,6 +79,7 @@ def drop_engines(stage: int, zero: dict[str, Any]) -> None:
     assert serving() == served and not world_axis().abandoned
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_dropped_engine_goes(workers: Any, stage: int) -> None:
     workers(2).run(drop_engines, stage, {}, timeout=120)

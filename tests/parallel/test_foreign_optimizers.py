@@ -281,12 +281,14 @@ def check_averaged(got: list[list[torch.Tensor]], name: str, precision: str) -> 
             assert float((ours - theirs).abs().max()) <= (1e-5 if precision == "fp32" else 3e-2)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("stage", "client"), [(0, False), (1, True), (2, False), (3, True)])
 def test_evaluation_has_the_averaged_weights(workers: Any, tmp_path: Any, stage: int, client: bool) -> None:
     got = workers(RANKS).run(averaged, stage, FREE[0], "", "fp32", str(tmp_path), client, timeout=120)
     check_averaged(got, FREE[0], "fp32")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluation_of_an_offloaded_optimizer(workers: Any, tmp_path: Any, stage: int, tier: str) -> None:
@@ -331,6 +333,7 @@ def train_by_two_steps(stage: int, tier: str, folder: str) -> dict[str, torch.Te
     return values
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("stage", "tier"), [(0, ""), (1, ""), (2, "nvme"), (3, ""), (3, "cpu")])
 def test_sharpness_aware_minimization_in_its_two_steps(workers: Any, tmp_path: Any, stage: int, tier: str) -> None:
     twin = Reference(net(), sharpness_aware, RANKS)
@@ -389,6 +392,7 @@ def resumed(stage: int, name: str, tier: str, folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("name", "stage", "tier"),
     [

@@ -309,6 +309,7 @@ def frozen(stage: int) -> None:
         engine.step()
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "case",
@@ -338,18 +339,21 @@ def test_an_edit_that_comes_too_late_raises(workers: Any, stage: int) -> None:
     workers(RANKS).run(late_edits, stage)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_of_gradients_changes_nothing(workers: Any, stage: int, accumulation: int) -> None:
     workers(RANKS).run(graph_of_gradients, stage, accumulation)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("case", [kept_data, exchanged_data, old_memory_stays, memory_of_another])
 def test_values_follow_their_data(workers: Any, case: Any, stage: int) -> None:
     workers(RANKS).run(case, stage)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_averages_exchanged_by_pointer(workers: Any, stage: int, precision: str) -> None:
@@ -374,6 +378,7 @@ def other_rules(stage: int, change: str) -> None:
             engine.step()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("change", ["tensor", "weight_decay", "nan"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_update_by_one_rule(workers: Any, stage: int, change: str) -> None:
@@ -420,6 +425,7 @@ def momentum_that_comes_later(stage: int) -> None:
         torch.testing.assert_close(found[name], param.detach(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_whose_first_gradient_comes_later_has_momentum(workers: Any, stage: int) -> None:
     workers(RANKS).run(momentum_that_comes_later, stage)

@@ -94,6 +94,7 @@ def _live(stage: int, kind: str) -> Any:
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_live_engine_generates_with_the_weights_of_now(workers: Any, stage: int) -> None:
     """Ranks differ in prompts, lengths and numbers of calls: none waits for another."""
@@ -139,6 +140,7 @@ def _streamed(device: str, folder: str, packed: bool) -> Any:
     return all(torch.equal(one, want) for one in found), len(set(want[0].tolist()))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_weights_that_rest_elsewhere_stream_through(workers: Any, tmp_path: Path, device: str, packed: bool) -> None:

@@ -241,6 +241,7 @@ def norms_of_a_part(stage: int) -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_asking_for_norms_changes_nothing_where_the_optimizer_has_a_part(workers: Workers, stage: int) -> None:
     workers(RANKS).run(norms_of_a_part, stage)
@@ -263,11 +264,13 @@ def test_gradient_norms_are_those_of_one_process(workers: Workers) -> None:
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_some_ranks_have_counts_and_one_that_none_has_is_left_out(workers: Workers, stage: int) -> None:
     workers(RANKS).run(unused_norms, stage)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_change_after_gradient_norms_is_in_the_norm_of_the_step(workers: Workers, stage: int) -> None:
     workers(RANKS).run(norms_before_a_change, stage)

@@ -82,7 +82,7 @@ def measured() -> list[tuple[str, float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_state_bytes_are_the_formula(workers: Any, ranks: int) -> None:
     wanted = [
         state_bytes(stage, ranks, low_precision=precision == "bf16", accumulating=accumulation > 1).total
@@ -149,6 +149,7 @@ def left_to_the_collector(stage: int, model: type[nn.Module]) -> None:
     assert trained() is None
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("model", [Stack, Pairs])
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_leave_nothing_to_the_garbage_collector(workers: Any, stage: int, model: type[nn.Module]) -> None:

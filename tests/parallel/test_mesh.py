@@ -123,6 +123,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(("name", "stage", "clip", "exact"), CELLS)
 def test_slices_equal_the_dense_model(workers: Any, name: str, stage: int, clip: float, exact: bool) -> None:
     for found in workers(ranks_of(name)).run(trained, name, stage, clip, exact):
@@ -144,6 +145,7 @@ def overflowed(name: str, stage: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["pp2-tp2", "dp2-tp2"])
 def test_one_overflow_skips_everywhere(workers: Any, name: str, stage: int) -> None:
@@ -203,6 +205,7 @@ def with_unit(family: str, tp: int, pp: int, stage: int) -> tuple[float, ...]:
         return engine.get_global_grad_norm() - twin.norm, engine.mp_world_size
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("family", "tp", "pp"), [("megatron", 2, 2), ("old", 2, 1)])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_clients_unit_makes_the_mesh(workers: Any, family: str, tp: int, pp: int, stage: int) -> None:

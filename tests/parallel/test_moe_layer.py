@@ -173,6 +173,7 @@ def trains(
     return apart
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("stage", "world", "sizes"),
     [

@@ -59,6 +59,7 @@ HARD = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("name", "stage", "tier", "precision"), HARD)
 def test_hard_models_equal_the_dense_reference(workers: Any, name: str, stage: int, tier: str, precision: str) -> None:
     world = ReferenceWorld(RANKS, precision)
@@ -222,6 +223,7 @@ def standing_still(stage: int, tier: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("stage", "tier"), [(1, "cpu"), (2, "nvme"), (3, "cpu-cpu"), (3, "nvme-nvme")])
 def test_after_the_second_step_nothing_is_allocated(workers: Any, stage: int, tier: str) -> None:
     workers(1).run(standing_still, stage, tier)

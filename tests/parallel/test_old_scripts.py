@@ -89,6 +89,7 @@ def a_run(folder: str, stage: int, precision: str) -> list[str]:
     return lines
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_logs_files_and_groups(workers: Any, tmp_path: Path, stage: int, precision: str) -> None:
     lines, _ = workers(2).run(a_run, str(tmp_path), stage, precision)

@@ -101,6 +101,7 @@ def dense(kind: type[nn.Module], optimizer: OptimizerFactory) -> dict[str, torch
     return twin.parameters()
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
 def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stage: int) -> None:
@@ -109,6 +110,7 @@ def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stag
         expect_close(values, dense(kind, of_torch(name)))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", NAMED)
 def test_every_name_of_the_json_equals_its_class(workers: Any, name: str, stage: int) -> None:
@@ -144,6 +146,7 @@ def by_muon(stage: int) -> set[str]:
         return {name for name, momentum in momenta.items() if momentum is not None}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_muon_leaves_embeddings_heads_and_marked_parameters_to_adam(workers: Any, stage: int) -> None:
     assert workers(RANKS).run(by_muon, stage) == [{"map.weight"}] * RANKS
@@ -159,6 +162,7 @@ def refuse(stage: int) -> None:
             start_named(stage, name)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_classes_are_refused_by_name(workers: Any, stage: int) -> None:
     workers(RANKS).run(refuse, stage)
@@ -225,7 +229,7 @@ def plain_rates(name: str, accumulation: int) -> list[list[float]]:
     return rates
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
 def test_schedules_step_once_per_update(workers: Any, ranks: int) -> None:
     for outcome in workers(ranks).run(rates_of_all, timeout=120):
         for (name, accumulation, by_json), rates in outcome.items():

@@ -261,6 +261,7 @@ def registered_in_forward(stage: int) -> None:
                 expect_close(ours, wanted, at=(stage, blocks, frozen))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_they_are_registered_in_every_forward(workers: Any, stage: int) -> None:
     workers(2).run(registered_in_forward, stage)
@@ -283,6 +284,7 @@ def wrapped_anew(stage: int) -> None:
         assert torch.equal(inside, value) == (stage == 3)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_is_made_of_a_managed_one(workers: Any, stage: int) -> None:
     workers(2).run(wrapped_anew, stage)

@@ -94,7 +94,8 @@ def test_births_that_cannot_be_staged_say_why(workers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "ranks"), [("rule", 2), ("stage", 2), pytest.param("slices", 4, marks=pytest.mark.slow)]
+    ("place", "ranks"),
+    [("stage", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("rule", 2), ("slices", 4)))],
 )
 def test_what_one_rank_raises_while_a_model_is_born_ends_all(workers: Any, place: str, ranks: int) -> None:
     times = workers(ranks).run(alone, place, timeout=60)

@@ -83,6 +83,7 @@ def attended(heads: int, kv: int) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad[:, part], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("ranks", "heads", "kv"), [(2, 4, 1), (2, 6, 3), (3, 6, 2), (3, 3, 3), (4, 4, 2), (4, 8, 1)])
 def test_key_value_heads_may_be_fewer_than_ranks(workers: Any, ranks: int, heads: int, kv: int) -> None:
     workers(ranks).run(attended, heads, kv)
@@ -273,6 +274,7 @@ def test_tiles_drop_in_backward_what_they_dropped_in_forward() -> None:
     torch.testing.assert_close(grad, again.grad)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiled_logits_and_loss(reduction: str, masked: bool) -> None:

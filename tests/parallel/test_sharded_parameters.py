@@ -129,6 +129,7 @@ def calls(request: Any, workers: Any) -> tuple[set[str], list[list[Call]]]:
     return set(list(public_functions())[:: request.param]), found
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_public_function(workers: Any, calls: tuple[set[str], list[list[Call]]], kind: Kind) -> None:
     known = calls[1][KINDS.index(kind)]

@@ -156,6 +156,7 @@ def compare(stage: int, place: str, precision: str, make: Any, through: str, edi
                 assert gap <= (1e-5 if precision == "fp32" else 0.02), (where, key, float(gap))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("stage", "place"), PLACES)
 def test_edits_by_parameter_are_those_of_torch(workers: Any, stage: int, place: str) -> None:
     workers(RANKS).run(compare, stage, place, "fp32", adamw, "own", [*EDITS, "clear", "replace"], timeout=120)
@@ -319,6 +320,7 @@ def relora_loop(stage: int, place: str) -> None:
                 assert (ours - theirs).abs().max() <= 1e-5, (stage, place, name)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("stage", "place"), [(0, ""), (1, ""), (2, "cpu"), (3, ""), (3, "nvme")])
 def test_relora_trains_as_in_one_process(workers: Any, stage: int, place: str) -> None:
     workers(RANKS).run(relora_loop, stage, place, timeout=90)

@@ -72,7 +72,7 @@ def together() -> None:
     assert well.ok and well.result == 2 * axis.size
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_one_rank_raises_ends_all(workers: Any, ranks: int) -> None:
     if ranks > 1:
         workers(ranks).run(together, timeout=30)

@@ -52,6 +52,7 @@ def scheduled(stage: int) -> None:
         group.dissolve()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_schedule_holds_a_window(workers: Any, stage: int) -> None:
     workers(RANKS).run(scheduled, stage)

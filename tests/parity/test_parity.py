@@ -82,10 +82,17 @@ def published_error(cell: Cell, record: Record) -> float:
     return max(distance(value, record.last[name].to(dtype)) for name, value in record.published.items())
 
 
+def grid(stages: tuple[int, ...], *fast: tuple[int, str]) -> list[Any]:
+    """Stages × precisions; all but the fast ones are slow."""
+    cells = itertools.product(stages, ("fp32", "bf16"))
+    return [pytest.param(*cell, marks=() if cell in fast else pytest.mark.slow) for cell in cells]
+
+
 def inspects(cell: Cell) -> bool:
     return cell.precision == "fp32" and cell.optimizer == "adamw-default-eps"
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("cell", representatives(), ids=str)
 def test_same_numbers(workers: Any, cell: Cell) -> None:
     assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
@@ -113,6 +120,7 @@ def offloaded() -> list[Cell]:
     return cells
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("cell", offloaded(), ids=str)
 def test_same_numbers_offloaded(workers: Any, cell: Cell) -> None:
     assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
@@ -126,8 +134,7 @@ def test_same_numbers_offloaded_full_product(workers: Any, cell: Cell) -> None:
         assert not faults_found(moved, workers(cell.ranks).run(run_cell, moved, 20, inspects(moved)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES[1:])
+@pytest.mark.parametrize(("stage", "precision"), grid(STAGES[1:], (3, "bf16")))
 def test_where_state_rests_changes_no_bit(workers: Any, stage: int, precision: str) -> None:
     """The client's optimizer is one kernel on every tier."""
     cell = Cell(stage, 2, precision, 3, 2000, optimizer="adamw", clip=0.1)
@@ -148,8 +155,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "precision"), grid(STAGES, (2, "fp32"), (3, "bf16")))
 def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str) -> None:
     """Three ranks and three micro-batches: here another order of summation would show."""
     outcomes = []
@@ -202,6 +208,7 @@ def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:
 FAULTS = [(sum_instead_of_mean, "fp32"), (drop_one_bucket, "fp32"), (publish_nothing, "bf16")]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("fault", "precision"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_planted_faults_miss_the_bars(workers: Any, fault: Any, precision: str, stage: int) -> None:

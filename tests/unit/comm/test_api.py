@@ -19,7 +19,9 @@ from deepspeed.errors import ArgumentError
 from tests.unit.comm.ranks import run_ranks
 
 
-@pytest.mark.parametrize("switched", [{}, {"DS_NATIVE": "0"}], ids=["native", "messages"])
+@pytest.mark.parametrize(
+    "switched", [{}, pytest.param({"DS_NATIVE": "0"}, marks=pytest.mark.slow)], ids=["native", "messages"]
+)
 def test_every_name_on_two_ranks(switched):
     script = Path(__file__).with_name("every_name.py").read_text()
     script = script.replace("from __future__ import annotations\n", "")

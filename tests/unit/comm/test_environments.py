@@ -140,6 +140,7 @@ def found(root="/"):
     return (world.rank, world.size, world.local_rank, world.meeting_address(os.environ), world.port)
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("platform", PLATFORMS, ids=lambda made: made.__name__)
 def test_the_same_rank_table(variables, platform, rank):

@@ -35,24 +35,64 @@ print(dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), total.item(
 """
 
 
-def test_no_variables_at_all():
-    (only,) = run_ranks(SUM_RANKS, 1, alone)
-    assert (only.code, only.out) == (0, "0 1 0 1.0 None\n"), only.err
+ALONE = """
+import threading
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from deepspeed.errors import ArgumentError, UsageError
+
+assert threading.active_count() == 1 and not dist.is_initialized()  # importing starts nothing
+
+for call in (dist.get_rank, dist.get_world_size, dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
+    try:
+        call()
+    except UsageError as error:
+        print("init_distributed" in str(error), isinstance(error, AssertionError))
+try:
+    dist.init_distributed(timeout=1800)
+except ArgumentError as error:
+    print(error)
+os.environ.update(RANK="two", WORLD_SIZE="2")
+try:
+    dist.init_distributed()
+except ArgumentError as error:
+    print(error)
+del os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
+dist.init_distributed()
+print(dist.get_rank(), dist.get_world_size(), threading.active_count())  # it needs no watch
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_one_process_without_variables():
+    """What is said before there is a group and of wrong arguments, and the group that no launcher starts."""
+    contradiction = "\ndist.init_distributed(world_size=3)"
+    (only,) = run_ranks(ALONE + SUM_RANKS + contradiction, 1, alone)
+    assert only.code == 1, only.err
+    *before, timeout, variables, fake, world = only.out.splitlines()
+    assert before == ["True True"] * 4
+    assert timeout.startswith("timeout=1800 is not a positive datetime.timedelta")
+    assert variables.startswith("RANK='two' is not a whole number")
+    assert (fake, world) == ("3 1024 1", "0 1 0 1.0 None")
     assert "1 rank(s) by no launcher, backend gloo" in only.err
-
-
-@pytest.mark.parametrize("launcher", [torchrun, slurm, sagemaker])
-def test_two_ranks_by(launcher):
-    ends = run_ranks(SUM_RANKS, 2, launcher)
-    assert [end.out for end in ends] == ["0 2 0 3.0 0\n", "1 2 1 3.0 1\n"], [end.err for end in ends]
-    assert [end.code for end in ends] == [0, 0]
-    assert [len(end.complaints) for end in ends] == [1, 0], "one line on rank 0, no complaint at exit"
+    assert "world_size=3) contradicts the existing group: rank 0 of 1" in only.err
 
 
 def test_nccl_asked_for_on_a_machine_without_cuda():
     (only,) = run_ranks("dist.init_distributed('nccl'); print(dist.get_backend())", 1, alone, DS_ACCELERATOR="cpu")
     assert (only.code, only.out) == (0, "gloo\n"), only.err
     assert only.err.count("'nccl' needs CUDA") == 1
+
+
+@pytest.mark.parametrize(
+    "launcher", [torchrun, *(pytest.param(each, marks=pytest.mark.slow) for each in (slurm, sagemaker))]
+)
+def test_two_ranks_by(launcher):
+    ends = run_ranks(SUM_RANKS, 2, launcher)
+    assert [end.out for end in ends] == ["0 2 0 3.0 0\n", "1 2 1 3.0 1\n"], [end.err for end in ends]
+    assert [end.code for end in ends] == [0, 0]
+    assert [len(end.complaints) for end in ends] == [1, 0], "one line on rank 0, no complaint at exit"
 
 
 def test_an_existing_group_is_adopted_with_its_timeout():
@@ -82,22 +122,6 @@ def test_a_backend_without_options_has_the_default_limit(monkeypatch):
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "2")
     none = type("NoOptions", (), {"options": None})()
     assert [_limit_of(each).total_seconds() for each in (Refusing(), object(), none)] == [120.0] * 3
-
-
-def test_a_group_is_destroyed_and_made_again():
-    ends = run_ranks(
-        """
-        import threading
-        for attempt in range(3):
-            dist.init_distributed(verbose=False)
-            one = torch.ones(1)
-            dist.all_reduce(one)
-            dist.destroy_process_group()
-            print(one.item(), dist.is_initialized(), threading.active_count())
-        """,
-        2,
-    )
-    assert [(end.code, end.out) for end in ends] == [(0, "2.0 False 1\n" * 3)] * 2, ends
 
 
 def test_restart_counts_that_differ_between_hosts_do_not_matter():
@@ -147,56 +171,3 @@ def test_a_rank_that_never_starts():
     assert waiting.code == 1
     assert waiting.last_word - float(waiting.out) < 3 + 5
     assert "CommTimeoutError: rank 0 of 2 (RANK and WORLD_SIZE) could not join at 127.0.0.1" in waiting.err
-
-
-def test_bad_variables_end_by_name():
-    (only,) = run_ranks("dist.init_distributed()", 1, lambda *_: {"RANK": "two", "WORLD_SIZE": "2"})
-    assert only.code == 1
-    assert "ArgumentError: RANK='two' is not a whole number" in only.err
-
-
-def test_without_a_group_every_call_says_what_to_do():
-    (only,) = run_ranks(
-        """
-        from deepspeed.errors import UsageError
-        for call in (dist.get_rank, dist.get_world_size, dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
-            try:
-                call()
-            except UsageError as error:
-                print("init_distributed" in str(error), isinstance(error, AssertionError))
-        """,
-        1,
-        alone,
-    )
-    assert only.out == "True True\n" * 4, only.err
-
-
-def test_an_adopted_group_must_fit_the_arguments():
-    (only,) = run_ranks("dist.init_distributed(); dist.init_distributed(world_size=3)", 1, alone)
-    assert only.code == 1
-    assert "world_size=3) contradicts the existing group: rank 0 of 1" in only.err
-
-
-def test_importing_starts_nothing():
-    (only,) = run_ranks("import threading; print(threading.active_count(), dist.is_initialized())", 1, alone)
-    assert (only.out, only.err) == ("1 False\n", "")
-
-
-def test_a_fake_group_needs_no_watch():
-    (only,) = run_ranks(
-        """
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
-        dist.init_distributed()
-        import threading
-        print(dist.get_rank(), dist.get_world_size(), threading.active_count())
-        """,
-        1,
-        alone,
-    )
-    assert (only.code, only.out) == (0, "3 1024 1\n"), only.err
-
-
-def test_a_timeout_that_is_no_timedelta():
-    (only,) = run_ranks("dist.init_distributed(timeout=1800)", 1, alone)
-    assert "ArgumentError: timeout=1800 is not a positive datetime.timedelta" in only.err

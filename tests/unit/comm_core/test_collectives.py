@@ -20,6 +20,7 @@ def parts(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [(torch.randn(numel, generator=source) * 10.0**n).to(dtype) for n in range(count)]
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("numel", [0, 3, 300_001])  # less and more than one block

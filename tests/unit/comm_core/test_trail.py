@@ -36,6 +36,7 @@ def test_equal_trails_agree_however_far_one_is_behind(behind):
     assert differs(trail_of(labels), trail_of(labels[: len(labels) - behind])) == ""
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("behind", [0, 1, 15, 100, 1000])
 @pytest.mark.parametrize("at", [0, 1, 2000])
 def test_one_other_label_is_seen_ever_after(at, behind):

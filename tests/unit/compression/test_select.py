@@ -36,6 +36,7 @@ def test_bits_are_the_flags(numel: int) -> None:
     assert count_dropped(packed) == int((~keep).sum())
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("levels", [3, 10**6])
 @pytest.mark.parametrize("chunk", [7, 1 << 18])

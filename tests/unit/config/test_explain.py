@@ -106,6 +106,7 @@ def test_the_committed_reference_is_current():
     assert page.read_text(encoding="utf-8") == reference(), "run `ds_config reference` and commit the page"
 
 
-@pytest.mark.parametrize("key", all_keys(), ids=lambda key: key.path)
-def test_every_key_is_in_the_reference(key):
-    assert f"`{key.path.partition('.')[2] or key.path}`" in reference() or f"`{key.path}`" in reference()
+def test_every_key_is_in_the_reference():
+    page, paths = reference(), [key.path for key in all_keys()]
+    missing = [path for path in paths if f"`{path.partition('.')[2] or path}`" not in page and f"`{path}`" not in page]
+    assert len(paths) > 500 and missing == []

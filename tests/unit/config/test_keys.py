@@ -112,6 +112,7 @@ def having(status: str) -> list[str]:
     return [path for path, key in KEYS.items() if key.note.status == status and path != "tensor_parallel.dtype"]
 
 
+@pytest.mark.drawn(90)
 @pytest.mark.parametrize("path", having("implemented"))
 def test_an_implemented_key_changes_the_plan(path):
     config = config_for(path)
@@ -128,6 +129,7 @@ def test_an_implemented_key_changes_the_plan(path):
     assert after != before
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("path", having("moot by design"))
 def test_a_moot_key_says_what_takes_its_place(path):
     config = config_for(path)
@@ -138,6 +140,7 @@ def test_a_moot_key_says_what_takes_its_place(path):
     assert KEYS[path].note.instead
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("path", having("not available yet"))
 def test_a_key_that_is_not_available_is_refused_where_its_value_asks_for_something(path):
     config = turned_on(path)
@@ -148,6 +151,7 @@ def test_a_key_that_is_not_available_is_refused_where_its_value_asks_for_somethi
     assert any(f": is {outlook(name)}" in str(caught.value) for name in (path, *KEYS[path].switches) if name in KEYS)
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("path", having("not available yet"))
 def test_a_key_that_is_not_available_passes_at_its_default_and_in_a_block_that_is_off(path):
     key = KEYS[path]

@@ -6,6 +6,8 @@ import copy
 import random
 from typing import Any
 
+import pytest
+
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, Facts
 from deepspeed.config.schema import sections_by_path, spellings
 from tests.unit.config.clients import ACCELERATE_3, HF_AUTO, LIGHTNING, QUICKSTART
@@ -61,11 +63,12 @@ def damage(config: dict[str, Any], rng: random.Random) -> None:
         home[name] = copy.deepcopy(rng.choice(JUNK))
 
 
-def test_two_thousand_mutations():
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_random_mutations(count: int) -> None:
     rng = random.Random(20)
     facts = Facts(hidden_size=64, loader_batch_size=2, num_train_steps=100, device="cpu", bf16_fast=False)
     resolved = 0
-    for _ in range(2000):
+    for _ in range(count):
         config = copy.deepcopy(rng.choice(BASES))
         for _ in range(rng.randint(1, 3)):
             damage(config, rng)
@@ -79,4 +82,4 @@ def test_two_thousand_mutations():
             assert cfg.explain()
             assert cfg.train_batch_size > 0
         assert repr(config) == before
-    assert 150 < resolved < 1850
+    assert 0.075 * count < resolved < 0.925 * count

@@ -60,6 +60,7 @@ def packed(weight: torch.Tensor) -> LosslessWeight:
         return LosslessWeight(weight)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("outputs", "inputs"), [(67, 192), (32, 2112), (3, 64), (130, 832)])
 def test_products_and_rows_have_the_bits_of_the_whole_matrix(form, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)

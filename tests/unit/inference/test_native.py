@@ -83,6 +83,7 @@ def said(make=llama, **sizes) -> tuple:
     return model, prompts((1, 16, 33, 50))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "make",

@@ -35,6 +35,7 @@ def test_the_largest_of_a_row_is_the_first_one_or_none_where_it_is_no_number(for
     assert largest(logits[:, ::2]) == largest_in_torch(logits[:, ::2]) and largest(logits[:0]) == []
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["plain", *PACKINGS])
 def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:

@@ -52,6 +52,7 @@ def test_every_value_is_within_half_a_step(form: PackingFormat) -> None:
     torch.testing.assert_close(packed.rows(at), packed.dense()[at])
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -45,6 +45,7 @@ def test_large_gradients_are_no_overflow(way: str) -> None:
             assert sum_of_squares(values, exact).sqrt() == pytest.approx(values[0].item() * math.sqrt(300), rel=1e-9)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_bad_element_anywhere_is_seen(bad: float, dtype: torch.dtype, way: str) -> None:

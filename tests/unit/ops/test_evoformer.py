@@ -53,6 +53,7 @@ def off(found: Tensor | None, wanted: Tensor | None) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("biases", [BOTH, (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "bar"),

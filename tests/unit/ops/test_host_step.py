@@ -159,6 +159,7 @@ def test_native_forms_give_the_same_bits_and_agree_with_torch(case: str, monkeyp
             assert all((other != values).sum() <= 1e-3 * numel for other in ours if values.dtype != F32)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("offset", [0, 8, 1])  # the copy starts at a line, at a part of one, anywhere
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name][0] is DeepSpeedCPUAdam])
 def test_copies_written_around_the_caches_have_the_same_bits(
@@ -265,6 +266,7 @@ def test_float64_is_left_to_torch(way: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("cls", EQUATIONS)
 @pytest.mark.parametrize(("dtype", "moments_dtype"), [(BF16, None), (BF16, F32), (F32, BF16), (F32, None)])
 def test_a_saved_state_goes_on_bit_equal(cls: type, dtype: torch.dtype, moments_dtype: torch.dtype | None) -> None:

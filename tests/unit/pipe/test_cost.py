@@ -141,6 +141,7 @@ def slowest(costs: list[float], bounds: list[int], stages: int) -> float:
     return max(sum(own[stage::stages]) for stage in range(stages))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(60))
 def test_deals_are_as_good_as_the_best_of_all(seed: int) -> None:
     rng = random.Random(seed)

@@ -21,6 +21,7 @@ def row_of(instructions: list[Any]) -> tuple[Action, ...]:
     return tuple(Action(OPS[type(one)], one.micro_batch) for one in instructions if type(one) in OPS)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("kind", "name"), [(old.TrainSchedule, "1f1b"), (old.InferenceSchedule, "inference")])
 @pytest.mark.parametrize(("stages", "micros"), [(1, 1), (2, 4), (4, 3), (4, 8)])
 def test_instructions_of_all_stages_are_a_schedule_that_ends(kind: type, name: str, stages: int, micros: int) -> None:

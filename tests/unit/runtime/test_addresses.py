@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.addresses import ADDRESSES, ALIASES, LATER, PLACEHOLDERS, names_of
 from deepspeed.zero.api import init_context
+from tests.harness.fresh import run_fresh
 
 BY_ATTRIBUTE = """
 import deepspeed
@@ -34,8 +35,36 @@ names = [
 """
 
 
-def test_all_is_reached_as_attributes_of_a_plain_import() -> None:
-    subprocess.run([sys.executable, "-c", BY_ATTRIBUTE], check=True)
+STAR = """
+import io
+from deepspeed import *
+from deepspeed.runtime.zero.partition_parameters import *
+assert (io.__name__, Init.__name__, GatheredParameters is zero.GatheredParameters) == ("io", "Init", True)
+"""
+
+BY_THREADS = """
+import threading
+import deepspeed
+barrier, errors = threading.Barrier(4), []
+
+def importing():
+    barrier.wait()
+    try:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+        from deepspeed.checkpointing import checkpoint
+    except ImportError as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=importing) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not errors, errors
+"""
+
+
+def test_names_are_reached_by_attribute_by_star_and_by_threads_at_the_same_time() -> None:
+    """Each in a process that has not imported the package; a star import keeps a program's own `io`."""
+    run_fresh([BY_ATTRIBUTE, STAR, BY_THREADS])
 
 
 def test_zero_is_a_package_and_an_attribute() -> None:
@@ -122,41 +151,6 @@ print(checkpointing.__name__, deepspeed.__file__)
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment, cwd=tmp_path
     ).stdout
     assert shown.split()[0] == "deepspeed.activation_checkpointing.checkpointing" and str(tmp_path) in shown
-
-
-def test_a_star_import_gives_init_and_keeps_a_programs_io() -> None:
-    program = "\n".join(
-        (
-            "import io",
-            "from deepspeed import *",
-            "from deepspeed.runtime.zero.partition_parameters import *",
-            "print(io.__name__, Init.__name__, GatheredParameters is zero.GatheredParameters)",
-        )
-    )
-    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert shown.split() == ["io", "Init", "True"]
-
-
-def test_threads_that_import_an_alias_at_the_same_time_all_get_its_names() -> None:
-    program = """
-import threading
-import deepspeed
-barrier, errors = threading.Barrier(4), []
-
-def importing():
-    barrier.wait()
-    try:
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
-        from deepspeed.checkpointing import checkpoint
-    except ImportError as error:
-        errors.append(error)
-
-threads = [threading.Thread(target=importing) for _ in range(4)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-assert not errors, errors
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_later_features_name_is_not_there() -> None:

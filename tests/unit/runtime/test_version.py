@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
+from tests.harness.fresh import run_fresh
 
 WAYS = [
     "import deepspeed; v = deepspeed.version",
@@ -19,8 +16,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_a_text_and_compares_as_one(way: str) -> None:
-    code = f"{way}\nfrom packaging import version as p; assert type(v) is str and p.parse(v) >= p.parse('0.16.4'), v"
-    code += "\nimport deepspeed; assert v == deepspeed.__version__ and v >= '0.0.1'"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+CHECK = """
+from packaging import version as p; assert type(v) is str and p.parse(v) >= p.parse('0.16.4'), v
+import deepspeed; assert v == deepspeed.__version__ and v >= '0.0.1'
+"""
+
+
+def test_it_is_a_text_and_compares_as_one() -> None:
+    run_fresh([way + CHECK for way in WAYS])

@@ -36,6 +36,7 @@ def test_a_handle_without_requests_is_refused():
         AsyncIOBuilder().load().aio_handle(queue_depth=0)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("numel", [1, 1000, 1024, 100_003])
 @pytest.mark.parametrize("locked", [True, False])
 def test_every_way_to_write_and_read(handle, tmp_path, numel, locked):

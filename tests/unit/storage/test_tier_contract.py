@@ -48,6 +48,7 @@ def values(stored: StoredTensor) -> torch.Tensor:
         return lent.clone()
 
 
+@pytest.mark.drawn(25)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @pytest.mark.parametrize("numel", [0, 1, 7, 1024, 5000])
 def test_a_new_one_holds_zeros_and_then_what_was_written(tier: Tier, numel: int, dtype: torch.dtype) -> None:
@@ -172,6 +173,7 @@ def test_buffers_are_few(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("shift", [0, 1, 16], ids=lambda shift: f"{shift} elements behind a page")
 def test_values_come_and_go_past_the_buffers(tier: Tier, shift: int) -> None:
     """Into and out of memory that begins anywhere, beside loans; three blocks and the rest of one."""

@@ -10,6 +10,7 @@ import torch
 from deepspeed.optim.grad_norm import clip_factor, sum_of_squares
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, 7, 200_000])
 def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
