@@ -24,13 +24,9 @@ CLIENTS = {
 FAST = {
     ("accelerate", 0, "fp32", 1),
     ("accelerate", 3, "bf16", 2),
-    ("accelerate", 2, "fp32", 2),
-    ("transformers", 1, "fp32", 2),
     ("transformers", 3, "fp32", 2),
     ("transformers-json", 2, "bf16", 2),
-    ("lightning", 1, "fp32", 2),
     ("lightning", 3, "fp32", 2),
-    ("fabric", 2, "fp32", 2),
     ("fabric", 3, "bf16", 2),
     ("peft", 3, "fp32", 2),
     ("trl-sft", 3, "bf16", 2),

@@ -36,6 +36,7 @@ def test_parameters_on_disk_are_not_read_over_while_the_device_copies_them(worke
     expect_the_cpus(workers, emulated, Cell(stage=3, tier="nvme-nvme", small_buckets=True))
 
 
+@pytest.mark.slow
 def test_gradients_on_the_users_own_stream(workers, emulated):
     expect_the_cpus(workers, emulated, Cell(stage=2, ranks=2, small_buckets=True, own_stream=True))
 

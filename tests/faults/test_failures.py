@@ -46,7 +46,7 @@ def planted_inf(stage: int, precision: str, guilty: int) -> list[str]:
         return list(lines)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_skipped_step_names_parameter_module_and_rank(workers: Any, precision: str, stage: int) -> None:
@@ -132,7 +132,8 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # what it joins is in `make test`: a killed rank in test_comm.py and in test_launcher.py
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_killed_rank_ends_the_run_under_the_launcher(tmp_path: Path, stage: int) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN).replace("STAGE", str(stage)))
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -163,6 +164,7 @@ rank = dist.get_rank()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
     snippet = MODEL.replace("STAGE", str(stage)) + textwrap.dedent("""
@@ -177,6 +179,7 @@ def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
     assert all(end.last_word - float(end.out) < 2 * TIMEOUT + MARGIN for end in ends), ends
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_among_slices_ends_the_others_by_layer_and_axis() -> None:
     snippet = textwrap.dedent(f"""
         import deepspeed

@@ -221,6 +221,7 @@ def _of_the_launcher(launcher, processes):
     return [psutil.Process(launcher.pid), *(child for child in children if child not in processes)]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("which", [[1], [2], [3], [0, 1], [1, 2], [3, 2]])
 def test_no_rank_outlives_any_part_of_the_launcher(run, which):
     launcher, processes = run.start(WAIT_FOREVER)

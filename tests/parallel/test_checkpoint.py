@@ -43,7 +43,7 @@ def test_resume_is_exact(workers: Any, tmp_path: Path, stage: int, precision: st
     workers(RANKS).run(resume, str(tmp_path), stage, precision, 1, 3, 4, timeout=120)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_in_the_middle_of_a_window_is_exact(workers: Any, tmp_path: Path, stage: int, precision: str) -> None:

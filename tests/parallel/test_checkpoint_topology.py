@@ -61,6 +61,7 @@ def run_trial(workers: Any, folder: Path, before: Cell, after: Cell) -> None:
     workers(after[1]).run(load, after, str(folder), wanted, before[2] == after[2], timeout=120)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -119,6 +120,7 @@ def across_tiers(folder: str) -> None:
                 assert not differences(everything(engine), wanted), (before, after)
 
 
+@pytest.mark.slow
 def test_any_tier_loads_any_other(workers: Any, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     workers(2).run(across_tiers, str(tmp_path), timeout=120)

@@ -39,7 +39,7 @@ def go_on(folder: str, stage: int, precision: str) -> tuple[list[float], dict[st
         return losses, client, engine.global_steps
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("cell", CELLS)
 def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:
@@ -76,7 +76,7 @@ def in_both_layouts(folder: str, stage: int, precision: str) -> tuple[dict[str, 
         return state, losses
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("cell", CELLS)
 def test_both_layouts_of_one_save_are_equal(workers: Any, tmp_path: Path, cell: str) -> None:
     from deepspeed.checkpoint.compat.upstream_read import open_foreign

@@ -188,6 +188,7 @@ def ramps_like_plain(stages: list[int], tier: str) -> None:
                 assert masks.nbytes() <= -(-108 // 8) + 12, "a mask is one bit per element of the slice"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_ramp_keeps_the_master_dense(workers: Any, ranks: int) -> None:
     workers(ranks).run(ramps_like_plain, [0, 2, 3] if ranks == 2 else [0], "cpu" if ranks == 2 else "none", timeout=120)

@@ -147,6 +147,7 @@ def late(folder: str) -> None:
         assert dist.get_rank() or influence(lines) == influence(again), saved
 
 
+@pytest.mark.slow
 def test_influence_after_a_resume(workers: Any, tmp_path: Path) -> None:
     workers(2).run(late, str(tmp_path), timeout=120)
 

@@ -153,6 +153,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("family", "stage", "world", "ep", "accumulation", "kind"), [*FAST, *SLOW])
 def test_a_model_trains_as_the_whole_one(
     workers: Any, family: str, stage: int, world: int, ep: int, accumulation: int, kind: str
@@ -265,6 +266,7 @@ def test_a_state_dict_has_every_expert_or_is_refused(workers: Any) -> None:
     workers(4).run(partial_state, timeout=120)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_file_has_every_expert(workers: Any, tmp_path: Path, stage: int) -> None:
     workers(2).run(saved_whole, str(tmp_path), stage, timeout=120)
@@ -306,6 +308,7 @@ def with_another_axis(extra: dict[str, Any], stage: int, ep: int) -> tuple[float
     return apart
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("extra", "stage", "world", "ep"),
     [
@@ -332,6 +335,7 @@ def born_sharded(stage: int, ep: int) -> float:
     return apart
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
 def test_a_model_that_was_born_sharded(workers: Any, world: int, ep: int) -> None:
     assert max(workers(world).run(born_sharded, 3, ep, timeout=120)) <= 2e-5

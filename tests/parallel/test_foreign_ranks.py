@@ -128,6 +128,7 @@ def functional(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_of_an_optimizer_inside_that_are_in_no_group(workers: Any, stage: int) -> None:
     workers(1).run(hidden_parameters, stage, timeout=60)
@@ -138,6 +139,7 @@ def test_assigning_the_state_of_another_parameter_on_disk(workers: Any, tmp_path
     assert torch.equal(wanted, got)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_functional_call_of_the_engine_leaves_its_parameters(workers: Any, stage: int) -> None:
     workers(1).run(functional, stage, timeout=60)

@@ -309,7 +309,7 @@ def frozen(stage: int) -> None:
         engine.step()
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "case",
@@ -339,7 +339,7 @@ def test_an_edit_that_comes_too_late_raises(workers: Any, stage: int) -> None:
     workers(RANKS).run(late_edits, stage)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_of_gradients_changes_nothing(workers: Any, stage: int, accumulation: int) -> None:
@@ -353,7 +353,7 @@ def test_values_follow_their_data(workers: Any, case: Any, stage: int) -> None:
     workers(RANKS).run(case, stage)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_averages_exchanged_by_pointer(workers: Any, stage: int, precision: str) -> None:

@@ -57,7 +57,7 @@ def check(workers: Any, name: str, stage: int, precision: str, sharded: bool = T
         assert not misses(notes, world.notes[rank], precision), f"rank {rank}"
 
 
-@pytest.mark.drawn(40)
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CASES)

@@ -149,7 +149,7 @@ def left_to_the_collector(stage: int, model: type[nn.Module]) -> None:
     assert trained() is None
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", [Stack, Pairs])
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_leave_nothing_to_the_garbage_collector(workers: Any, stage: int, model: type[nn.Module]) -> None:

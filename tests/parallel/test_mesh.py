@@ -123,7 +123,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("name", "stage", "clip", "exact"), CELLS)
 def test_slices_equal_the_dense_model(workers: Any, name: str, stage: int, clip: float, exact: bool) -> None:
     for found in workers(ranks_of(name)).run(trained, name, stage, clip, exact):

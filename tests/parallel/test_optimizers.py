@@ -101,7 +101,7 @@ def dense(kind: type[nn.Module], optimizer: OptimizerFactory) -> dict[str, torch
     return twin.parameters()
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(13)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
 def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stage: int) -> None:
@@ -110,7 +110,7 @@ def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stag
         expect_close(values, dense(kind, of_torch(name)))
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", NAMED)
 def test_every_name_of_the_json_equals_its_class(workers: Any, name: str, stage: int) -> None:

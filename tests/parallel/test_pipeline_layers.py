@@ -93,6 +93,7 @@ def test_calls_that_a_pipeline_does_not_serve_say_so(workers: Any) -> None:
     workers(2).run(refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BloomForCausalLM", pytest.param("MixtralForCausalLM", marks=pytest.mark.slow)])
 def test_a_toy_of_transformers_is_equal(workers: Any, name: str) -> None:
     for row in workers(2).run(stage_and_compare, name, 2):

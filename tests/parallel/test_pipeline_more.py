@@ -48,6 +48,7 @@ def test_stages_hold_what_the_plan_and_the_schedule_say(
         assert abs(row["most"] - row["peak"] * row["one"]) <= 0.05 * row["most"], row
 
 
+@pytest.mark.slow
 def test_ranks_that_measure_other_times_cut_alike(workers: Any) -> None:
     (first, one), (second, two) = workers(2).run(profiled)
     assert (first, second) == ("transformer.h 0-2", "transformer.h 3"), (first, second)  # 0.3 s, 0, 0, 0.9 s on average

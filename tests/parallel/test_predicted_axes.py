@@ -63,6 +63,7 @@ def test_what_is_predicted_of_a_mesh_is_what_lives(workers: Workers, cell: tuple
                     assert mine.get(category, 0) == pytest.approx(count, rel=0.05), category
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_an_update_where_ranks_share_matrices() -> None:
     make, batch = MODELS["gpt2"]
     config = config_of(1, "bf16", {"recompute": True}, "") | {"tensor_parallel": {"autotp_size": 2}}

@@ -77,7 +77,7 @@ def attributes(stage: int, precision: dict[str, Any], folder: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_attributes_that_programs_read(workers: Any, stage: int, precision: dict[str, Any], tmp_path: Path) -> None:

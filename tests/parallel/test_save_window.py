@@ -55,7 +55,7 @@ def saved(stage: int, precision: str, everybody: bool, folder: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("everybody", [True, False])
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (0, "fp32")])
 def test_it_saves_whole_weights(workers: Any, stage: int, precision: str, everybody: bool, tmp_path: Path) -> None:

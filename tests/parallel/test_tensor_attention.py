@@ -122,6 +122,7 @@ def compare(name: str) -> None:
         assert all(map(close, ours, theirs)), name
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("name", CASES)
 def test_heads_that_are_shared_out_compute_what_the_whole_does(workers: Any, name: str) -> None:
     workers(2).run(compare, name)

@@ -75,6 +75,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("sizes", "stage", "accumulation", "clip"), CELLS)
 def test_a_block_in_two_equals_the_dense_one(
     workers: Any, sizes: dict[str, int], stage: int, accumulation: int, clip: float

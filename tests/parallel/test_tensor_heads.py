@@ -79,6 +79,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("family", "heads", "shared", "tp", "attention"), CELLS)
 def test_heads_that_ranks_share(workers: Any, family: str, heads: int, shared: int, tp: int, attention: str) -> None:
     workers(tp).run(cut_heads, family, heads, shared, tp, attention, timeout=120)

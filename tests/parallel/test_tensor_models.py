@@ -18,6 +18,7 @@ KINDS = ("GPTNeoXForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "Phi3ForCa
 LATENT = ("DeepseekV3ForCausalLM",)  # the latent projections of so small a model are a tenth of it, and stay whole
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_one_of_each_kind(workers: Any, name: str) -> None:
     for row in workers(2).run(cut_and_compare, name, 2, timeout=60):

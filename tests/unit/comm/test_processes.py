@@ -124,6 +124,7 @@ def test_a_backend_without_options_has_the_default_limit(monkeypatch):
     assert [_limit_of(each).total_seconds() for each in (Refusing(), object(), none)] == [120.0] * 3
 
 
+@pytest.mark.slow
 def test_restart_counts_that_differ_between_hosts_do_not_matter():
     """torchrun counts the restarts that each of its agents caused: after one they differ, rightly."""
     snippet = """

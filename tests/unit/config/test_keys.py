@@ -112,7 +112,7 @@ def having(status: str) -> list[str]:
     return [path for path, key in KEYS.items() if key.note.status == status and path != "tensor_parallel.dtype"]
 
 
-@pytest.mark.drawn(90)
+@pytest.mark.drawn(60)
 @pytest.mark.parametrize("path", having("implemented"))
 def test_an_implemented_key_changes_the_plan(path):
     config = config_for(path)

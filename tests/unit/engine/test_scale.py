@@ -25,6 +25,7 @@ def test_a_simulated_rank_of_1024_holds_what_the_formula_says(stage: int) -> Non
     assert run("benchmarks/scale.py", "--stages", str(stage)).count("held") == 1
 
 
+@pytest.mark.slow
 def test_large_units_are_gathered_ahead_within_the_limits():
     assert run("benchmarks/prefetch.py", "--dry", "--layers", "4").count("True") == 9
 

@@ -50,6 +50,7 @@ def tokens_while_training(stage: int, before: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_tokens_are_right_and_the_slow_way_is_said(workers: Any, stage: int, before: bool) -> None:

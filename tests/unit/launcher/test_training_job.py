@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 STEPS, BATCH, SEQUENCE, PRINTED = 12, 4, 16, 4
 TINY = {
@@ -41,6 +43,7 @@ def test_the_request_is_one_that_the_platform_takes() -> None:
     assert asked["ResourceConfig"]["InstanceCount"] == 2 and asked["StoppingCondition"]["MaxRuntimeInSeconds"] > 0
 
 
+@pytest.mark.slow
 def test_its_metrics_match_what_a_run_prints(tmp_path: Path) -> None:
     config = json.loads((ROOT / "examples/bytes_lm/ds_config.json").read_text())
     (tmp_path / "ds.json").write_text(json.dumps({**config, "train_batch_size": BATCH, "steps_per_print": PRINTED}))

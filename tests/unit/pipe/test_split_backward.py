@@ -221,7 +221,7 @@ def both(model: nn.Module, micros: int = 2, autocast: bool = False) -> tuple[Any
     return run(model, False), run(other, True), names
 
 
-@pytest.mark.drawn(32)
+@pytest.mark.drawn(29)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_two_halves_are_the_whole(name: str, dtype: torch.dtype) -> None:

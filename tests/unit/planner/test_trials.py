@@ -78,6 +78,7 @@ def test_figures_count_where_the_ranks_do_not_end(tmp_path: Path) -> None:
     assert found.took < 25 * PATIENCE
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("how", "reason", "out_of_memory"),
     [
