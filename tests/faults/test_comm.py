@@ -147,6 +147,7 @@ dist.all_reduce(x, log_name="reduce layer.1.weight")
     assert "This process ends." in ends[sleeper].err
 
 
+@pytest.mark.slow
 def test_a_wait_that_the_backend_never_ends():
     ends = diverge(
         """

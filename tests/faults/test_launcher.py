@@ -101,6 +101,11 @@ def test_without_a_number_one_rank_runs_on_the_cpu_and_a_line_says_so(run):
     assert "1 rank(s) on the CPU with gloo: this machine has no accelerator; --num_gpus N starts N ranks" in done.stderr
 
 
+def test_a_live_line_is_asked_for_of_every_rank(run):
+    script = "import os; os.write(1, os.environ['DEEPSPEED_PROGRESS'].encode() + b'\\n')"
+    assert run.to_end(script, "--progress", "--num_gpus", "2").stdout == "1\n1\n"
+
+
 def test_module_and_no_python(run):
     done = run.to_end(SHOW_RANK, "--no_local_rank", "--no_python", "--quiet", sys.executable)
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "0", "")

@@ -111,7 +111,7 @@ def cell(stage: int, precision: str, across: bool) -> None:
             assert plain == share < everything / 4, (plain, everything)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_each_flag_alone_and_together(workers: Any, stage: int) -> None:
     workers(RANKS).run(cell, stage, "fp32", True, timeout=90)
 

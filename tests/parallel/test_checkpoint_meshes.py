@@ -210,6 +210,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_another_mesh_loads_it(workers: Any, tmp_path: Path, before: Any, after: Any) -> None:
     check(workers, tmp_path, before, after)

@@ -238,7 +238,7 @@ def odd_blocks(stage: int) -> None:
         assert len(model.blocks) == 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_scales_without_dimensions_and_states_by_name(workers: Any, stage: int) -> None:
     workers(2).run(odd_blocks, stage, timeout=60)
 

@@ -210,7 +210,7 @@ def with_everything_else(stage: int, folder: str) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_with_units_and_single_weights(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(with_everything_else, stage, str(tmp_path / "small"), timeout=120)
 

@@ -27,6 +27,7 @@ def batches_of(samples: int, times: int) -> None:
         assert with_words(lines, "forward got 8 samples", "DistributedSampler") == times, lines
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("samples", "times"), [(8, 1), (4, 0)])
 def test_a_rank_that_gets_the_batch_of_all_is_told(workers: Any, samples: int, times: int) -> None:
     workers(2).run(batches_of, samples, times)

@@ -59,7 +59,7 @@ def with_a_writer(stage: int) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_one_rank_cannot_copy_is_decided_by_all(workers: Any, stage: int) -> None:
     twin = Reference(net(), Clips, RANKS)
     for step in range(STEPS):
@@ -90,7 +90,7 @@ def looks(stage: int, folder: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_without_any_state_answer_as_the_owner(workers: Any, tmp_path: Any, stage: int) -> None:
     owner, other = workers(RANKS).run(looks, stage, str(tmp_path), timeout=60)
     assert owner == other

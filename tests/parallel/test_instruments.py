@@ -247,7 +247,7 @@ def test_asking_for_norms_changes_nothing_where_the_optimizer_has_a_part(workers
     workers(RANKS).run(norms_of_a_part, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_change_on_one_rank_after_gradient_norms_makes_all_form_the_norm_anew(workers: Workers, stage: int) -> None:
     workers(RANKS).run(norms_before_a_change_of_one_rank, stage)
 

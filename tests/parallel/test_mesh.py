@@ -244,7 +244,7 @@ def edited(stage: int) -> None:
         assert all(part.eq(float(slice_)).all() for slice_, part in enumerate(whole))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_edits_reach_all_copies(workers: Any, stage: int) -> None:
     workers(4).run(edited, stage)
 
@@ -286,7 +286,7 @@ def seen_from_outside(stage: int) -> None:
             estimate(engine.module, 4, 1, model_parallel=3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_placements_are_seen_from_outside(workers: Any, stage: int) -> None:
     workers(4).run(seen_from_outside, stage)
 

@@ -278,6 +278,7 @@ def goes_on(folder: str, stages: tuple[int, int], sizes: tuple[tuple[int, int], 
     return apart
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("stages", "sizes"), [((2, 3), ((2, 2), (1, 1))), ((3, 1), ((1, 1), (2, 2))), ((0, 2), ((2, 1), (1, 2)))]
 )

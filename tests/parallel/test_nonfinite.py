@@ -180,7 +180,7 @@ def untouched(stage: int, enabled: bool) -> tuple[dict[str, torch.Tensor], float
         return masters(engine), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_what_is_trained_stays_the_same(workers: Workers, stage: int) -> None:
     with_, without = (workers(RANKS).run(untouched, stage, on)[0] for on in (True, False))
     assert with_[1] == without[1]

@@ -369,6 +369,7 @@ def moved(stage: int) -> None:
     other.destroy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_away_and_come_back(workers: Any, stage: int) -> None:
     workers(RANKS).run(moved, stage)

@@ -191,6 +191,7 @@ def lightning_dtypes(stage: int, precision: str) -> torch.dtype:
     return module.dtype
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("stage", "precision"), [(2, "fp16"), (3, "bf16"), (0, "fp32")])
 def test_a_lightning_module_says_the_dtype_of_its_parameters(workers: Any, stage: int, precision: str) -> None:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

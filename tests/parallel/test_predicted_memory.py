@@ -62,7 +62,7 @@ CELLS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("plain", 4, 1, "fp32", {"sgd": True}),
     ("plain", 2, 0, "fp16", {}),
 ]
-FAST = 3
+FAST = 2
 
 
 def config_of(stage: int, dtype: str, cell: dict[str, Any], folder: str) -> dict[str, Any]:

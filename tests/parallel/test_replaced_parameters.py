@@ -135,11 +135,13 @@ def taken_over(stage: int, precision: str, where: str) -> None:
                 assert gap <= bar, (stage, precision, where, change.__name__, key, gap)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_other_tensors_are_taken_over(workers: Any, stage: int) -> None:
     workers(RANKS).run(taken_over, stage, "fp32", "", timeout=90)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("stage", "precision", "where"), [(1, "bf16", ""), (2, "fp32", "cpu"), (1, "fp32", "module")])
 def test_other_tensors_are_taken_over_everywhere(workers: Any, stage: int, precision: str, where: str) -> None:
     workers(RANKS).run(taken_over, stage, precision, where, timeout=90)

@@ -110,6 +110,7 @@ def one_rank_alone_raises(sizes: dict[str, int], zero: dict[str, Any], place: st
 FIXED = {"stage": 3, "stage3_fixed_graph": True}  # gathers are collectives
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("sizes", "zero", "place"),
     [

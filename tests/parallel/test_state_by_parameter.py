@@ -162,7 +162,7 @@ def test_edits_by_parameter_are_those_of_torch(workers: Any, stage: int, place: 
     workers(RANKS).run(compare, stage, place, "fp32", adamw, "own", [*EDITS, "clear", "replace"], timeout=120)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_edits_by_parameter_in_bf16(workers: Any, stage: int) -> None:
     names = ["relora", "pops", "assigns", "scales", "walks", "replace"]
     workers(RANKS).run(compare, stage, "", "bf16", momentum, "engine", names, timeout=120)

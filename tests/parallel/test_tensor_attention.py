@@ -171,7 +171,7 @@ def trained(stage: int) -> None:
     assert losses[1][-1] < losses[1][0]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_with_slices_equals_training_whole(workers: Any, stage: int) -> None:
     workers(2).run(trained, stage)
 

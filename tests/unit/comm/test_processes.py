@@ -62,27 +62,26 @@ torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_si
 dist.init_distributed()
 print(dist.get_rank(), dist.get_world_size(), threading.active_count())  # it needs no watch
 torch.distributed.destroy_process_group()
+
+dist.init_distributed("nccl")
+print(dist.get_backend())
+dist.destroy_process_group()
 """
 
 
 def test_one_process_without_variables():
     """What is said before there is a group and of wrong arguments, and the group that no launcher starts."""
     contradiction = "\ndist.init_distributed(world_size=3)"
-    (only,) = run_ranks(ALONE + SUM_RANKS + contradiction, 1, alone)
+    (only,) = run_ranks(ALONE + SUM_RANKS + contradiction, 1, alone, DS_ACCELERATOR="cpu")
     assert only.code == 1, only.err
-    *before, timeout, variables, fake, world = only.out.splitlines()
+    *before, timeout, variables, fake, backend, world = only.out.splitlines()
     assert before == ["True True"] * 4
     assert timeout.startswith("timeout=1800 is not a positive datetime.timedelta")
     assert variables.startswith("RANK='two' is not a whole number")
-    assert (fake, world) == ("3 1024 1", "0 1 0 1.0 None")
+    assert (fake, backend, world) == ("3 1024 1", "gloo", "0 1 0 1.0 None")
+    assert only.err.count("'nccl' needs CUDA") == 1
     assert "1 rank(s) by no launcher, backend gloo" in only.err
     assert "world_size=3) contradicts the existing group: rank 0 of 1" in only.err
-
-
-def test_nccl_asked_for_on_a_machine_without_cuda():
-    (only,) = run_ranks("dist.init_distributed('nccl'); print(dist.get_backend())", 1, alone, DS_ACCELERATOR="cpu")
-    assert (only.code, only.out) == (0, "gloo\n"), only.err
-    assert only.err.count("'nccl' needs CUDA") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from deepspeed.launcher.rank_logs import open_channel
-from deepspeed.monitor.progress import Progress
+from deepspeed.monitor.progress import VARIABLE, Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,12 +110,33 @@ assert not any(t.name == "deepspeed-progress" for t in threading.enumerate())
 """
 
 
+LINE = r"step 6 · loss [\d.e-]+ · [\d,.e+]+ samples/s · 0:00 left · [\d,]+ MiB"
+
+
+def looped() -> list[str]:
+    """What this rank shows while it trains, where the variable of `deepspeed --progress` is set."""
+    out = io.StringIO()
+    os.environ[VARIABLE] = "1"
+    try:
+        with contextlib.redirect_stderr(out):
+            exec(SCRIPT, {})
+    finally:
+        del os.environ[VARIABLE]
+    return [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+
+
+def test_rank_0_shows_it_where_the_launcher_asks(workers: Any) -> None:
+    (line,), others = workers(2).run(looped)
+    assert re.match(LINE, line) and others == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "arguments", "lines"),
     [
         (["--progress"], [], 1),
-        pytest.param([], ["asks"], 1, marks=pytest.mark.slow),
-        pytest.param([], [], 0, marks=pytest.mark.slow),
+        ([], ["asks"], 1),
+        ([], [], 0),
     ],
 )
 def test_rank_0_of_a_launched_run_shows_it(
@@ -129,6 +151,4 @@ def test_rank_0_of_a_launched_run_shows_it(
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert len(found) == lines, done.stderr  # the last one: it is over before a plain line is due
-    assert all(
-        re.match(r"step 6 · loss [\d.e-]+ · [\d,.e+]+ samples/s · 0:00 left · [\d,]+ MiB", line) for line in found
-    )
+    assert all(re.match(LINE, line) for line in found)
