@@ -72,7 +72,7 @@ dist.destroy_process_group()
 def test_one_process_without_variables():
     """What is said before there is a group and of wrong arguments, and the group that no launcher starts."""
     contradiction = "\ndist.init_distributed(world_size=3)"
-    (only,) = run_ranks(ALONE + SUM_RANKS + contradiction, 1, alone, DS_ACCELERATOR="cpu")
+    (only,) = run_ranks(ALONE + SUM_RANKS + contradiction, 1, alone, limit=120, DS_ACCELERATOR="cpu")
     assert only.code == 1, only.err
     *before, timeout, variables, fake, backend, world = only.out.splitlines()
     assert before == ["True True"] * 4
