@@ -49,6 +49,7 @@ from deepspeed.engine.client_support import (
 )
 from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.expert_parallel import ExpertAccessors, divide_experts_of
 from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
@@ -245,9 +246,10 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def _hold_parts(self) -> None:
         """Create the components that `EngineSurface` refers to."""
         state = self._state
+        self._balance = ExpertBalance(state)
         self._share_statistics()
         self._reports, self._offload = ProgressLog(state, self), OffloadStates(state, self.register_forward_pre_hook)
-        self._instruments = Instruments(state, self)
+        self._instruments = Instruments(state, self, self._balance)
         self._feeding = TrainLoop(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
@@ -266,7 +268,8 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
 
     def _share_statistics(self) -> None:
         self._statistics = RunningStatistics(self.module, self._axes.dp_sp_group)
-        self._state.hooks.stepped = [self._statistics.publish] if self._statistics.buffers else []
+        stepped = [self._statistics.publish] if self._statistics.buffers else []
+        self._state.hooks.stepped = [*stepped, *self._balance.stepped()]
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, or with False to evaluation (BatchNorm then uses rank 0's running statistics)."""
@@ -556,6 +559,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
         self.wait_for_checkpoint()
         self._compressing.stop()
         self._instruments.close()
+        self._balance.close()
         components = self._components
         # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
         lost = components.wind_up()

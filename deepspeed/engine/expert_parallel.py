@@ -11,10 +11,12 @@ from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.moe import groups
 from deepspeed.moe.expert_parallel import DividedExperts, divide_experts, find_experts, is_divided
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.load import LayerLoad
 
 
 def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
@@ -58,6 +60,7 @@ class ExpertAccessors:
     """MoE layers of an engine's model."""
 
     _state: EngineState
+    _balance: ExpertBalance
 
     @property
     def moe_layers(self) -> list[nn.Module]:
@@ -74,6 +77,11 @@ class ExpertAccessors:
         """Return the number of experts of each layer, over all ranks."""
         layers: list[Any] = self.moe_layers
         return [layer.num_experts if isinstance(layer, MoE) else layer.location.count for layer in layers]
+
+    @property
+    def expert_load(self) -> dict[str, LayerLoad]:
+        """Tokens of each layer's experts in the last window, over all ranks; empty unless `expert_parallel.load`."""
+        return self._balance.load()
 
     @property
     def expert_parallel_group(self) -> dict[str, Any]:

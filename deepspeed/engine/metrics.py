@@ -28,6 +28,7 @@ from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.expert_balance import ExpertBalance
 from deepspeed.engine.memory.report import MemoryGuard, MemoryReport, MemoryWatchdog, allocated
 from deepspeed.engine.nan_detector import NonFiniteFinder
 from deepspeed.engine.timeline import Tracing
@@ -238,8 +239,8 @@ class Instruments:
             The timer logs no lines, since the line of `steps_per_print` has the current figure.
     """
 
-    def __init__(self, state: EngineState, engine: StateAccessors) -> None:
-        self._state, self._facts = state, engine
+    def __init__(self, state: EngineState, engine: StateAccessors, balance: ExpertBalance) -> None:
+        self._state, self._facts, self._balance = state, engine, balance
         self.monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self.profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
@@ -271,6 +272,7 @@ class Instruments:
         hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
             (self.profiling.profiler is not None, lambda _rows, _samples: self.profiling.after_update()),
             (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
+            (self.tracing.enabled, lambda _rows, _samples: self._balance.count()),
             (self.tracing.enabled, lambda _rows, _samples: self.tracing.after_update()),
             (self.times.active, self._end_times),
             (self.progress is not None, self._show_progress),
@@ -407,7 +409,8 @@ class Instruments:
         seconds, self._since = now - (self._since or now), now
         self._tell(seconds)
         if self.monitor.writes:
-            events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
+            of_update = [*self._of_update(), *self._times(), *self._balance.events()]
+            events = [*self._of_window(rows, samples, seconds), *of_update]
             self.monitor.write_events([(name, value, state.global_samples) for name, value in events])
 
     def _tell(self, seconds: float, **more: Any) -> None:
@@ -418,6 +421,7 @@ class Instruments:
         norm = self._facts.get_global_grad_norm()
         if norm is not None and math.isfinite(norm):
             facts["gradient norm"] = norm
+        facts |= {"experts": summary} if (summary := self._balance.summary()) else {}
         self.monitor.tell({**facts, "memory": self._memory.by_category(), **more})
 
     def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:

@@ -27,6 +27,7 @@ from deepspeed.comm import ReduceOp, all_reduce, get_world_size
 from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.moe.balance import mean_product
 from deepspeed.moe.exchange import Routing, combine, dispatch
 from deepspeed.moe.expert_parallel import ExpertLocation
 
@@ -228,8 +229,7 @@ def topkgating(
 
 def _balance(probabilities: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum, over the experts, mean probability times share of the tokens; both arguments are (S, E)."""
-    tokens = max(1, mask.shape[0])
-    return ((probabilities.sum(0) / tokens) * (mask.sum(0) / tokens)).sum()
+    return mean_product(mask.sum(0), probabilities.sum(0), mask.shape[0])
 
 
 def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:

@@ -115,6 +115,11 @@ def table(folder: Path, now: float | None = None) -> str:
     first = next(iter(pages.values()))
     facts = {name: first.get(name) for name in ("loss", "gradient norm", "samples", "skipped")}
     summary = ", ".join(f"{name} {number:.6g}" for name, number in facts.items() if number is not None)
+    if experts := first.get("experts"):
+        lines.append(
+            f"experts: {experts['layers']} layer(s), busiest expert {experts['max over mean']:.2f} x the mean "
+            f"({experts['busiest']}), dropped {experts['dropped']:.1%}, entropy {experts['entropy']:.3f}"
+        )
     updates = {rank: page.get("update", 0) for rank, page in pages.items()}
     behind = sorted(rank for rank, update in updates.items() if update < max(updates.values()))
     lines.append(summary + (f"; behind the others: rank(s) {', '.join(map(str, behind))}" if behind else ""))

@@ -95,6 +95,20 @@ class ExpertParallel(Section):
     switch = "size"
     enabled: bool | None = key(None, "divide the experts of the model among ranks; null: where size is above 1")
     size: Int = key(1, "ranks that have the experts of a layer together", ge=1, aliases=["autoep_size"])
+    balance: Literal["model", "all_ranks", "window"] = key(
+        "model",
+        "tokens of the auxiliary loss: those of this rank, as the model has it, those of all ranks, or with the shares "
+        "of the window so far",
+    )
+    bias_update_speed: float | None = key(
+        None,
+        "after each step, routers' biases (e_score_correction_bias) move by this towards even loads; null: not",
+        ge=0,
+        aliases=["load_balance_coeff"],
+    )
+    load: bool | None = key(
+        None, "count the tokens of experts by layer; null: where a monitor or the timeline is enabled"
+    )
     expert_tensor_parallel_size: Int = later(1, "ranks that share one expert", ge=1)
     validate_folding_routing: bool = later(False, "check the routing")
     async_split_plan: bool = later(False, "plan the exchange ahead")
@@ -118,7 +132,6 @@ class ExpertParallel(Section):
     num_limited_groups: Int | None = later(None, "groups a token may reach")
     score_func: Literal["auto", "softmax", "sigmoid"] = later("auto", "routing score")
     top_k: Int | Literal["auto"] = later("auto", "experts per token")
-    load_balance_coeff: float | None = later(None, "weight of the balance loss")
     routed_scaling_factor: float | Literal["auto"] = later("auto", "factor on the experts' output")
     expert_w1: str | None = later(None, "name of the first expert weight")
     expert_w2: str | None = later(None, "name of the second expert weight")

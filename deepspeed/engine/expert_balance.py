@@ -1,0 +1,116 @@
+"""Balances the experts of an engine's model, and measures their load, as `expert_parallel` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.spans import recorder
+from deepspeed.moe.balance import AllTokens, GateLoss, ModelLoss, RouterBias
+from deepspeed.moe.load import ExpertLoad, LayerLoad, TrainingForward, layers_of
+from deepspeed.moe.sharded_moe import TopKGate
+
+_EXPERTS = "Train/Experts/"
+
+
+class ExpertBalance:
+    """Hooks of a model that balance its experts, and count their tokens; none where nothing asks for them.
+
+    Tokens are counted where `expert_parallel.load` is true, or null with a monitor or the timeline.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        section = state.ds_config.top.expert_parallel
+        speed = section.bias_update_speed or 0.0
+        watched = section.load
+        if watched is None:
+            monitors = [section for _, section in state.ds_config.monitor_config]
+            watched = any(monitor.enabled for monitor in monitors) or state.ds_config.top.timeline.enabled
+        self._parts: list[Any] = []
+        self._tokens: list[AllTokens] = []
+        self._load: ExpertLoad | None = None
+        self._bias: RouterBias | None = None
+        model, axis = state.module, state.axes.dp_sp_group
+        layers = list(layers_of(model)) if watched or speed or section.balance != "model" else []
+        if not layers and not speed and section.balance == "model":
+            return
+        forward = self._add(TrainingForward(model))
+        if speed:
+            self._bias = RouterBias(model, layers, speed)
+        if watched or speed:
+            self._load = self._add(ExpertLoad(layers, axis, forward))
+        if section.balance != "model":
+            self._share_loss(layers, section.balance == "window", forward)
+
+    def _add(self, part: Any) -> Any:
+        self._parts.append(part)
+        return part
+
+    def _share_loss(self, layers: list[Any], window: bool, forward: TrainingForward) -> None:
+        """Make auxiliary losses those of all ranks' tokens: of the gates of `MoE` layers, else of the model."""
+        model, axis = self._state.module, self._state.axes.dp_sp_group
+        gates = [(name, module) for name, module, _ in layers if isinstance(module, TopKGate)]
+        for name, gate in gates:
+            self._tokens.append(AllTokens(axis, window, name))
+            self._add(GateLoss(gate, self._tokens[-1], forward))
+        if not gates:
+            if self._state.axes.mesh.size("pp") > 1:
+                raise NotAvailableError(
+                    "expert_parallel.balance for the auxiliary loss of a model in pipeline stages is not available "
+                    'yet: no stage has the logits of all routers; use "balance": "model", or bias_update_speed'
+                )
+            self._tokens.append(AllTokens(axis, window, type(model).__name__))
+            self._add(ModelLoss(model, self._tokens[-1]))
+
+    def stepped(self) -> list[Callable[[], None]]:
+        """What is done after each step of the optimizer, also after one that is skipped."""
+        return [self._end_window] if self._tokens or self._load is not None else []
+
+    def _end_window(self) -> None:
+        for tokens in self._tokens:
+            tokens.end_window()
+        optimizer = self._state.components.optimizer
+        if self._load is not None:
+            self._load.end_window()
+            if self._bias is not None and optimizer is not None and not optimizer.overflow:
+                self._bias.update(self._load.unpadded())
+
+    def load(self) -> dict[str, LayerLoad]:
+        """The load of each layer in the last window, over all ranks; empty where tokens are not counted."""
+        return {} if self._load is None else self._load.last()
+
+    def events(self) -> Iterator[tuple[str, float]]:
+        """For monitors."""
+        loads = self.load()
+        for name, load in loads.items():
+            yield f"{_EXPERTS}{name}/max_over_mean", load.max_over_mean
+            yield f"{_EXPERTS}{name}/dropped", load.dropped_share
+            yield f"{_EXPERTS}{name}/entropy", load.entropy
+
+    def summary(self) -> dict[str, Any]:
+        """For `ds_top`: the busiest layer, and the means of all; empty where tokens are not counted."""
+        loads = self.load()
+        if not loads:
+            return {}
+        busiest = max(loads, key=lambda name: loads[name].max_over_mean)
+        return {
+            "layers": len(loads),
+            "max over mean": loads[busiest].max_over_mean,
+            "busiest": busiest,
+            "dropped": sum(load.dropped_share for load in loads.values()) / len(loads),
+            "entropy": min(load.entropy for load in loads.values()),
+        }
+
+    def count(self) -> None:
+        """For the timeline, while it records."""
+        if recorder.on:
+            for name, load in self.load().items():
+                recorder.count(f"% of the mean load, busiest expert of {name}", round(100 * load.max_over_mean))
+                recorder.count(f"tokens dropped by {name}", load.dropped)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.remove()

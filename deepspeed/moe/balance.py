@@ -1,0 +1,284 @@
+"""Balances experts over the tokens of all ranks: by the model's auxiliary loss, or by a bias of its routers.
+
+With c_e of N tokens that chose expert e, and the sum s_e of its probabilities, the auxiliary loss is a number times
+sum(c_e s_e) / N². A model computes it of the tokens of one rank. Of all ranks' tokens it is another loss: the mean of
+the ranks' losses is larger wherever their data differ, and its gradient evens out each rank for itself.
+
+| "balance"   | c and N of the shares c_e / N             | s and N of the mean probabilities s_e / N |
+|-------------|-------------------------------------------|-------------------------------------------|
+| "model"     | the tokens of this rank                   | the tokens of this rank                   |
+| "all_ranks" | the micro-batch, of all ranks             | the micro-batch, of all ranks             |
+| "window"    | the window so far, of all ranks           | the micro-batch, of all ranks             |
+
+Counts have no gradient, so one sum over the ranks in forward is enough: a rank differentiates the loss by its own
+tokens' probabilities, and the mean of the ranks' gradients is the gradient of the loss of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.autograd import summed
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import ExpertParallelError
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.parameters.module_hooks import Hook
+from deepspeed.zero.parameters.parameter import is_managed
+
+_SAME = 1e-4  # relative difference between a model's auxiliary loss and the formula
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingStatistics:
+    """What the auxiliary loss looks at.
+
+    Args:
+        chosen: (E,) c, how many tokens chose each expert.
+        sums: (E,) s, the sum of its probabilities over the tokens, with a gradient.
+        rows: 0-d N, the number of tokens.
+    """
+
+    chosen: torch.Tensor
+    sums: torch.Tensor
+    rows: torch.Tensor
+
+    def mean_product(self) -> torch.Tensor:
+        """sum(c_e s_e) / N² of these tokens."""
+        rows = self.rows.clamp(min=1)
+        return ((self.sums / rows) * (self.chosen / rows)).sum()
+
+    @classmethod
+    def of(cls, logits: Sequence[torch.Tensor], k: int, mask: torch.Tensor | None) -> RoutingStatistics:
+        """Of routers of several layers together, as Transformers' `load_balancing_loss_func` does it.
+
+        Args:
+            logits: (T, E) of each layer.
+            k: experts of a token.
+            mask: (B, T) with B T rows, 0 for padding.
+        """
+        chosen: Any = 0.0
+        sums: Any = 0.0
+        rows: Any = 0.0
+        for layer in logits:
+            probabilities = layer.softmax(-1)
+            wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+            weight = wide.new_ones(wide.shape[0]) if mask is None else mask.reshape(-1).to(wide)
+            index = probabilities.detach().topk(k, dim=-1).indices
+            taken = torch.zeros_like(wide).scatter_(1, index, 1.0)
+            chosen = chosen + weight @ taken
+            sums = sums + (wide * weight.unsqueeze(-1)).sum(0)
+            rows = rows + weight.sum()
+        return cls(chosen, sums, rows)
+
+
+class AllTokens:
+    """Adds up the statistics of one auxiliary loss over ranks, and in "window" over the micro-batches so far.
+
+    Args:
+        axis: ranks whose tokens count together; all call together.
+        window: shares are those of the window so far.
+        name: of the layer, for reports.
+    """
+
+    def __init__(self, axis: Axis, window: bool, name: str) -> None:
+        self._axis, self._window, self._label = axis, window, f"routing statistics of {name}"
+        self._so_far: torch.Tensor | None = None
+        self._forwards: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # of the window: own, all, shares
+
+    def mean_product(self, own: RoutingStatistics, again: bool = False) -> torch.Tensor:
+        """sum(c_e s_e) / N² of all tokens; its gradient is that by this rank's tokens, times the number of ranks.
+
+        Args:
+            again: a forward runs again, in backward: the sums of its first run are taken.
+        """
+        wide = torch.promote_types(own.sums.dtype, torch.float64)
+        flat = torch.cat([own.chosen.to(wide), own.sums.detach().to(wide), own.rows.to(wide).view(1)])
+        if again and self._forwards:
+            _, total, seen = min(self._forwards, key=lambda forward: float((forward[0] - flat).abs().sum()))
+        else:
+            total = summed(flat, self._axis, self._label)
+            self._so_far = total if self._so_far is None or not self._window else self._so_far + total
+            seen = self._so_far
+            self._forwards.append((flat, total, seen))
+        count = own.chosen.numel()
+        rows, share = total[-1].clamp(min=1), seen[:count] / seen[-1].clamp(min=1)
+        value = (share * total[count:-1]).sum() / rows
+        local = ((share / rows).to(own.sums) * own.sums).sum() * self._axis.size
+        return local + (value.to(local) - local.detach())
+
+    def end_window(self) -> None:
+        """The window is over: statistics begin anew."""
+        self._so_far = None
+        self._forwards.clear()
+
+
+_running: list[tuple[AllTokens, bool]] = []  # gates whose forward runs, and whether it runs again
+
+
+def mean_product(chosen: torch.Tensor, sums: torch.Tensor, rows: int) -> torch.Tensor:
+    """sum(c_e s_e) / N² of a gate's tokens, or where "balance" says so of all ranks'; for the gates of `MoE` layers."""
+    if not _running:
+        return ((sums / max(1, rows)) * (chosen / max(1, rows))).sum()
+    own = RoutingStatistics(chosen, sums, torch.tensor(rows, dtype=torch.float64, device=sums.device))
+    return _running[-1][0].mean_product(own, again=_running[-1][1])
+
+
+class GateLoss:
+    """Makes the balance loss of a `MoE` layer's gate that of all ranks' tokens.
+
+    Args:
+        forward: a `TrainingForward`.
+    """
+
+    def __init__(self, gate: nn.Module, tokens: AllTokens, forward: Any) -> None:
+        self._tokens, self._forward = tokens, forward
+        self._handles = [
+            gate.register_forward_pre_hook(Hook(self._enter)),
+            gate.register_forward_hook(Hook(self._leave), always_call=True),
+        ]
+
+    def _enter(self, gate: nn.Module, _args: Any) -> None:
+        if self._forward.trains(gate):
+            _running.append((self._tokens, self._forward.recomputes()))
+
+    def _leave(self, *_: Any) -> None:
+        _running.clear()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class ModelLoss:
+    """Makes the auxiliary loss of a Transformers model that of all ranks' tokens, after its forward.
+
+    The output has the routers' logits and the auxiliary loss. First the loss of this rank's tokens is computed from the
+    logits; if it is not what the model says, the model computes something else, and is refused. Then the loss of all
+    tokens takes its place, in the output and in the model's loss, with the factor that autograd finds there.
+    """
+
+    def __init__(self, model: nn.Module, tokens: AllTokens) -> None:
+        self._tokens, self._kind = tokens, type(model).__name__
+        self._formula: tuple[int, bool] | None = None  # experts of a token, with a mask
+        self._handle = model.register_forward_hook(Hook(self._replace), with_kwargs=True)
+
+    def _replace(self, model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        logits, before = self._parts(output)
+        own = self._statistics(logits, kwargs.get("attention_mask"), before)
+        after = (self._tokens.mean_product(own) * own.chosen.numel()).to(before)
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            factor = torch.autograd.grad(loss, before, torch.ones_like(loss), retain_graph=True, allow_unused=True)[0]
+            if factor is not None:  # the model adds it to its loss
+                output.loss = loss + factor * (after - before)
+        output.aux_loss = after
+        return output
+
+    def _parts(self, output: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The logits of the routers, (T, E) each, and the auxiliary loss."""
+        logits, loss = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
+        if not isinstance(loss, torch.Tensor) or not isinstance(logits, tuple) or not logits:
+            raise self._refusal(
+                "its output has no router_logits with an aux_loss; for models of Transformers that have one, set "
+                "config.output_router_logits to True"
+            )
+        if not loss.requires_grad:
+            raise self._refusal(
+                "its aux_loss has no gradient: routers are frozen, or reentrant checkpoints have cut it off "
+                "(gradient_checkpointing_kwargs={'use_reentrant': False})"
+            )
+        return [layer.reshape(-1, layer.shape[-1]) for layer in logits], loss
+
+    def _statistics(self, logits: list[torch.Tensor], mask: Any, loss: torch.Tensor) -> RoutingStatistics:
+        """Of this rank's tokens; with the number of experts, and the mask, that give the model's own loss."""
+        wanted, found = float(loss), []
+        fits = isinstance(mask, torch.Tensor) and mask.numel() == logits[0].shape[0]
+        for k, masked in self._formulas(logits[0].shape[1], fits):
+            own = RoutingStatistics.of(logits, k, mask if masked else None)
+            value = float(own.mean_product()) * own.chosen.numel()
+            if abs(value - wanted) <= _SAME * abs(wanted):
+                self._formula = k, masked
+                return own
+            found.append(f"{value:.4g}")
+        raise self._refusal(
+            f"its aux_loss is {wanted:.4g}, and experts x sum(share x mean probability) over the tokens of all layers, "
+            f"for 1, 2, … experts of a token, is {', '.join(found)}"
+        )
+
+    def _formulas(self, experts: int, fits: bool) -> Iterator[tuple[int, bool]]:
+        """Numbers of experts and whether there is a mask; what fitted before comes first."""
+        if self._formula is not None and (fits or not self._formula[1]):
+            yield self._formula
+        for masked in (True, False) if fits else (False,):
+            yield from ((k, masked) for k in range(1, experts + 1))
+
+    def _refusal(self, why: str) -> ExpertParallelError:
+        return ExpertParallelError(
+            f"expert_parallel.balance cannot make the auxiliary loss of {self._kind} that of all ranks: {why}. "
+            f'With "balance": "model" it stays as it is'
+        )
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+class RouterBias:
+    """Balances without a loss: after a step, b_e += speed × sign(mean load - load_e) (Wang et al. 2024, DeepSeek-V3).
+
+    The bias is a buffer or frozen parameter of E numbers beside the experts, which the model adds to the scores that
+    choose them, and to nothing else. It is equal on all ranks, since the loads are those of all ranks.
+
+    Args:
+        layers: name, module and number of experts of each layer.
+        speed: how much a bias changes.
+
+    Raises:
+        ExpertParallelError: a layer has no such bias, or one of too few bits.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module, int]], speed: float) -> None:
+        self._speed = speed
+        self._biases = {name: _bias_of(model, name, module, experts) for name, module, experts in layers}
+        if not self._biases:
+            raise ExpertParallelError("expert_parallel.bias_update_speed: the model has no layers of experts")
+
+    @torch.no_grad()
+    def update(self, counts: dict[str, torch.Tensor]) -> None:
+        """Move the biases by the (E,) counts of each layer, of all ranks. All ranks call together."""
+        for name, count in counts.items():
+            load, bias = count.double(), self._biases[name]
+            step = self._speed * (load.mean() - load).sign()
+            if not is_managed(bias):
+                bias += step.to(bias).view_as(bias)
+                continue
+            with GatheredParameters(bias, modifier_rank=0):
+                bias.data += step.to(bias.data).view_as(bias.data)
+
+
+def _bias_of(model: nn.Module, name: str, module: nn.Module, experts: int) -> torch.Tensor:
+    """The bias that a layer's router adds to the scores, found beside the experts."""
+    inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    parent = name.rpartition(".")[0]
+    block = model.get_submodule(parent)
+    frozen = [(key, param) for key, param in block.named_parameters() if not param.requires_grad]
+    for key, tensor in (*block.named_buffers(), *frozen):
+        if id(tensor) in inside or tensor.numel() != experts or "bias" not in key.rpartition(".")[2]:
+            continue
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ExpertParallelError(
+                f"expert_parallel.bias_update_speed: '{parent}.{key}' is {tensor.dtype}, which is too coarse for small "
+                f"updates: make it float32"
+            )
+        return tensor
+    raise ExpertParallelError(
+        f"expert_parallel.bias_update_speed: there is no buffer or frozen parameter of {experts} numbers with 'bias' "
+        f"in its name in '{parent}', beside the experts of '{name}': models such as DeepSeek-V3 or GLM-4-MoE have one "
+        f"(e_score_correction_bias); balance others by their auxiliary loss"
+    )
