@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import deepspeed
 from deepspeed import utils
 from deepspeed.errors import DeepSpeedError, ExpertParallelError
+from deepspeed.moe.expert_parallel import find_experts
 from deepspeed.moe.layer import MoE
 from deepspeed.monitor.top import table
 from tests.parallel.test_experts import toy
@@ -135,3 +138,248 @@ def test_gradients_are_those_of_all_tokens(
         gradients, stage, ep, balance, padded, dtype, recompute, timeout=580
     ):
         assert difference <= 2e-6 and from_mean >= 1e-3, (difference, from_mean)
+
+
+WIDTH, EXPERTS, TOKENS = 6, 4, 8
+
+
+class Block(nn.Module):
+    """A layer of experts, whose balance loss is left in an attribute; it may be computed again in backward."""
+
+    def __init__(self, ep: int, k: int, factor: float) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.moe = MoE(
+            WIDTH, expert, EXPERTS, ep, k=k, capacity_factor=factor, min_capacity=1,
+            drop_tokens=factor < 1, use_rts=False, top2_2nd_expert_sampling=False,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, loss, _ = self.moe(x)
+        return x + out, loss
+
+
+class Net(nn.Module):
+    def __init__(self, ep: int, k: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(ep, k, factor) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros(())
+        for block in self.blocks:
+            x, loss = block(x)
+            total = total + loss
+        return x.square().mean(), total
+
+
+def tokens_of(rank: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(50 * micro + rank)
+    return torch.randn(TOKENS, WIDTH, generator=generator) + 2 * rank  # ranks choose other experts
+
+
+def same_start(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {name: torch.randn(value.shape, generator=generator) / 2 for name, value in model.state_dict().items()}
+
+
+def gates(stage: int, k: int, recompute: bool) -> tuple[float, float, list[int]]:
+    world, rank, dense, plain = dist.get_world_size(), dist.get_rank(), Net(1, k), Net(1, k)
+    start = same_start(dense)
+    dense.load_state_dict(start)
+    plain.load_state_dict(start)
+    config = settings(stage, 1, "all_ranks", experts={"load": True})
+    if recompute:
+        config["activation_checkpointing"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=Net(2, k), config=config)
+    engine.load_module_state_dict(start)
+    for micro in range(ACCUMULATION):
+        loss, balance = engine(tokens_of(rank, micro))
+        engine.backward(loss + FACTOR * balance)
+        if micro < ACCUMULATION - 1:
+            engine.step()
+        losses = []
+        for other in range(world):
+            of_rank, of_tokens = plain(tokens_of(other, micro))
+            losses.append(of_rank)
+            ((of_rank + FACTOR * of_tokens) / world / ACCUMULATION).backward()
+        _, of_all = dense(torch.cat([tokens_of(other, micro) for other in range(world)]))
+        for other in range(world):
+            (dense(tokens_of(other, micro))[0] / world / ACCUMULATION).backward()
+        (FACTOR * of_all / ACCUMULATION).backward()
+        assert abs(float(balance - of_all)) <= 1e-5
+    result = apart(engine, dense), apart(engine, plain)
+    engine.step()
+    counts = [load.total for load in engine.expert_load.values()]
+    engine.destroy()
+    return *result, counts
+
+
+@pytest.mark.parametrize(
+    ("stage", "k", "recompute"),
+    [(1, 2, True), (3, 1, False), pytest.param(2, 3, True, marks=pytest.mark.slow)],
+)
+def test_gates_of_explicit_layers(workers: Any, stage: int, k: int, recompute: bool) -> None:
+    for difference, from_mean, counts in workers(2).run(gates, stage, k, recompute, timeout=120):
+        assert difference <= 2e-6 and from_mean >= 1e-3, (difference, from_mean)
+        assert counts == [2 * TOKENS * k * ACCUMULATION] * 2  # recomputation does not count again
+
+
+SPEED = 0.01
+
+
+@contextlib.contextmanager
+def counting(model: nn.Module, mask: torch.Tensor, loads: dict[str, Any]) -> Iterator[None]:
+    """Inside, forwards of a whole model add to the loads of its layers, by hand."""
+
+    def count(name: str, chosen: torch.Tensor, experts: int) -> None:
+        ones = nn.functional.one_hot(chosen, experts).sum(1) * mask.flatten().unsqueeze(1)
+        loads[name] = loads.get(name, 0) + ones.sum(0)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name, experts=experts: count(name, args[1], experts))
+        for name, module, experts in find_experts(model)
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def biases(family: str, stage: int, ep: int, recompute: bool) -> None:
+    """Two steps, each of two micro-batches; the loads are those of tokens that are no padding."""
+    model, rank, world = toy(family), dist.get_rank(), dist.get_world_size()
+    config = settings(stage, ep, "model", experts={"bias_update_speed": SPEED})
+    if recompute:
+        config["activation_checkpointing"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    dense = toy(family).train()
+    optimizer = torch.optim.SGD([param for param in dense.parameters() if param.requires_grad], lr=0.5)
+    wanted = {name: value for name, value in dense.state_dict().items() if "e_score_correction_bias" in name}
+    for step in range(2):
+        loads: dict[str, Any] = {}
+        optimizer.zero_grad()
+        for micro in range(2 * step, 2 * step + 2):
+            engine.backward(engine(**batch(rank, micro, padded=True)).loss)
+            engine.step()
+            for other in range(world):
+                inputs = batch(other, micro, padded=True)
+                with counting(dense, inputs["attention_mask"], loads):
+                    (dense(**inputs).loss / world / 2).backward()
+        optimizer.step()
+        for load, bias in zip(loads.values(), wanted.values(), strict=True):
+            bias += SPEED * (load.double().mean() - load).sign().float().view_as(bias)
+    assert wanted and max(float(bias.abs().max()) for bias in wanted.values()) > 0
+    ours = dict(chain(engine.module.named_buffers(), engine.module.named_parameters()))
+    with deepspeed.zero.GatheredParameters([ours[name] for name in wanted]):
+        for name, bias in wanted.items():
+            assert torch.equal(ours[name].detach(), bias), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "ep", "recompute"),
+    [
+        ("DeepseekV3", 2, 2, True),
+        ("Ernie4_5_Moe", 3, 2, False),
+        pytest.param("Glm4Moe", 3, 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_biases_follow_the_loads_of_all_ranks(workers: Any, family: str, stage: int, ep: int, recompute: bool) -> None:
+    workers(2).run(biases, family, stage, ep, recompute, timeout=120)
+
+
+class Doubled(nn.Module):
+    """Its auxiliary loss is no formula of its logits that is known."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.model(**inputs)
+        output.aux_loss = 1.1 * output.aux_loss
+        return output
+
+
+def refused() -> None:
+    with raises(ExpertParallelError, "no buffer or frozen parameter of", "beside the experts of 'model.layers.0"):
+        deepspeed.initialize(model=toy("Mixtral"), config=settings(1, 2, "model", experts={"bias_update_speed": 0.1}))
+    coarse = toy("DeepseekV3")
+    for module in coarse.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.bfloat16()
+    with raises(ExpertParallelError, "is torch.bfloat16", "make it float32"):
+        deepspeed.initialize(model=coarse, config=settings(1, 2, "model", experts={"bias_update_speed": 0.1}))
+    for model, words in ((toy("Mixtral"), "output_router_logits"), (Doubled(balanced("Mixtral")), "its aux_loss is")):
+        engine, *_ = deepspeed.initialize(model=model, config=settings(1, 2, "all_ranks"))
+        with raises(ExpertParallelError, words, '"balance": "model"'):
+            engine(**batch(0, 0, padded=False))
+        engine.destroy()
+    with raises(DeepSpeedError, "balance", "all_ranks"):
+        deepspeed.initialize(model=toy("Mixtral"), config=settings(1, 2, "global"))
+
+
+def test_what_cannot_be_balanced_is_said(workers: Any) -> None:
+    workers(2).run(refused, timeout=120)
+
+
+def measured(folder: str) -> dict[str, Any]:
+    """Three steps with monitors, the page of `ds_top` and the timeline; experts drop tokens, blocks run twice."""
+    config = settings(1, 1, "model", accumulation=1, activation_checkpointing={"enabled": True})
+    config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "run"}
+    config["timeline"] = {"enabled": True, "output_path": folder, "job_name": "time", "start_step": 1, "steps": 2}
+    engine, *_ = deepspeed.initialize(model=Net(2, 2, factor=0.5), config=config)
+    engine.load_module_state_dict(same_start(Net(1, 2)))
+    loads = []
+    for step in range(3):
+        loss, balance = engine(tokens_of(dist.get_rank(), step))
+        engine.backward(loss + balance)
+        engine.step()
+        loads.append(engine.expert_load)
+        with torch.no_grad():
+            engine(tokens_of(0, step))  # without a gradient: does not count
+    dist.barrier()
+    page = table(Path(folder) / "run")
+    dist.barrier()
+    engine.destroy()
+    return {"loads": loads, "page": page}
+
+
+def test_load_goes_to_monitors_page_and_timeline(workers: Any, tmp_path: Path) -> None:
+    first, second = workers(2).run(measured, str(tmp_path), timeout=180)
+    assert first["loads"] == second["loads"]
+    for layer in ("blocks.0.moe", "blocks.1.moe"):
+        of_layer = [loads[layer] for loads in first["loads"]]
+        assert all(load.total == 2 * TOKENS * 2 and len(load.counts) == EXPERTS for load in of_layer)
+        # capacity: ceil(2 x 8 / 4 x 0.5) slots of each expert, on each rank
+        assert all(load.dropped >= load.total - 2 * EXPERTS * 2 > 0 for load in of_layer)
+        for kind, values in (
+            ("max_over_mean", [max(load.counts) / (load.total / EXPERTS) for load in of_layer]),
+            ("dropped", [load.dropped / load.total for load in of_layer]),
+            ("entropy", [load.entropy for load in of_layer]),
+        ):
+            (path,) = (tmp_path / "run").glob(f"*Experts*{layer}*{kind}.csv")
+            rows = list(csv.reader(path.open()))[1:]
+            assert [float(value) for _, value in rows] == pytest.approx(values), (layer, kind)
+    last = first["loads"][-1]
+    busiest = max(load.max_over_mean for load in last.values())
+    assert f"experts: 2 layer(s), busiest expert {busiest:.2f} x the mean (blocks." in first["page"]
+    events = json.loads(next((tmp_path / "time").glob("*.json")).read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    counters = {event["name"]: event["args"]["value"] for event in events if event["ph"] == "C"}
+    assert counters["% of the mean load, busiest expert of blocks.1.moe"] == round(
+        100 * last["blocks.1.moe"].max_over_mean
+    )
+    assert counters["tokens dropped by blocks.0.moe"] == last["blocks.0.moe"].dropped
+
+
+def unasked() -> None:
+    engine, *_ = deepspeed.initialize(model=toy("Mixtral"), config=settings(1, 2, "model"))
+    engine.backward(engine(**batch(dist.get_rank(), 0, padded=False)).loss)
+    engine.step()
+    assert engine.expert_load == {} and engine._balance.stepped() == []
+    assert not any(module._forward_pre_hooks for module in engine.moe_layers)
+    engine.destroy()
+
+
+def test_nothing_is_counted_unless_asked(workers: Any) -> None:
+    workers(2).run(unasked, timeout=120)
