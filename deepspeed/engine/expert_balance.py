@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import ExpertParallelError, NotAvailableError
 from deepspeed.foundation.spans import recorder
 from deepspeed.moe.balance import AllTokens, GateLoss, ModelLoss, RouterBias
 from deepspeed.moe.load import ExpertLoad, LayerLoad, TrainingForward, layers_of
@@ -35,7 +35,9 @@ class ExpertBalance:
         self._bias: RouterBias | None = None
         model, axis = state.module, state.axes.dp_sp_group
         layers = list(layers_of(model)) if watched or speed or section.balance != "model" else []
-        if not layers and not speed and section.balance == "model":
+        if speed and not layers and state.axes.mesh.size("pp") == 1:
+            raise ExpertParallelError("expert_parallel.bias_update_speed: the model has no layers of experts")
+        if not layers and section.balance == "model":
             return
         forward = self._add(TrainingForward(model))
         if speed:

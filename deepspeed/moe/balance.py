@@ -102,8 +102,8 @@ class AllTokens:
             _, total, seen = min(self._forwards, key=lambda forward: float((forward[0] - flat).abs().sum()))
         else:
             total = summed(flat, self._axis, self._label)
-            self._so_far = total if self._so_far is None or not self._window else self._so_far + total
-            seen = self._so_far
+            seen = total if self._so_far is None or not self._window else self._so_far + total
+            self._so_far = seen
             self._forwards.append((flat, total, seen))
         count = own.chosen.numel()
         rows, share = total[-1].clamp(min=1), seen[:count] / seen[-1].clamp(min=1)
@@ -246,8 +246,6 @@ class RouterBias:
     def __init__(self, model: nn.Module, layers: Sequence[tuple[str, nn.Module, int]], speed: float) -> None:
         self._speed = speed
         self._biases = {name: _bias_of(model, name, module, experts) for name, module, experts in layers}
-        if not self._biases:
-            raise ExpertParallelError("expert_parallel.bias_update_speed: the model has no layers of experts")
 
     @torch.no_grad()
     def update(self, counts: dict[str, torch.Tensor]) -> None:
