@@ -69,6 +69,15 @@ def test_lora(tmp_path: Path) -> None:
     drawn(tmp_path / "runs/gallery/lora.png")
 
 
+def test_experts(tmp_path: Path) -> None:
+    said = launched(tmp_path, "experts/train.py", "--short")
+    dense, experts = [
+        tuple(map(float, numbers)) for numbers in re.findall(r"([\d.]+) M active.*held out ([\d.]+)", said)
+    ]
+    assert experts[0] < 1.1 * dense[0] and max(dense[1], experts[1]) < 4.5, said  # even bytes: 5.5 nats
+    drawn(tmp_path / "runs/experts/load.png")
+
+
 def test_evoformer(tmp_path: Path) -> None:
     said = launched(tmp_path, "evoformer/train.py")
     assert float(re.findall(r"unseen alignments ([\d.]+) % are found", said)[0]) > 80, said
