@@ -198,11 +198,11 @@ class ModelLoss:
 
     def _statistics(self, logits: list[torch.Tensor], mask: Any, loss: torch.Tensor) -> RoutingStatistics:
         """Of this rank's tokens; with the number of experts, and the mask, that give the model's own loss."""
-        wanted, found = float(loss), []
+        wanted, found = float(loss.detach()), []
         fits = isinstance(mask, torch.Tensor) and mask.numel() == logits[0].shape[0]
         for k, masked in self._formulas(logits[0].shape[1], fits):
             own = RoutingStatistics.of(logits, k, mask if masked else None)
-            value = float(own.mean_product()) * own.chosen.numel()
+            value = float(own.mean_product().detach()) * own.chosen.numel()
             if abs(value - wanted) <= _SAME * abs(wanted):
                 self._formula = k, masked
                 return own

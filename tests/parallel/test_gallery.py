@@ -70,7 +70,7 @@ def test_lora(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    said = launched(tmp_path, "experts/train.py", "--short")
+    said = launched(tmp_path, "experts/language.py", "--short")
     dense, experts = [
         tuple(map(float, numbers)) for numbers in re.findall(r"([\d.]+) M active.*held out ([\d.]+)", said)
     ]

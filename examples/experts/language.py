@@ -65,7 +65,8 @@ class ExpertBlock(nn.Module):
         inner = 4 * width // k
         expert = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
         self.moe = MoE(width, expert, count, ranks, k=k, drop_tokens=False, top2_2nd_expert_sampling=False)
-        for copy in self.moe.deepspeed_moe.experts.deepspeed_experts:  # copies are equal, and would stay so
+        copies: Any = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for copy in copies:  # they are equal, and would stay so
             for layer in (copy[0], copy[2]):
                 nn.init.normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
@@ -76,10 +77,10 @@ class ExpertBlock(nn.Module):
         return output
 
 
-def with_experts(arguments: argparse.Namespace) -> nn.Module:
+def with_experts(arguments: argparse.Namespace) -> Any:
     """The byte model with a block of experts in each layer; ranks draw experts of their own."""
     torch.manual_seed(arguments.seed)
-    model = build_model(arguments)
+    model: Any = build_model(arguments)
     torch.manual_seed(arguments.seed + 1 + comm.get_rank())
     for block in model.transformer.h:
         block.mlp = ExpertBlock(arguments.width, arguments.experts, arguments.k, comm.get_world_size())
