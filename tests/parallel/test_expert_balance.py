@@ -127,7 +127,7 @@ def gradients(
     [
         (0, 2, 2, "all_ranks", True, torch.float32, ""),
         (2, 2, 1, "window", True, torch.float32, "ours"),
-        (3, 2, 2, "all_ranks", False, torch.float64, "theirs"),
+        pytest.param(3, 2, 2, "all_ranks", False, torch.float64, "theirs", marks=pytest.mark.slow),
         pytest.param(1, 2, 2, "window", False, torch.float64, "", marks=pytest.mark.slow),
         pytest.param(3, 4, 2, "window", True, torch.float32, "ours", marks=pytest.mark.slow),
         pytest.param(1, 4, 4, "all_ranks", True, torch.float64, "ours", marks=pytest.mark.slow),
@@ -280,7 +280,7 @@ def biases(family: str, stage: int, ep: int, recompute: bool) -> None:
     ("family", "stage", "ep", "recompute"),
     [
         ("DeepseekV3", 2, 2, True),
-        ("Ernie4_5_Moe", 3, 2, False),
+        pytest.param("Ernie4_5_Moe", 3, 2, False, marks=pytest.mark.slow),
         pytest.param("Glm4Moe", 3, 1, True, marks=pytest.mark.slow),
     ],
 )
