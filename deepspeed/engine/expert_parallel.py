@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,18 +18,34 @@ from deepspeed.moe.expert_parallel import DividedExperts, divide_experts, find_e
 from deepspeed.moe.layer import MoE
 
 
-def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
+def divide_experts_of(
+    model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any = None
+) -> None:
     """Divide the experts of a whole model, in place, unless that was done. All ranks call together.
 
-    `MoE` layers have their own ep size; `expert_parallel` of the JSON is for other modules of experts.
+    `MoE` layers have their own ep size; `expert_parallel` of the JSON is for other modules of experts. Experts that are
+    modules of their own, and that another rank has, leave the optimizer and `parameters`.
     """
     ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
     if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
         if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
             raise ArgumentError("the optimizer has state of all experts: pass it to initialize before its first step")
         _refuse_compression(config)
+        before = set(model.parameters())
         divide_experts(model, mesh, ep)
+        _leave_out(before - set(model.parameters()), optimizer, parameters)
     divide_layers_of(model, config, mesh)
+
+
+def _leave_out(gone: Iterable[torch.Tensor], optimizer: Any, parameters: Any) -> None:
+    """Take parameters out of an optimizer's groups, and out of a list of parameters or of groups, in place."""
+    ids = {id(param) for param in gone}
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    lists: list[Any] = [parameters, *(group["params"] for group in groups)]
+    lists += [entry["params"] for entry in parameters or () if isinstance(entry, dict)]
+    for one in lists:
+        if ids and isinstance(one, list):
+            one[:] = [entry for entry in one if id(entry) not in ids]
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:

@@ -1,17 +1,14 @@
 """Divides the experts of a model among ranks, without a change of its code.
 
-A module of experts is called with tokens (…, H), T in all, the experts that each token has chosen (T, k), and their
-weights (T, k). Its parameters hold all experts along dim 0. It is found by this structure, not by its class, and is
-tried on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this rank's
-experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its forward
-sends tokens to their experts (`exchange.py`) and runs the module's own code there.
+A module of experts is found by its structure (`structure.py`) and the form of its calls (`calls.py`), not by its class,
+and is tried on random tokens first: the results of its parts must add up to the result of the whole. Then it keeps this
+rank's experts; module and parameters stay the same objects, so an optimizer that was made before stays right. Its
+forward sends tokens to their experts (`exchange.py`) and runs the module's own code there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,17 +19,15 @@ from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
 from deepspeed.errors import ExpertParallelError, UsageError
-from deepspeed.foundation.equivalence import relative_difference, tolerance
-from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.foundation.log import log_rank0
+from deepspeed.moe.calls import read_call, values_of
 from deepspeed.moe.exchange import Routing, combine, dispatch
+from deepspeed.moe.structure import Elsewhere, Structure, counting, find_experts, run_pairs, tried
 from deepspeed.tensor_parallel.layers import cut_tensor
 from deepspeed.zero.api.reshard import shard_parameter
-from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.layout.placement import Relation, place, placement_of
 from deepspeed.zero.parameters.grouping import unshard
 from deepspeed.zero.parameters.parameter import StandIn, is_managed
-
-_TOKENS, _CHOICES = 16, 2  # of the trial
-_INDEX, _WEIGHTS = ("ind", "select", "expert"), ("weight", "score", "prob")
 
 
 class ExpertLocation:
@@ -60,99 +55,26 @@ class DividedExperts(nn.Module):
     """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
 
     location: ExpertLocation
+    structure: Structure
+    places: tuple[torch.Tensor, torch.Tensor]  # of each expert, and of none at the end: its rank, its number there
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the whole module; all ranks that share the experts call together, also without tokens."""
-        location = self.location
-        hidden, index, weights = arguments_of(self, args, kwargs)
-        routing = Routing.of(index, location.owner, location.axis, location.name)
-        rows, row_weights = dispatch(hidden.reshape(-1, hidden.shape[-1]), weights, routing)
-        chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
+        location, structure = self.location, self.structure
+        values = values_of(type(self), self, args, kwargs)
+        call = read_call(structure.forms[0], values, structure.count, location.name)
+        index, (owner, local) = call.index.long(), (place.to(call.index.device) for place in self.places)
+        routing = Routing.of(index, owner, location.axis, location.name)
+        rows, weights = dispatch(call.rows, call.weights, routing)
+        chosen = local[index[routing.sent].masked_fill(~routing.choices, -1)]
+        chosen = routing.to_experts(chosen, "choices")
         if rows.shape[0]:
-            with counting(self, location.count, location.local_count):
-                results = run_pairs(super().forward, rows, chosen - location.first, row_weights, chosen >= 0)
+            with counting(self, structure, location.axis.size):
+                results = run_pairs(structure, super().forward, rows, chosen, weights, location.axis.size)
         else:  # a gradient of zeros, as experts of a whole layer have that no token has chosen
-            results = rows + sum(param.flatten()[:0].sum() for param in self.parameters())
-        return combine(results, routing).view(*hidden.shape[:-1], -1)
-
-
-def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, choices and weights among the arguments of a call.
-
-    Raises:
-        ExpertParallelError: there are others, or their shapes are not (T, H), (T, k) and (T, k).
-    """
-    values = list(signature_of(type(module)).bind(module, *args, **kwargs).arguments.values())[1:]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    fits = len(tensors) == 3 and tensors[1].dim() == 2 and tensors[1].shape == tensors[2].shape
-    if len(values) != 3 or not fits or tensors[0].shape[:-1].numel() != tensors[1].shape[0]:
-        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
-        raise ExpertParallelError(
-            f"experts that are divided among ranks are called with T tokens (…, H), choices (T, k) and weights (T, k); "
-            f"this call has {shapes}"
-        )
-    return tensors[0], tensors[1], tensors[2]
-
-
-def run_pairs(
-    forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, here: torch.Tensor
-) -> torch.Tensor:
-    """Run the experts of this rank on the tokens that have chosen them.
-
-    Args:
-        rows: (R, H) tokens, each of which has chosen an expert of this rank or more.
-        index: (R, k) experts, counted from the first of this rank.
-        weights: (R, k) of the choices.
-        here: (R, k) bool: which choices are experts of this rank.
-
-    Returns:
-        (R, H) for each token the sum over its choices here.
-    """
-    token, choice = here.nonzero(as_tuple=True)
-    single = token.numel() == rows.shape[0]  # each token is here once, in order
-    out = forward(rows if single else rows[token], index[token, choice, None], weights[token, choice, None])
-    out = out.view(token.numel(), -1)
-    return out if single else out.new_zeros(rows.shape[0], *out.shape[1:]).index_add(0, token, out)
-
-
-@contextlib.contextmanager
-def counting(module: nn.Module, count: int, local_count: int) -> Generator[None]:
-    """Inside, a module's attributes that give the number of experts give the number of local ones."""
-    names = [name for name, value in vars(module).items() if type(value) is int and value == count]
-    for name in names:
-        vars(module)[name] = local_count
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(module)[name] = count
-
-
-def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules that hold several experts along dim 0 of their parameters: name, module, number of experts."""
-    for name, module in model.named_modules():
-        params = list(module.parameters())
-        if not params or any(param.dim() < 2 for param in params):
-            continue
-        names = list(signature_of(type(module)).parameters)[1:]
-        if len(names) != 3 or not _says(names[1], _INDEX) or not _says(names[2], _WEIGHTS):
-            continue
-        counts = [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
-        counts += [param.shape[0] for param in params if param.dim() == 3]
-        count = next((n for n in counts if all(param.shape[0] % n == 0 for param in params)), None)
-        if count is not None:
-            yield name, module, count
-
-
-def signature_of(kind: type) -> inspect.Signature:
-    """The signature of a module's own forward, below classes that only pass their arguments on."""
-    signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
-    own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
-    return (own or signatures)[0]
-
-
-def _says(name: str, words: tuple[str, ...]) -> bool:
-    return any(word in name for word in words)
+            zero = rows.sum() + sum(param.flatten()[:0].sum() for param in self.parameters())
+            results = rows.new_zeros(0, structure.width) + zero
+        return call.result(combine(results, routing))
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
@@ -168,32 +90,45 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     modules = [entry for entry in find_experts(model) if not isinstance(entry[1], DividedExperts)]
     if not modules:
         raise ExpertParallelError(
-            "expert_parallel: the model has no module that is called with tokens, choices and weights and holds its "
-            "experts along dim 0 of its parameters; leave expert_parallel out, or use deepspeed.moe.layer.MoE"
+            "expert_parallel: the model has no module that is called with tokens, choices and weights (docs/experts.md "
+            "has other forms), with its experts along dim 0 of its parameters or as a child for each; leave "
+            "expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
-    axis, order, tried = mesh.axis("ep", ep=ep), order_of(mesh, ep), set[Any]()
-    for name, _, count in modules:
-        if count % ep:
-            fits = [n for n in range(1, count + 1) if count % n == 0]
-            raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
-    everyone, alike = mesh.axis(*REPLICATED), mesh.axis("edp", ep=ep)
-    for name, module, count in modules:
+    for name, _, structure in modules:
+        for count in structure.groups:
+            if count % ep:
+                fits = [n for n in range(1, count + 1) if count % n == 0]
+                raise ExpertParallelError(
+                    f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}"
+                )
+    order, known = order_of(mesh, ep), dict[Any, Structure]()
+    for name, module, structure in modules:
         params = dict(module.named_parameters())
         born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
         unshard(params[key] for key in born_sharded)
         kind = (type(module), tuple(tuple(param.shape) for param in params.values()))
-        if kind not in tried and (why := _difference(module, count, ep)):
-            raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
-        tried.add(kind)
+        if kind not in known:
+            known[kind], why = tried(module, structure, ep)
+            if why:
+                raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
         whole = [param for key, param in params.items() if key not in born_sharded]
-        broadcast_tensors(everyone, whole, "broadcast of rank 0's experts")  # its values count, as for all parameters
-        become_parallel(module, ExpertLocation(axis, name, count, order))
-        for key in born_sharded if alike.size > 1 else ():
-            shard_parameter(params[key], f"{name}.{key}", alike)
-    log_rank0(
-        f"experts of {len(modules)} layers are divided among {ep} ranks: {modules[0][2] // ep} of {modules[0][2]} each"
-    )
+        label = "broadcast of rank 0's experts"  # its values count, as for all parameters
+        broadcast_tensors(mesh.axis(*REPLICATED), whole, label)
+        become_parallel(module, ExpertLocation(mesh.axis("ep", ep=ep), name, structure.count, order), known[kind])
+        _shard_again(name, module, born_sharded, mesh)
+    count = modules[0][2].count
+    log_rank0(f"experts of {len(modules)} layers are divided among {ep} ranks: {count // ep} of {count} each")
     return [name for name, *_ in modules]
+
+
+def _shard_again(name: str, module: nn.Module, keys: list[str], mesh: Mesh) -> None:
+    params = dict(module.named_parameters())
+    for key in keys:
+        if key in params:
+            ep = placement_of(params[key]).ep
+            alike = mesh.axis("edp", ep=ep) if ep > 1 else mesh.axis(*REPLICATED)
+            if alike.size > 1:
+                shard_parameter(params[key], f"{name}.{key}", alike)
 
 
 def order_of(mesh: Mesh, ep: int) -> list[int]:
@@ -206,75 +141,61 @@ def order_of(mesh: Mesh, ep: int) -> list[int]:
 _classes: dict[type, type] = {}
 
 
-def become_parallel(module: nn.Module, location: ExpertLocation) -> None:
+def become_parallel(module: nn.Module, location: ExpertLocation, structure: Structure) -> None:
     """Make a module keep the experts of this rank, in place."""
-    kind = type(module)
+    kind, ep = type(module), location.axis.size
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
-    for param in module.parameters():
-        size = param.shape[0] // location.count  # elements of dim 0 that belong to one expert
-        cut_tensor(param, 0, [(location.first * size, location.local_count * size)], ep=location.axis.size)
+    part, (owner, local) = location.order.index(location.axis.rank), structure.places(ep)
+    for name, param in module.named_parameters():
+        if name in structure.packed:
+            cut_tensor(param, 0, structure.segments(param.shape[0], ep, part), ep=ep)
+    for expert, name in enumerate(structure.children):
+        if owner[expert] != part:
+            module._modules[name] = Elsewhere()
+            continue
+        for param in module.get_submodule(name).parameters():
+            placed = placement_of(param)
+            place(param, replace(placed, relations={**placed.relations, "ep": Relation.ABSENT}, ep=ep))
     experts: Any = module
-    experts.__class__, experts.location = _classes[kind], location
+    experts.__class__, experts.location, experts.structure = _classes[kind], location, structure
+    ranks = torch.tensor(location.order)[owner]
+    none = torch.tensor([-1])
+    experts.places = torch.cat([ranks, none]), torch.cat([local, none])
     module.register_state_dict_post_hook(_whole_state)
 
 
 def _whole_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put all experts into a state dict. All ranks call together; with `keep_vars=True` local parameters stay."""
-    axis = module.location.axis
     for name, param in module.named_parameters():
         value = state.get(prefix + name)
-        if value is None or isinstance(value, nn.Parameter):
+        if value is None or isinstance(value, nn.Parameter) or placement_of(param).ep == 1:
             continue
         if isinstance(value, StandIn):
             raise UsageError(
                 f"state_dict() at ZeRO stage 3 has some of the experts of '{module.location.name}' only: take the "
                 f"weights from engine._zero3_consolidated_16bit_state_dict(), save_16bit_model or save_checkpoint"
             )
-        label = f"experts of {module.location.name} for a state dict (all ranks call state_dict together)"
-        parts = gathered(param, axis, 0, label=label).chunk(axis.size)
-        state[prefix + name] = torch.cat([parts[position] for position in module.location.order])
+        state.update({prefix + key: whole for key, whole in _all_of(module, name, param).items()})
 
 
-def _difference(module: nn.Module, count: int, ep: int) -> str:
-    """Why the results of a module's parts do not add up to the result of the whole; empty where they do."""
-    params = dict(module.named_parameters())
-    first = next(iter(params.values()))
-    generator = torch.Generator().manual_seed(0)
-    k = min(_CHOICES, count)
-    index = torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(_TOKENS)]).to(first.device)
-    weights = torch.rand(_TOKENS, k, generator=generator).to(first)
-    widths = dict.fromkeys(dim for param in params.values() for dim in reversed(param.shape[1:]))
-    reason = "its forward fails on random tokens"
-    for width in widths:
-        hidden = torch.randn(_TOKENS, width, generator=generator).to(first)
-        try:
-            with torch.no_grad():
-                whole = module(hidden, index, weights)
-                total = sum(_part(module, params, (hidden, index, weights), count, ep, part) for part in range(ep))
-        except (RuntimeError, ValueError, IndexError, TypeError) as why:
-            reason = describe_error(why)
-            continue
-        gap = relative_difference(total, whole.view(_TOKENS, -1))  # type: ignore[arg-type]
-        return "" if gap <= tolerance(first.dtype) else f"the results of {ep} parts differ from the whole by {gap:.1g}"
-    return reason
-
-
-def _part(module: nn.Module, params: Any, call: Any, count: int, ep: int, part: int) -> torch.Tensor:
-    """What one rank would add to the result."""
-    hidden, index, weights = call
-    local = count // ep
-    chunk = {name: param.detach().chunk(ep)[part] for name, param in params.items()}
-    here = (index // local) == part
-    rows = here.any(1)
-    out = torch.zeros_like(hidden)
-
-    def forward(*args: Any) -> torch.Tensor:
-        return torch.func.functional_call(module, chunk, args)
-
-    with counting(module, count, local):
-        out[rows] = run_pairs(forward, hidden[rows], (index - part * local)[rows], weights[rows], here[rows])
-    return out
+def _all_of(module: Any, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By name, a parameter with the experts of all ranks; or that of a child and of its counterparts on other ranks."""
+    location, structure = module.location, module.structure
+    label = f"experts of {location.name} for a state dict (all ranks call state_dict together)"
+    found = gathered(param, location.axis, 0, label=label).chunk(location.axis.size)
+    parts, ep = [found[position] for position in location.order], location.axis.size
+    if name in structure.packed:
+        whole = param.new_empty(param.shape[0] * ep, *param.shape[1:])
+        for part, piece in enumerate(parts):
+            at = 0
+            for start, length in structure.segments(len(whole), ep, part):
+                whole[start : start + length] = piece[at : at + length]
+                at += length
+        return {name: whole}
+    child, _, rest = name.partition(".")
+    number, each = structure.children.index(child) % location.local_count, location.local_count
+    return {f"{structure.children[part * each + number]}.{rest}": piece for part, piece in enumerate(parts)}
 
 
 def is_divided(model: nn.Module) -> bool:
