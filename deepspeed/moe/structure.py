@@ -22,6 +22,8 @@ from deepspeed.foundation.log import describe_error
 from deepspeed.moe.calls import FORMS, Blocks, CallForm, read_call, signature_of
 from deepspeed.moe.experts import Experts
 
+ROWS = 8
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -164,10 +166,25 @@ def run_pairs(
     row, choice = (index >= 0).nonzero(as_tuple=True)
     single = row.numel() == rows.shape[0]  # each row is here once, in order
     taken = rows if single else rows[row]
-    out = structure.forms[0].run(
-        forward, taken, index[row, choice], weights[row, choice], structure.local_count(ep)
-    )
+    pairs, count = (taken, index[row, choice], weights[row, choice]), structure.local_count(ep)
+    if rows.device.type == "cpu":
+        pairs = _padded(*pairs, count)
+    out = structure.forms[0].run(forward, *pairs, count)[: row.numel()]
     return out if single else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
+
+
+def _padded(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Add rows of zeros, of weight 0, up to a multiple of `ROWS` for each expert that has any.
+
+    On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
+    otherwise: a token's result would depend on how many other tokens have chosen its expert.
+    """
+    sizes = torch.bincount(index, minlength=count)
+    more = torch.arange(count).repeat_interleave(-sizes % ROWS)
+    if not len(more):
+        return rows, index, weights
+    empty, zero = rows.new_zeros(len(more), rows.shape[1]), weights.new_zeros(len(more))
+    return torch.cat([rows, empty]), torch.cat([index, more]), torch.cat([weights, zero])
 
 
 def tried(module: nn.Module, structure: Structure, ep: int) -> tuple[Structure, str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests import zoo
 
-SLOWEST = 5.0  # seconds of a toy's forward
+SLOWEST, LARGEST = 5.0, 30_000_000  # seconds of a toy's forward; parameters
 MORE = {  # numbers that configs have under these names
     "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1,
     "zero_expert_num": 2, "moe_num_experts": 4, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
@@ -24,7 +24,7 @@ MORE = {  # numbers that configs have under these names
 }  # fmt: skip
 EXPERTS = re.compile(r"xpert|MoE|Moe(?![a-z])|MOE")
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
-BAR = 1e-5
+BAR, BAR_OF_STEP = 1e-5, 2e-5
 
 
 def names() -> dict[str, str]:
@@ -46,7 +46,7 @@ def names() -> dict[str, str]:
 
 
 def _classes_of(file: Path) -> list[str]:
-    """Public models of a file that have a head of language, or all of them where there is none."""
+    """Public models of a file that have a head of language, and text backbones; all of them where there are none."""
     from transformers import PreTrainedModel
 
     module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
@@ -56,7 +56,14 @@ def _classes_of(file: Path) -> list[str]:
         if inspect.isclass(kind := getattr(module, name)) and issubclass(kind, PreTrainedModel)
     ]
     every = [name for name in every if not name.endswith("PreTrainedModel")]
-    return [name for name in every if name.endswith(HEADS)] or every
+    return [name for name in every if name.endswith((*HEADS, "TextModel"))] or every
+
+
+def speaks_of_experts(name: str) -> bool:
+    """Whether the file of a class does."""
+    import transformers
+
+    return re.search(r"[Ee]xperts", Path(inspect.getfile(getattr(transformers, name))).read_text()) is not None
 
 
 def build(name: str) -> tuple[Any, str]:
@@ -73,7 +80,7 @@ def build(name: str) -> tuple[Any, str]:
             if not any(EXPERTS.search(type(module).__name__) for module in empty.modules()):
                 return None, "no experts"
             count = sum(param.numel() for param in empty.parameters())
-            if count > zoo.LARGEST:
+            if count > LARGEST:
                 raise ValueError(f"{count:,} parameters")
             torch.manual_seed(0)
             model = kind(config).float()
@@ -143,7 +150,10 @@ def compare(model: Any) -> dict[str, Any]:
     row = _compared(model)
     if row["verdict"] != "WRONG" or row["worst"] > 1e-3:
         return row
-    exact = _compared(twin.double())
+    try:
+        exact = _compared(twin.double())
+    except Exception as error:  # some cast their router to fp32
+        return row | {"why": f"not in fp64: {type(error).__name__}: {error}"[:200]}
     why = f"in fp32 apart by {row['worst']:.0e}, which is rounding: in fp64 by {exact.get('worst', 1.0):.0e}"
     return {**exact, "why": why} if exact["verdict"] == "equal" else row
 
@@ -157,8 +167,8 @@ def _compared(model: Any) -> dict[str, Any]:
 
     dense, ranks = copy.deepcopy(model), dist.get_world_size()
     settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.0}},
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}},
         "zero_optimization": {"stage": 1},
         "expert_parallel": {"size": ranks},
         "steps_per_print": None,
@@ -171,7 +181,8 @@ def _compared(model: Any) -> dict[str, Any]:
     row = {"layers": len(layers), "form": type(layers[0].structure.forms[0]).__name__}
     row |= _distances(engine, dense, dist.get_rank(), ranks)
     row["worst"] = max(row["output"], row["gradient"], row["step"])
-    return row | {"verdict": "equal" if row["worst"] <= BAR else "WRONG", "why": ""}
+    equal = max(row["output"], row["gradient"]) <= BAR and row["step"] <= BAR_OF_STEP
+    return row | {"verdict": "equal" if equal else "WRONG", "why": ""}
 
 
 def _distances(engine: Any, dense: nn.Module, rank: int, ranks: int) -> dict[str, float]:
@@ -182,7 +193,7 @@ def _distances(engine: Any, dense: nn.Module, rank: int, ranks: int) -> dict[str
     engine.backward(loss_of(output))
     grads = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
     engine.step()
-    optimizer, apart = torch.optim.AdamW(dense.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0), 0.0
+    optimizer, apart = torch.optim.AdamW(dense.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0), 0.0
     for other in range(ranks):
         wanted = run(dense, other)
         if other == rank:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.harness.forks import Work, in_a_fork, in_forks
 from tests.harness.pool import free_port
-from tests.parallel.expert_models import BAR, build, compare, names
+from tests.parallel.expert_models import BAR, BAR_OF_STEP, build, compare, names, speaks_of_experts
 from tests.parallel.kept_rows import run_table
 from tests.parallel.tensor_table import imported_ahead, joined
 
@@ -18,12 +18,13 @@ FOLDER = Path("build/expert-table")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts-models.md"
 RANKS = 2
 SECONDS = 60.0  # a class may take
+OUT = ("no experts", "not built")  # verdicts of rows that the page leaves out
 HEAD = """# Models whose experts were divided
 
 Every class of Transformers {version} that may have experts, at toy size with random weights, fp32, its experts divided
-among 2 ranks with tokens of their own (`python -m tests.parallel.expert_table` writes this page). *equal*: output, all
-gradients, and all parameters after a step of AdamW within {bar:g} of the whole model in one process; where fp32 alone
-rounds by more, in fp64, and the row says so. The number is the largest of the three. *refused*: with the reason, on
+among 2 ranks with tokens of their own (`python -m tests.parallel.expert_table` writes this page). *equal*: output and
+all gradients within {bar:g} of the whole model in one process, all parameters after a step of AdamW within {step:g} of
+the largest value of each; where fp32 alone rounds by more, in fp64, and the row says so. The number is the largest of the three. *refused*: with the reason, on
 both ranks, before anything is computed. *no toy*: the class cannot be built or run small, whole, with tokens only.
 [Forms](experts.md#which-models) are those of the calls of a module of experts.
 
@@ -43,7 +44,8 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 def _row(name: str) -> dict[str, Any]:
     model, why = build(name)
     if model is None:
-        return {"verdict": "no experts" if why == "no experts" else "no toy", "why": why}
+        verdict = "no experts" if why == "no experts" else "no toy" if speaks_of_experts(name) else "not built"
+        return {"verdict": verdict, "why": why}
     return _of_all(in_forks(_ranks(model), SECONDS))
 
 
@@ -77,15 +79,15 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     import transformers
 
     kinds, found = names(), {name: by_ranks[str(RANKS)] for name, by_ranks in sorted(rows.items())}
-    lines = [line(name, kinds[name], row) for name, row in found.items() if row["verdict"] != "no experts"]
+    lines = [line(name, kinds[name], row) for name, row in found.items() if row["verdict"] not in OUT]
     verdicts = [row["verdict"] for row in found.values()]
-    without = verdicts.count("no experts")
     summary = (
-        f"Of {len(found)} classes {without} have no experts and are left out below. Of the other {len(lines)}, "
+        f"Of {len(found)} classes {verdicts.count('no experts')} have no experts, and {verdicts.count('not built')} "
+        f"cannot be built small, but their files do not speak of experts; they are left out. Of the other {len(lines)}, "
         f"{verdicts.count('equal')} are equal, {verdicts.count('refused')} are refused, {verdicts.count('no toy')} "
         f"have no toy."
     )
-    head = HEAD.format(version=transformers.__version__, bar=BAR, summary=summary)
+    head = HEAD.format(version=transformers.__version__, bar=BAR, step=BAR_OF_STEP, summary=summary)
     return head + "\n".join(lines) + "\n"
 
 
