@@ -24,9 +24,9 @@ HEAD = """# Models whose experts were divided
 Every class of Transformers {version} that may have experts, at toy size with random weights, fp32, its experts divided
 among 2 ranks with tokens of their own (`python -m tests.parallel.expert_table` writes this page). *equal*: output and
 all gradients within {bar:g} of the whole model in one process, all parameters after a step of AdamW within {step:g} of
-the largest value of each; where fp32 alone rounds by more, in fp64, and the row says so. The number is the largest of the three. *refused*: with the reason, on
-both ranks, before anything is computed. *no toy*: the class cannot be built or run small, whole, with tokens only.
-[Forms](experts.md#which-models) are those of the calls of a module of experts.
+the largest value of each; where fp32 alone rounds by more, in fp64, and the row says so. The number is the largest of
+the three. *refused*: with the reason, on both ranks, before anything is computed. *no toy*: the class cannot be built or
+run small, whole, with tokens only. [Forms](experts.md#which-models) are those of the calls of a module of experts.
 
 {summary}
 
@@ -83,7 +83,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     verdicts = [row["verdict"] for row in found.values()]
     summary = (
         f"Of {len(found)} classes {verdicts.count('no experts')} have no experts, and {verdicts.count('not built')} "
-        f"cannot be built small, but their files do not speak of experts; they are left out. Of the other {len(lines)}, "
+        f"cannot be built small, but their files speak of no experts; they are left out. Of the other {len(lines)}, "
         f"{verdicts.count('equal')} are equal, {verdicts.count('refused')} are refused, {verdicts.count('no toy')} "
         f"have no toy."
     )
