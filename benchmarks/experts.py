@@ -209,11 +209,14 @@ def make_part(name: str, shape: str, folder: str, routing: str) -> Step:
 def _layer(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local: int) -> Step:
     from deepspeed.comm import init_distributed
     from deepspeed.comm.process_groups.axis import world_axis
-    from deepspeed.moe.expert_parallel import ExpertLocation, _parts, become_parallel
+    from deepspeed.moe.expert_parallel import ExpertLocation, become_parallel
+    from deepspeed.moe.structure import find_experts, tried
 
     init_distributed(verbose=False)
     location = ExpertLocation(world_axis("ep"), "experts", module.num_experts, list(range(dist.get_world_size())))
-    become_parallel(module, location, _parts(module, location))
+    structure, why = tried(module, next(find_experts(module))[2], dist.get_world_size())
+    assert not why, why
+    become_parallel(module, location, structure)
     return _both_ways(lambda: module(hidden, index, weights))
 
 

@@ -239,7 +239,7 @@ class DeepSpeedEngine(EngineSurface, ProgramAttributes, ModuleWrapper):
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         """Reduce a whole model to this rank's part; returns the remaining `parameters`."""
         slice_model(model, config, mesh, mpu, optimizer)
-        divide_experts_of(model, config, mesh, optimizer)
+        divide_experts_of(model, config, mesh, optimizer, parameters)
         pack_weights(model, config, mesh, optimizer, parameters)
         return parameters
 

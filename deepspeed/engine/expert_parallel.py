@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,18 +20,34 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.load import LayerLoad
 
 
-def divide_experts_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
+def divide_experts_of(
+    model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any = None
+) -> None:
     """Divide the experts of a whole model in place, unless they are divided already. All ranks must call this.
 
-    `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts.
+    `MoE` layers have their own ep size; `expert_parallel` of the JSON applies to other modules of experts. An expert
+    that is a module of its own leaves the optimizer and `parameters` on the ranks that do not hold it.
     """
     ep, with_layers = config.expert_parallel_size, any(isinstance(module, MoE) for module in model.modules())
     if ep > 1 and not is_divided(model) and (not with_layers or any(find_experts(model))):
         if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
             raise ArgumentError("the optimizer has state of all experts: pass it to initialize before its first step")
         _refuse_compression(config)
+        before = set(model.parameters())
         divide_experts(model, mesh, ep)
+        _leave_out(before - set(model.parameters()), optimizer, parameters)
     divide_layers_of(model, config, mesh)
+
+
+def _leave_out(gone: Iterable[torch.Tensor], optimizer: Any, parameters: Any) -> None:
+    """Remove parameters from an optimizer's groups, and from a list of parameters or of groups, in place."""
+    ids = {id(param) for param in gone}
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    lists: list[Any] = [parameters, *(group["params"] for group in groups)]
+    lists += [entry["params"] for entry in parameters or () if isinstance(entry, dict)]
+    for one in lists:
+        if ids and isinstance(one, list):
+            one[:] = [entry for entry in one if id(entry) not in ids]
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:

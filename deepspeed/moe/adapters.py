@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from deepspeed.foundation.log import log_rank0
+from deepspeed.moe.structure import Structure
 
 Segments = list[tuple[int, int]]
 
@@ -39,29 +40,31 @@ def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind) and module.get_base_layer() is experts]
 
 
-def adapters_of(wrapper: Any, location: Any) -> Iterator[ExpertPart]:
-    """Yield the parts of the adapters for the experts of this rank.
+def adapters_of(wrapper: Any, structure: Structure, ep: int, part: int) -> Iterator[ExpertPart]:
+    """Return the adapters' segments of the experts that one of `ep` ranks has.
 
     Args:
-        wrapper: a wrapper from `wrappers_of`, with whole experts.
-        location: the `ExpertLocation` of the experts.
+        wrapper: of `wrappers_of`; its experts are whole.
+        structure: of the module of experts.
+        part: position of the rank's experts.
     """
-    packed = wrapper.get_param()
-    count, first, local = location.count, location.first, location.local_count
+    packed, count = wrapper.get_param(), structure.count
+    size = getattr(packed, "ds_shape", packed.shape)[0]
     for name, down in wrapper.lora_A.items():
         up, rank = wrapper.lora_B[name], wrapper.r[name]
         if wrapper.num_experts == count:
-            yield ExpertPart(down, "weight", 0, [(first * rank, local * rank)])
-            yield ExpertPart(up, "weight", 1, [(index * count + first, local) for index in range(rank)])
+            experts = structure.segments(count, ep, part)
+            yield ExpertPart(down, "weight", 0, [(start * rank, length * rank) for start, length in experts])
+            columns = [(index * count + start, length) for index in range(rank) for start, length in experts]
+            yield ExpertPart(up, "weight", 1, columns)
         else:
-            size = getattr(packed, "ds_shape", packed.shape)[0] // count
-            yield ExpertPart(up, "weight", 0, [(first * size, local * size)])
+            yield ExpertPart(up, "weight", 0, structure.segments(size, ep, part))
 
 
-def set_local_count(wrapper: Any, location: Any) -> None:
-    """Set a wrapper's number of experts to that of this rank, with which it reshapes its adapters."""
-    if wrapper.num_experts == location.count:
-        wrapper.num_experts = location.local_count
+def set_local_count(wrapper: Any, count: int, local_count: int) -> None:
+    """Let a wrapper of `count` experts reshape its adapters for the experts of this rank."""
+    if wrapper.num_experts == count:
+        wrapper.num_experts = local_count
 
 
 def advise(model: nn.Module, experts: dict[str, nn.Module]) -> None:

@@ -17,8 +17,10 @@ from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.moe.expert_parallel import DividedExperts, arguments_of, find_experts
+from deepspeed.moe.calls import read_any, values_of
+from deepspeed.moe.expert_parallel import DividedExperts
 from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.moe.structure import Structure, find_experts
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _core: Any = torch._C
@@ -136,7 +138,7 @@ def count_choices(index: torch.Tensor, experts: int, mask: torch.Tensor | None =
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Modules that say which experts are chosen: name of the layer, module, number of experts on all ranks."""
-    whole = {module: count for _, module, count in find_experts(model)}
+    whole = {module: structure.count for _, module, structure in find_experts(model)}
     for name, module in model.named_modules():
         if isinstance(module, DividedExperts):
             yield name, module, module.location.count
@@ -170,20 +172,23 @@ class ExpertLoad:
             if isinstance(module, TopKGate):
                 self._handles.append(module.register_forward_hook(Hook(self._after_gate(counts))))
             else:
-                hook = Hook(self._before_experts(counts))
+                divided = isinstance(module, DividedExperts)
+                structure = module.structure if divided else next(find_experts(module))[2]
+                hook = Hook(self._before_experts(counts, structure))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self.names = [layer.name for layer in self._layers]
 
     def _counted(self, module: nn.Module) -> bool:
         return self._forward.trains(module) and not self._forward.recomputes()
 
-    def _before_experts(self, counts: _LayerCounts) -> Any:
+    def _before_experts(self, counts: _LayerCounts, structure: Structure) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._counted(module):
-                _, index, _ = arguments_of(module, args, kwargs)
-                chosen, mask = count_choices(index.detach(), counts.experts), self._forward.mask
+                values = values_of(type(module), module, args, kwargs)
+                index = read_any(structure.forms, values, counts.experts, counts.name).index.detach()
+                chosen, mask = count_choices(index, counts.experts), self._forward.mask
                 padded = mask is not None and mask.numel() == index.shape[0]
-                counts.add(chosen, count_choices(index.detach(), counts.experts, mask) if padded else chosen)
+                counts.add(chosen, count_choices(index, counts.experts, mask) if padded else chosen)
 
         return hook
 

@@ -20,8 +20,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import deepspeed
 from deepspeed import utils
 from deepspeed.errors import DeepSpeedError, ExpertParallelError
-from deepspeed.moe.expert_parallel import find_experts
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.structure import find_experts
 from deepspeed.monitor.top import table
 from tests.parallel.test_experts import toy
 from tests.parallel.tiny import raises
@@ -238,7 +238,7 @@ def counting(model: nn.Module, mask: torch.Tensor, loads: dict[str, Any]) -> Ite
         loads[name] = loads.get(name, 0) + ones.sum(0)
 
     found = find_experts(model)
-    hooks = [module.register_forward_pre_hook(partial(count, name, experts)) for name, module, experts in found]
+    hooks = [module.register_forward_pre_hook(partial(count, name, of.count)) for name, module, of in found]
     yield
     for hook in hooks:
         hook.remove()

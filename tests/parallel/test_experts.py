@@ -18,7 +18,8 @@ import deepspeed
 from deepspeed import utils
 from deepspeed.comm.process_groups.mesh import mesh_for, resolve
 from deepspeed.errors import DeepSpeedError, ExpertParallelError, MeshError, OptimizerError
-from deepspeed.moe.expert_parallel import DividedExperts, divide_experts, find_experts
+from deepspeed.moe.expert_parallel import DividedExperts, divide_experts
+from deepspeed.moe.structure import find_experts
 from deepspeed.zero.layout.placement import placement_of
 from tests import zoo
 from tests.parallel.tiny import raises

@@ -1,0 +1,231 @@
+"""How modules of experts are called: which arguments are tokens, which say the experts of each token.
+
+A call is read as pairs of a row and an expert, whatever its form; pairs of the experts of this rank are put back into a
+call of the same form. A `CallForm` for each:
+
+| form    | arguments                                                   | such as                               |
+|---------|-------------------------------------------------------------|---------------------------------------|
+| choices | tokens (…, H), T in all; experts (T, k); weights (T, k)     | the experts of Transformers 5         |
+| masks   | tokens (T, H); one-hot over experts (T, k, E); weights      | Switch Transformers: 0 where dropped  |
+| counts  | rows (S, H) sorted by expert; the number of rows of each    | JetMoE                                |
+| blocks  | rows (E T, H), as many of each expert; 0 where not chosen   | Llama 4                               |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ExpertParallelError
+
+_INDEX, _WEIGHTS, _COUNTS = ("ind", "select", "expert", "mask"), ("weight", "score", "prob"), ("size", "count")
+_TOKENS, _CHOICES = 16, 2  # of an example
+
+
+@dataclass(frozen=True)
+class Call:
+    """The rows of a call and their experts.
+
+    Args:
+        rows: (T, H).
+        index: (T, k) integer, -1: none.
+        weights: (T, k).
+        shape: of the result, without the last dim.
+        where: (T,) int64: to which rows of the result the rows belong; None: each to its own.
+    """
+
+    rows: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    shape: torch.Size
+    where: torch.Tensor | None = None
+
+    def result(self, rows: torch.Tensor) -> torch.Tensor:
+        """The module's result, of (T, H') results of the rows; 0 elsewhere."""
+        if self.where is not None:
+            rows = rows.new_zeros(self.shape.numel(), rows.shape[-1]).index_copy(0, self.where, rows)
+        return rows.view(*self.shape, -1)
+
+
+class CallForm:
+    """One form of calls."""
+
+    def fits(self, names: list[str]) -> bool:
+        """Whether a module whose forward has parameters of these names may be called so."""
+        raise NotImplementedError
+
+    def read(self, values: list[Any], count: int) -> Call | None:
+        """The arguments of a call of a module with `count` experts; None: they are not of this form."""
+        raise NotImplementedError
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        """Call a module of `count` experts with (P, H) rows, each of one expert (P,), with one weight (P,); (P, H')."""
+        raise NotImplementedError
+
+    def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
+        """Random arguments for a module of `count` experts, of the dtype and on the device of `like`."""
+        raise NotImplementedError
+
+
+class Choices(CallForm):
+    """Tokens, the experts of each, their weights."""
+
+    def fits(self, names: list[str]) -> bool:
+        return len(names) == 3 and _says(names[1], _INDEX) and _says(names[2], _WEIGHTS)
+
+    def read(self, values: list[Any], count: int) -> Call | None:
+        if not _are_tensors(values, 3):
+            return None
+        hidden, index, weights = values
+        fits = index.dim() == 2 and index.shape == weights.shape and hidden.shape[:-1].numel() == index.shape[0]
+        return Call(hidden.reshape(-1, hidden.shape[-1]), index, weights, hidden.shape[:-1]) if fits else None
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        return forward(rows, index.unsqueeze(1), weights.unsqueeze(1)).view(rows.shape[0], -1)
+
+    def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
+        generator, k = torch.Generator().manual_seed(0), min(_CHOICES, count)
+        index = torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(_TOKENS)])
+        weights = torch.rand(_TOKENS, k, generator=generator)
+        hidden = torch.randn(_TOKENS, width, generator=generator)
+        return [hidden.to(like), index.to(like.device), weights.to(like)]
+
+
+class TwoChoices(Choices):
+    """The same, for a module that does not run with one choice of each token: the other has weight 0."""
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        index = torch.stack([index, torch.full_like(index, count - 1)], 1)  # LongCat's last expert is an identity
+        weights = torch.stack([weights, torch.zeros_like(weights)], 1)
+        return forward(rows, index, weights).view(rows.shape[0], -1)
+
+
+class Masks(Choices):
+    """Tokens, a one-hot mask over experts for each choice, weights."""
+
+    def read(self, values: list[Any], count: int) -> Call | None:
+        if not _are_tensors(values, 3) or values[1].dim() != 3 or values[1].shape[-1] != count:
+            return None
+        chosen = values[1] != 0
+        if bool((chosen.sum(-1) > 1).any()):
+            return None
+        index = torch.where(chosen.any(-1), chosen.int().argmax(-1), -1)
+        return super().read([values[0], index, values[2]], count)
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        return super().run(forward, rows, nn.functional.one_hot(index, count), weights, count)
+
+    def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
+        hidden, index, weights = super().example(count, width, like)
+        mask = nn.functional.one_hot(index, count)
+        mask[0] = 0  # a token that was dropped
+        return [hidden, mask, weights]
+
+
+class Counts(CallForm):
+    """Rows that are sorted by their expert, and how many each has."""
+
+    def fits(self, names: list[str]) -> bool:
+        return len(names) == 2 and _says(names[1], _COUNTS)
+
+    def read(self, values: list[Any], count: int) -> Call | None:
+        rows, sizes = values
+        if isinstance(sizes, torch.Tensor):
+            sizes = sizes.tolist()
+        fits = _are_tensors(values[:1], 1) and isinstance(sizes, (list, tuple)) and len(sizes) == count
+        if not fits or rows.dim() != 2 or sum(sizes) != rows.shape[0]:
+            return None
+        return _of_rows(rows, torch.tensor(sizes, device=rows.device))
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        order = index.argsort(stable=True)
+        out = forward(rows[order], torch.bincount(index, minlength=count).tolist())
+        return out.new_zeros(out.shape).index_copy(0, order, out)
+
+    def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
+        sizes = [1 + expert % 3 for expert in range(count)]
+        return [torch.randn(sum(sizes), width, generator=torch.Generator().manual_seed(0)).to(like), sizes]
+
+
+class Blocks(CallForm):
+    """Rows of the first expert, as many of the second, and so on; rows of zeros give zeros, and are not sent."""
+
+    def fits(self, names: list[str]) -> bool:
+        return len(names) == 1
+
+    def read(self, values: list[Any], count: int) -> Call | None:
+        if not _are_tensors(values, 1) or values[0].dim() != 2 or values[0].shape[0] % count:
+            return None
+        rows = values[0]
+        where = rows.detach().ne(0).any(1).nonzero().squeeze(1)
+        index = where.div(max(rows.shape[0] // count, 1), rounding_mode="floor").unsqueeze(1)
+        return Call(rows[where], index, rows.new_ones(index.shape), rows.shape[:1], where)
+
+    def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
+        sizes = torch.bincount(index, minlength=count)
+        most, order = int(sizes.max()), index.argsort(stable=True)
+        first = (sizes.cumsum(0) - sizes)[index[order]]  # of the sorted rows of the same expert
+        place = index[order] * most + torch.arange(len(order), device=order.device) - first
+        out = forward(rows.new_zeros(count * most, rows.shape[1]).index_copy(0, place, rows[order]))
+        return out.new_zeros(rows.shape[0], out.shape[-1]).index_copy(0, order, out[place])
+
+    def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(count, _TOKENS, width, generator=generator)
+        rows[:, ::3] = 0
+        return [rows.flatten(0, 1).to(like)]
+
+
+FORMS: tuple[CallForm, ...] = (Choices(), TwoChoices(), Masks(), Counts(), Blocks())
+
+
+def values_of(kind: type, module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a call of a module, in the order of its forward, defaults left out."""
+    return list(signature_of(kind).bind(module, *args, **kwargs).arguments.values())[1:]
+
+
+def read_call(form: CallForm, values: list[Any], count: int, name: str) -> Call:
+    """Return tokens, choices and weights among the arguments of a call.
+
+    Raises:
+        ExpertParallelError: there are others, or their shapes are not those of the form.
+    """
+    return read_any((form,), values, count, name)
+
+
+def read_any(forms: Sequence[CallForm], values: list[Any], count: int, name: str) -> Call:
+    """Read a call by the first of several forms that it has; see `read_call`."""
+    call = next((call for call in (form.read(values, count) for form in forms) if call is not None), None)
+    if call is None:
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
+        kinds = " or ".join(type(form).__name__.lower() for form in forms)
+        raise ExpertParallelError(
+            f"the {count} experts of '{name}' are divided among ranks, as a module whose calls have the form {kinds} "
+            f"(docs/experts.md); this call has {shapes}"
+        )
+    return call
+
+
+def signature_of(kind: type) -> inspect.Signature:
+    """The signature of a module's own forward, below classes that only pass their arguments on."""
+    signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
+    own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
+    return (own or signatures)[0]
+
+
+def _of_rows(rows: torch.Tensor, sizes: torch.Tensor) -> Call:
+    index = torch.arange(len(sizes), device=rows.device).repeat_interleave(sizes).unsqueeze(1)
+    return Call(rows, index, rows.new_ones(index.shape), rows.shape[:1])
+
+
+def _are_tensors(values: list[Any], count: int) -> bool:
+    return len(values) == count and all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _says(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in name for word in words)

@@ -1,0 +1,275 @@
+"""Finds modules of experts by their structure, and tries on random tokens whether parts of them add up to the whole.
+
+Experts are stored along dim 0 of parameters ("packed"), or as one child for each ("expert_3" or "3"). A parameter that
+is neither belongs to all experts, and stays whole: its gradient is summed over ranks as that of any other parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ExpertParallelError
+from deepspeed.foundation.equivalence import relative_difference, tolerance
+from deepspeed.foundation.log import describe_error
+from deepspeed.moe.calls import FORMS, Blocks, CallForm, read_call, signature_of
+from deepspeed.moe.experts import Experts
+
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The experts of a module.
+
+    Args:
+        groups: numbers of experts of each kind; each is divided for itself (LongCat: experts, and identities).
+        packed: names of the parameters that hold the experts of the first group, or of all, along dim 0.
+        children: names of the submodules that are the experts, in order; empty where they are packed.
+        forms: that a call may have; one, once it was tried.
+        width: of a result, once it was tried.
+    """
+
+    groups: tuple[int, ...]
+    packed: tuple[str, ...]
+    children: tuple[str, ...]
+    forms: tuple[CallForm, ...]
+    width: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return sum(self.groups)
+
+    def segments(self, size: int, ep: int, part: int) -> list[tuple[int, int]]:
+        """Of a packed parameter with `size` elements along dim 0, those of one of `ep` ranks: (start, length)."""
+        groups = self.groups if size % self.count == 0 else self.groups[:1]
+        each = size // sum(groups)  # elements that belong to one expert
+        starts = (0, *accumulate(groups))
+        shares = [group // ep for group in groups]
+        return [((starts[at] + part * share) * each, share * each) for at, share in enumerate(shares)]
+
+    def places(self, ep: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each expert the part that has it, and its number there: children are not renumbered."""
+        shares = [group // ep for group in self.groups]
+        parts = [torch.arange(ep).repeat_interleave(share) for share in shares]
+        starts = (0, *accumulate(shares))
+        numbers = [torch.arange(share).repeat(ep) + starts[at] for at, share in enumerate(shares)]
+        local = torch.arange(self.count) if self.children else torch.cat(numbers)
+        return torch.cat(parts), local
+
+    def local_count(self, ep: int) -> int:
+        """Number of experts that a call on one of `ep` ranks speaks of."""
+        return self.count if self.children else self.count // ep
+
+
+class Elsewhere(nn.Module):
+    """Takes the place of an expert that another rank has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ExpertParallelError("an expert was called that another rank has: its module calls all experts")
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Its tensors in the state dict of a whole layer are not unexpected."""
+
+
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Structure]]:
+    """Modules of experts, by name."""
+    skipped = ""
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):  # of the explicit layer, which divides them itself
+            skipped = name + "."
+        if isinstance(module, Experts) or skipped and name.startswith(skipped):
+            continue
+        names = list(signature_of(type(module)).parameters)[1:]
+        forms = tuple(form for form in FORMS if form.fits(names))
+        structure = structure_of(module) if forms else None
+        if structure is None:
+            continue
+        packed = [param for key, param in module.named_parameters() if key in structure.packed]
+        sure = structure.count in _said(module) and packed and all(param.dim() == 3 for param in packed)
+        if len(names) < 3 and not sure:  # such signatures say little
+            continue
+        yield name, module, replace(structure, forms=forms)
+
+
+def structure_of(module: nn.Module) -> Structure | None:
+    """How a module holds its experts; None where it has none."""
+    said = _said(module)
+    params = dict(module.named_parameters())
+    children = [(int(found[1]), key) for key in module._modules if (found := re.search(r"(\d+)$", key))]
+    if len(children) in said and [number for number, _ in sorted(children)] == list(range(len(children))):
+        return Structure((len(children),), (), tuple(key for _, key in sorted(children)), ())
+    sizes = sorted({param.shape[0] for param in params.values() if param.dim() == 3})
+    if len(sizes) == 2 and {*sizes, sizes[1] - sizes[0]} <= set(said):
+        packed = tuple(key for key, param in params.items() if param.shape[0] in sizes)
+        return Structure((sizes[0], sizes[1] - sizes[0]), packed, (), ())
+    for count in [*said, *sizes[:1]]:
+        packed = tuple(key for key, param in params.items() if _holds(param, count, bool(sizes)))
+        of_3 = {key for key, param in params.items() if param.dim() == 3}
+        if packed and of_3 <= set(packed):
+            return Structure((count,), packed, (), ())
+    return None
+
+
+def _said(module: nn.Module) -> list[int]:
+    """Numbers of experts by a module's attributes."""
+    return [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
+
+
+def _holds(param: torch.Tensor, count: int, with_3: bool) -> bool:
+    if param.dim() == 2 and not with_3:  # (E F, H)
+        return param.shape[0] % count == 0
+    return param.dim() > 0 and param.shape[0] == count
+
+
+@contextlib.contextmanager
+def counting(module: nn.Module, structure: Structure, ep: int) -> Generator[None]:
+    """Inside, a module's attributes that give the number of experts give the number of local ones."""
+    counts = {group: group // ep for group in (*structure.groups, structure.count) if not structure.children}
+    before = {k: v for k, v in vars(module).items() if type(v) is int and v in counts and "expert" in k}
+    vars(module).update({name: counts[value] for name, value in before.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def run_pairs(
+    structure: Structure,
+    forward: Callable[..., Any],
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    ep: int,
+) -> torch.Tensor:
+    """Run the experts of this rank on the rows that have chosen them.
+
+    Args:
+        structure: of their module, with one form.
+        forward: of their module.
+        rows: (R, H), each of which has chosen an expert of this rank or more.
+        index: (R, k) experts as the module numbers them here; -1 where another rank has it.
+        weights: (R, k) of the choices.
+        ep: number of ranks.
+
+    Returns:
+        (R, H') for each row the sum over its choices here.
+    """
+    row, choice = (index >= 0).nonzero(as_tuple=True)
+    single = row.numel() == rows.shape[0]  # each row is here once, in order
+    taken = rows if single else rows[row]
+    pairs, count = (taken, index[row, choice], weights[row, choice]), structure.local_count(ep)
+    if rows.device.type == "cpu":
+        pairs = _padded(*pairs, count)
+    out = structure.forms[0].run(forward, *pairs, count)[: row.numel()]
+    return out if single else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
+
+
+def _padded(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Add rows of zeros, of weight 0, up to a multiple of `ROWS` for each expert that has any.
+
+    On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
+    otherwise: a token's result would depend on how many other tokens have chosen its expert.
+    """
+    sizes = torch.bincount(index, minlength=count)
+    more = torch.arange(count).repeat_interleave(-sizes % ROWS)
+    if not len(more):
+        return rows, index, weights
+    empty, zero = rows.new_zeros(len(more), rows.shape[1]), weights.new_zeros(len(more))
+    return torch.cat([rows, empty]), torch.cat([index, more]), torch.cat([weights, zero])
+
+
+def tried(module: nn.Module, structure: Structure, ep: int) -> tuple[Structure, str]:
+    """The structure with the form of calls in which the results of `ep` parts add up to the result of the whole.
+
+    Dropout is off in the trial.
+
+    Returns:
+        Why there is none, beside it; empty where there is.
+    """
+    training, reason = [inner for inner in module.modules() if inner.training], ""
+    for inner in training:
+        inner.training = False
+    try:
+        for form in structure.forms:
+            one = replace(structure, forms=(form,))
+            width, why = _difference(module, one, ep)
+            if not why:
+                return replace(one, width=width), ""
+            reason = reason or why
+    finally:
+        for inner in training:
+            inner.training = True
+    return structure, reason
+
+
+def _difference(module: nn.Module, structure: Structure, ep: int) -> tuple[int, str]:
+    """The width of a result, and why the results of a module's parts do not add up to that of the whole, if so."""
+    form, first = structure.forms[0], next(module.parameters())
+    widths = dict.fromkeys(dim for param in module.parameters() for dim in reversed(param.shape[1:]))
+    reason = "its forward fails on random tokens"
+    for width in widths:
+        arguments = form.example(structure.count, width, first)
+        try:
+            with torch.no_grad():
+                total = torch.stack([_part(module, structure, arguments, ep, part) for part in range(ep)]).sum(0)
+                whole = module(*arguments).reshape(total.shape)
+        except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as why:
+            reason = describe_error(why)
+            continue
+        gap = relative_difference(total, whole)
+        if gap > tolerance(first.dtype):
+            return 0, f"the results of {ep} parts differ from the whole by {gap:.1g}"
+        return total.shape[-1], _of_zeros(module, arguments[0]) if isinstance(form, Blocks) else ""
+    return 0, reason
+
+
+def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
+    """Why rows of zeros have to be computed; empty where their results and gradients are 0."""
+    with torch.enable_grad():
+        rows = rows.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(module(rows).square().sum() + module(rows).sum(), rows)
+    zeros = rows.detach().eq(0).all(1)
+    return "rows of zeros have gradients" if gradient[zeros].ne(0).any() else ""
+
+
+def _part(module: nn.Module, structure: Structure, arguments: list[Any], ep: int, part: int) -> torch.Tensor:
+    """What one rank would add to the result."""
+    call = read_call(structure.forms[0], arguments, structure.count, type(module).__name__)
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    for name in structure.packed:
+        pieces = [params[name].narrow(0, *one) for one in structure.segments(params[name].shape[0], ep, part)]
+        params[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    owner, local = (places.to(call.index.device) for places in structure.places(ep))
+    here = (call.index >= 0) & (owner[call.index] == part)
+    rows, index = here.any(1), torch.where(here, local[call.index], -1)
+
+    def forward(*args: Any) -> torch.Tensor:
+        return torch.func.functional_call(module, params, args)
+
+    gone = [name for expert, name in enumerate(structure.children) if owner[expert] != part]
+    with counting(module, structure, ep), _without(module, gone):
+        if gone:
+            params = {key: param for key, param in params.items() if key.partition(".")[0] not in gone}
+        out = run_pairs(structure, forward, call.rows[rows], index[rows], call.weights[rows], ep)
+    every = out.new_zeros(call.rows.shape[0], out.shape[-1])
+    every[rows] = out
+    return call.result(every).flatten(0, -2)
+
+
+@contextlib.contextmanager
+def _without(module: nn.Module, gone: list[str]) -> Generator[None]:
+    before = {name: module._modules[name] for name in gone}
+    module._modules.update(dict.fromkeys(gone, Elsewhere()))
+    try:
+        yield
+    finally:
+        module._modules.update(before)
