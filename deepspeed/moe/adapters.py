@@ -37,7 +37,8 @@ def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
     """Return the PEFT wrappers of the parameters of a module of experts."""
     layers = sys.modules.get("peft.tuners.lora.layer")  # not imported: then nothing is wrapped
     kind = getattr(layers, "ParamWrapper", ())
-    return [module for module in model.modules() if isinstance(module, kind) and module.get_base_layer() is experts]
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
+    return [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
 
 
 def adapters_of(wrapper: Any, structure: Structure, ep: int, part: int) -> Iterator[ExpertPart]:

@@ -166,14 +166,16 @@ def run_pairs(
     row, choice = (index >= 0).nonzero(as_tuple=True)
     single = row.numel() == rows.shape[0]  # each row is here once, in order
     taken = rows if single else rows[row]
-    pairs, count = (taken, index[row, choice], weights[row, choice]), structure.local_count(ep)
+    expert_of, weight_of, count = index[row, choice], weights[row, choice], structure.local_count(ep)
     if rows.device.type == "cpu":
-        pairs = _padded(*pairs, count)
-    out = structure.forms[0].run(forward, *pairs, count)[: row.numel()]
+        taken, expert_of, weight_of = _padded(taken, expert_of, weight_of, count)
+    out = structure.forms[0].run(forward, taken, expert_of, weight_of, count)[: row.numel()]
     return out if single else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
 
 
-def _padded(rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+def _padded(
+    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add rows of zeros, of weight 0, up to a multiple of `ROWS` for each expert that has any.
 
     On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
