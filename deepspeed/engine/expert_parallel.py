@@ -45,9 +45,9 @@ def _leave_out(gone: Iterable[torch.Tensor], optimizer: Any, parameters: Any) ->
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     lists: list[Any] = [parameters, *(group["params"] for group in groups)]
     lists += [entry["params"] for entry in parameters or () if isinstance(entry, dict)]
-    for one in lists:
-        if ids and isinstance(one, list):
-            one[:] = [entry for entry in one if id(entry) not in ids]
+    for params in lists:
+        if ids and isinstance(params, list):
+            params[:] = [entry for entry in params if id(entry) not in ids]
 
 
 def divide_layers_of(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:

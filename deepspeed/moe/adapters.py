@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from deepspeed.foundation.log import log_rank0
-from deepspeed.moe.structure import Structure
+from deepspeed.moe.structure import ExpertStructure
 
 Segments = list[tuple[int, int]]
 
@@ -41,7 +41,7 @@ def wrappers_of(model: nn.Module, experts: nn.Module) -> list[Any]:
     return [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
 
 
-def adapters_of(wrapper: Any, structure: Structure, ep: int, part: int) -> Iterator[ExpertPart]:
+def adapters_of(wrapper: Any, structure: ExpertStructure, ep: int, part: int) -> Iterator[ExpertPart]:
     """Return the adapters' segments of the experts that one of `ep` ranks has.
 
     Args:

@@ -198,7 +198,7 @@ class ModelLoss:
 
     def _statistics(self, logits: list[torch.Tensor], mask: Any, loss: torch.Tensor) -> RoutingStatistics:
         """Of this rank's tokens; with the number of experts, and the mask, that give the model's own loss."""
-        wanted, found = float(loss.detach()), []
+        wanted, others = float(loss.detach()), []
         fits = isinstance(mask, torch.Tensor) and mask.numel() == logits[0].shape[0]
         for k, masked in self._formulas(logits[0].shape[1], fits):
             own = RoutingStatistics.of(logits, k, mask if masked else None)
@@ -206,10 +206,10 @@ class ModelLoss:
             if abs(value - wanted) <= _SAME * abs(wanted):
                 self._formula = k, masked
                 return own
-            found.append(f"{value:.4g}")
+            others.append(f"{value:.4g}")
         raise self._refusal(
             f"its aux_loss is {wanted:.4g}, and experts x sum(share x mean probability) over the tokens of all layers, "
-            f"for 1, 2, … experts of a token, is {', '.join(found)}"
+            f"for 1, 2, … experts of a token, is {', '.join(others)}"
         )
 
     def _formulas(self, experts: int, fits: bool) -> Iterator[tuple[int, bool]]:

@@ -105,7 +105,7 @@ class TwoChoices(Choices):
         return forward(rows, index, weights).view(rows.shape[0], -1)
 
 
-class Masks(Choices):
+class ChoiceMasks(Choices):
     """Tokens, a one-hot mask over experts for each choice, weights."""
 
     def read(self, values: list[Any], count: int) -> Call | None:
@@ -181,7 +181,7 @@ class Blocks(CallForm):
         return [rows.flatten(0, 1).to(like)]
 
 
-FORMS: tuple[CallForm, ...] = (Choices(), TwoChoices(), Masks(), Counts(), Blocks())
+FORMS: tuple[CallForm, ...] = (Choices(), TwoChoices(), ChoiceMasks(), Counts(), Blocks())
 
 
 def values_of(kind: type, module: nn.Module, args: Any, kwargs: Any) -> list[Any]:

@@ -26,7 +26,7 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.moe.adapters import ExpertPart, adapters_of, advise, set_local_count, wrappers_of
 from deepspeed.moe.calls import read_call, values_of
 from deepspeed.moe.exchange import Routing, combine, dispatch
-from deepspeed.moe.structure import Elsewhere, Structure, counting, find_experts, run_pairs, tried
+from deepspeed.moe.structure import ExpertStructure, RemoteExpert, counting, find_experts, run_pairs, tried
 from deepspeed.tensor_parallel.layers import cut_tensor
 from deepspeed.zero.api.reshard import shard_parameter
 from deepspeed.zero.api.tensor_access import join_slices
@@ -62,7 +62,7 @@ class DividedExperts(nn.Module):
     """A module of experts that holds those of this rank. Its class is made by `become_parallel`."""
 
     location: ExpertLocation
-    structure: Structure
+    structure: ExpertStructure
     places: tuple[torch.Tensor, torch.Tensor]  # of each expert, and of none at the end: its rank, its number there
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -106,7 +106,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             "has other forms), with its experts along dim 0 of its parameters or as a child for each; leave "
             "expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
-    axis, order, known = mesh.axis("ep", ep=ep), order_of(mesh, ep), dict[Any, Structure]()
+    axis, order, known = mesh.axis("ep", ep=ep), order_of(mesh, ep), dict[Any, ExpertStructure]()
     for name, _, structure in modules:
         for count in structure.groups:
             if count % ep:
@@ -114,20 +114,20 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
                 raise ExpertParallelError(
                     f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}"
                 )
-    order, known = order_of(mesh, ep), dict[Any, Structure]()
+    order, known = order_of(mesh, ep), dict[Any, ExpertStructure]()
     for name, module, structure in modules:
         location, wrappers = ExpertLocation(axis, name, structure.count, order), wrappers_of(model, module)
         adapted = [part for wrapper in wrappers for part in adapters_of(wrapper, structure, ep, location.part)]
         params = {(module, key): param for key, param in module.named_parameters()}
         params |= {(part.owner, part.key): part.param for part in adapted}
-        born_sharded = [at for at, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
-        unshard(params[at] for at in born_sharded)
+        born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
+        unshard(params[key] for key in born_sharded)
         kind = (type(module), tuple(tuple(param.shape) for param in module.parameters()))
         if kind not in known:
             known[kind], why = tried(module, structure, ep)
             if why:
                 raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
-        whole = [param for at, param in params.items() if at not in born_sharded]
+        whole = [param for key, param in params.items() if key not in born_sharded]
         label = "broadcast of rank 0's experts"  # its values count, as for all parameters
         broadcast_tensors(mesh.axis(*REPLICATED), whole, label)
         become_parallel(module, location, known[kind], adapted)
@@ -163,7 +163,7 @@ _classes: dict[type, type] = {}
 
 
 def become_parallel(
-    module: nn.Module, location: ExpertLocation, structure: Structure, adapted: Iterable[ExpertPart] = ()
+    module: nn.Module, location: ExpertLocation, structure: ExpertStructure, adapted: Iterable[ExpertPart] = ()
 ) -> None:
     """Make a module, and the adapters on it, keep the experts of this rank, in place."""
     kind, ep = type(module), location.axis.size
@@ -177,7 +177,7 @@ def become_parallel(
         cut_tensor(adapter.param, adapter.dim, adapter.segments, ep=ep)
     for expert, name in enumerate(structure.children):
         if owner[expert] != part:
-            module._modules[name] = Elsewhere()
+            module._modules[name] = RemoteExpert()
             continue
         for param in module.get_submodule(name).parameters():
             placed = placement_of(param)

@@ -20,7 +20,7 @@ from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.moe.calls import read_any, values_of
 from deepspeed.moe.expert_parallel import DividedExperts
 from deepspeed.moe.sharded_moe import TopKGate
-from deepspeed.moe.structure import Structure, find_experts
+from deepspeed.moe.structure import ExpertStructure, find_experts
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _core: Any = torch._C
@@ -181,7 +181,7 @@ class ExpertLoad:
     def _counted(self, module: nn.Module) -> bool:
         return self._forward.trains(module) and not self._forward.recomputes()
 
-    def _before_experts(self, counts: _LayerCounts, structure: Structure) -> Any:
+    def _before_experts(self, counts: _LayerCounts, structure: ExpertStructure) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._counted(module):
                 values = values_of(type(module), module, args, kwargs)

@@ -26,7 +26,7 @@ ROWS = 8
 
 
 @dataclass(frozen=True)
-class Structure:
+class ExpertStructure:
     """The experts of a module.
 
     Args:
@@ -54,14 +54,14 @@ class Structure:
         each = size // sum(groups)  # elements that belong to one expert
         starts = (0, *accumulate(groups))
         shares = [group // ep for group in groups]
-        return [((starts[at] + part * share) * each, share * each) for at, share in enumerate(shares)]
+        return [((starts[group] + part * share) * each, share * each) for group, share in enumerate(shares)]
 
     def places(self, ep: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For each expert the part that has it, and its number there: children are not renumbered."""
         shares = [group // ep for group in self.groups]
         parts = [torch.arange(ep).repeat_interleave(share) for share in shares]
         starts = (0, *accumulate(shares))
-        numbers = [torch.arange(share).repeat(ep) + starts[at] for at, share in enumerate(shares)]
+        numbers = [torch.arange(share).repeat(ep) + starts[group] for group, share in enumerate(shares)]
         local = torch.arange(self.count) if self.children else torch.cat(numbers)
         return torch.cat(parts), local
 
@@ -70,7 +70,7 @@ class Structure:
         return self.count if self.children else self.count // ep
 
 
-class Elsewhere(nn.Module):
+class RemoteExpert(nn.Module):
     """Takes the place of an expert that another rank has."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class Elsewhere(nn.Module):
         """Its tensors in the state dict of a whole layer are not unexpected."""
 
 
-def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Structure]]:
+def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertStructure]]:
     """Modules of experts, by name."""
     skipped = ""
     for name, module in model.named_modules():
@@ -94,32 +94,32 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Structure]]
         if structure is None:
             continue
         packed = [param for key, param in module.named_parameters() if key in structure.packed]
-        sure = structure.count in _said(module) and packed and all(param.dim() == 3 for param in packed)
+        sure = structure.count in _counts_of(module) and packed and all(param.dim() == 3 for param in packed)
         if len(names) < 3 and not sure:  # such signatures say little
             continue
         yield name, module, replace(structure, forms=forms)
 
 
-def structure_of(module: nn.Module) -> Structure | None:
+def structure_of(module: nn.Module) -> ExpertStructure | None:
     """How a module holds its experts; None where it has none."""
-    said = _said(module)
+    counts = _counts_of(module)
     params = dict(module.named_parameters())
-    children = [(int(found[1]), key) for key in module._modules if (found := re.search(r"(\d+)$", key))]
-    if len(children) in said and [number for number, _ in sorted(children)] == list(range(len(children))):
-        return Structure((len(children),), (), tuple(key for _, key in sorted(children)), ())
+    children = [(int(number[1]), key) for key in module._modules if (number := re.search(r"(\d+)$", key))]
+    if len(children) in counts and [number for number, _ in sorted(children)] == list(range(len(children))):
+        return ExpertStructure((len(children),), (), tuple(key for _, key in sorted(children)), ())
     sizes = sorted({param.shape[0] for param in params.values() if param.dim() == 3})
-    if len(sizes) == 2 and {*sizes, sizes[1] - sizes[0]} <= set(said):
+    if len(sizes) == 2 and {*sizes, sizes[1] - sizes[0]} <= set(counts):
         packed = tuple(key for key, param in params.items() if param.shape[0] in sizes)
-        return Structure((sizes[0], sizes[1] - sizes[0]), packed, (), ())
-    for count in [*said, *sizes[:1]]:
+        return ExpertStructure((sizes[0], sizes[1] - sizes[0]), packed, (), ())
+    for count in [*counts, *sizes[:1]]:
         packed = tuple(key for key, param in params.items() if _holds(param, count, bool(sizes)))
         of_3 = {key for key, param in params.items() if param.dim() == 3}
         if packed and of_3 <= set(packed):
-            return Structure((count,), packed, (), ())
+            return ExpertStructure((count,), packed, (), ())
     return None
 
 
-def _said(module: nn.Module) -> list[int]:
+def _counts_of(module: nn.Module) -> list[int]:
     """Numbers of experts by a module's attributes."""
     return [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
 
@@ -131,7 +131,7 @@ def _holds(param: torch.Tensor, count: int, with_3: bool) -> bool:
 
 
 @contextlib.contextmanager
-def counting(module: nn.Module, structure: Structure, ep: int) -> Generator[None]:
+def counting(module: nn.Module, structure: ExpertStructure, ep: int) -> Generator[None]:
     """Inside, a module's attributes that give the number of experts give the number of local ones."""
     counts = {group: group // ep for group in (*structure.groups, structure.count) if not structure.children}
     before = {k: v for k, v in vars(module).items() if type(v) is int and v in counts and "expert" in k}
@@ -143,7 +143,7 @@ def counting(module: nn.Module, structure: Structure, ep: int) -> Generator[None
 
 
 def run_pairs(
-    structure: Structure,
+    structure: ExpertStructure,
     forward: Callable[..., Any],
     rows: torch.Tensor,
     index: torch.Tensor,
@@ -189,7 +189,7 @@ def _padded(
     return torch.cat([rows, empty]), torch.cat([index, more]), torch.cat([weights, zero])
 
 
-def tried(module: nn.Module, structure: Structure, ep: int) -> tuple[Structure, str]:
+def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
     """The structure with the form of calls in which the results of `ep` parts add up to the result of the whole.
 
     Dropout is off in the trial.
@@ -202,10 +202,10 @@ def tried(module: nn.Module, structure: Structure, ep: int) -> tuple[Structure, 
         inner.training = False
     try:
         for form in structure.forms:
-            one = replace(structure, forms=(form,))
-            width, why = _difference(module, one, ep)
+            attempt = replace(structure, forms=(form,))
+            width, why = _difference(module, attempt, ep)
             if not why:
-                return replace(one, width=width), ""
+                return replace(attempt, width=width), ""
             reason = reason or why
     finally:
         for inner in training:
@@ -213,7 +213,7 @@ def tried(module: nn.Module, structure: Structure, ep: int) -> tuple[Structure, 
     return structure, reason
 
 
-def _difference(module: nn.Module, structure: Structure, ep: int) -> tuple[int, str]:
+def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[int, str]:
     """The width of a result, and why the results of a module's parts do not add up to that of the whole, if so."""
     form, first = structure.forms[0], next(module.parameters())
     widths = dict.fromkeys(dim for param in module.parameters() for dim in reversed(param.shape[1:]))
@@ -243,12 +243,12 @@ def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
     return "rows of zeros have gradients" if gradient[zeros].ne(0).any() else ""
 
 
-def _part(module: nn.Module, structure: Structure, arguments: list[Any], ep: int, part: int) -> torch.Tensor:
+def _part(module: nn.Module, structure: ExpertStructure, arguments: list[Any], ep: int, part: int) -> torch.Tensor:
     """What one rank would add to the result."""
     call = read_call(structure.forms[0], arguments, structure.count, type(module).__name__)
     params = {name: param.detach() for name, param in module.named_parameters()}
     for name in structure.packed:
-        pieces = [params[name].narrow(0, *one) for one in structure.segments(params[name].shape[0], ep, part)]
+        pieces = [params[name].narrow(0, *segment) for segment in structure.segments(params[name].shape[0], ep, part)]
         params[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     owner, local = (places.to(call.index.device) for places in structure.places(ep))
     here = (call.index >= 0) & (owner[call.index] == part)
@@ -270,7 +270,7 @@ def _part(module: nn.Module, structure: Structure, arguments: list[Any], ep: int
 @contextlib.contextmanager
 def _without(module: nn.Module, gone: list[str]) -> Generator[None]:
     before = {name: module._modules[name] for name in gone}
-    module._modules.update(dict.fromkeys(gone, Elsewhere()))
+    module._modules.update(dict.fromkeys(gone, RemoteExpert()))
     try:
         yield
     finally:
