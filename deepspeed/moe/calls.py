@@ -53,7 +53,9 @@ class Call:
 
 
 class CallForm:
-    """One form of calls."""
+    """One form of calls, with its name in the table above."""
+
+    name = ""
 
     def fits(self, names: list[str]) -> bool:
         """Whether a module whose forward has parameters of these names may be called so."""
@@ -74,6 +76,8 @@ class CallForm:
 
 class Choices(CallForm):
     """Tokens, the experts of each, their weights."""
+
+    name = "choices"
 
     def fits(self, names: list[str]) -> bool:
         return len(names) == 3 and _says(names[1], _INDEX) and _says(names[2], _WEIGHTS)
@@ -99,6 +103,8 @@ class Choices(CallForm):
 class TwoChoices(Choices):
     """The same, for a module that does not run with one choice of each token: the other has weight 0."""
 
+    name = "twochoices"
+
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
         index = torch.stack([index, torch.full_like(index, count - 1)], 1)  # LongCat's last expert is an identity
         weights = torch.stack([weights, torch.zeros_like(weights)], 1)
@@ -107,6 +113,8 @@ class TwoChoices(Choices):
 
 class ChoiceMasks(Choices):
     """Tokens, a one-hot mask over experts for each choice, weights."""
+
+    name = "masks"
 
     def read(self, values: list[Any], count: int) -> Call | None:
         if not _are_tensors(values, 3) or values[1].dim() != 3 or values[1].shape[-1] != count:
@@ -129,6 +137,8 @@ class ChoiceMasks(Choices):
 
 class Counts(CallForm):
     """Rows that are sorted by their expert, and how many each has."""
+
+    name = "counts"
 
     def fits(self, names: list[str]) -> bool:
         return len(names) == 2 and _says(names[1], _COUNTS)
@@ -154,6 +164,8 @@ class Counts(CallForm):
 
 class Blocks(CallForm):
     """Rows of the first expert, as many of the second, and so on; rows of zeros give zeros, and are not sent."""
+
+    name = "blocks"
 
     def fits(self, names: list[str]) -> bool:
         return len(names) == 1
@@ -203,7 +215,7 @@ def read_any(forms: Sequence[CallForm], values: list[Any], count: int, name: str
     call = next((call for call in (form.read(values, count) for form in forms) if call is not None), None)
     if call is None:
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
-        kinds = " or ".join(type(form).__name__.lower() for form in forms)
+        kinds = " or ".join(form.name for form in forms)
         raise ExpertParallelError(
             f"the {count} experts of '{name}' are divided among ranks, as a module whose calls have the form {kinds} "
             f"(docs/experts.md); this call has {shapes}"

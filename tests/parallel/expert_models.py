@@ -178,7 +178,7 @@ def _compared(model: Any) -> dict[str, Any]:
     except DeepSpeedError as error:
         return {"verdict": "refused", "why": f"{type(error).__name__}: {error}"[:400]}
     layers = [module for module in engine.module.modules() if isinstance(module, DividedExperts)]
-    row = {"layers": len(layers), "form": type(layers[0].structure.forms[0]).__name__}
+    row = {"layers": len(layers), "form": layers[0].structure.forms[0].name}
     row |= _distances(engine, dense, dist.get_rank(), ranks)
     row["worst"] = max(row["output"], row["gradient"], row["step"])
     equal = max(row["output"], row["gradient"]) <= BAR and row["step"] <= BAR_OF_STEP
