@@ -1,7 +1,7 @@
-"""How modules of experts are called: which arguments are tokens, which say the experts of each token.
+"""Forms of calls to modules of experts: which arguments hold the tokens, their experts, and their weights.
 
-A call is read as pairs of a row and an expert, whatever its form; pairs of the experts of this rank are put back into a
-call of the same form. A `CallForm` for each:
+Every form is read as pairs of a row and an expert. The pairs of this rank's experts are written back into a call of the
+same form. There is a `CallForm` for each:
 
 | form    | arguments                                                   | such as                               |
 |---------|-------------------------------------------------------------|---------------------------------------|
@@ -29,14 +29,14 @@ _TOKENS, _CHOICES = 16, 2  # of an example
 
 @dataclass(frozen=True)
 class Call:
-    """The rows of a call and their experts.
+    """Rows of a call and their experts.
 
     Args:
         rows: (T, H).
-        index: (T, k) integer, -1: none.
+        index: (T, k) integer, -1 for no expert.
         weights: (T, k).
-        shape: of the result, without the last dim.
-        where: (T,) int64: to which rows of the result the rows belong; None: each to its own.
+        shape: shape of the result without its last dim.
+        where: (T,) int64: position of each row in the result; None: the same order.
     """
 
     rows: torch.Tensor
@@ -46,7 +46,7 @@ class Call:
     where: torch.Tensor | None = None
 
     def result(self, rows: torch.Tensor) -> torch.Tensor:
-        """The module's result, of (T, H') results of the rows; 0 elsewhere."""
+        """Return the module's result from the (T, H') results of the rows; other rows are 0."""
         if self.where is not None:
             rows = rows.new_zeros(self.shape.numel(), rows.shape[-1]).index_copy(0, self.where, rows)
         return rows.view(*self.shape, -1)
@@ -58,19 +58,19 @@ class CallForm:
     name = ""
 
     def fits(self, names: list[str]) -> bool:
-        """Whether a module whose forward has parameters of these names may be called so."""
+        """Return whether a forward with parameters of these names may have this form."""
         raise NotImplementedError
 
     def read(self, values: list[Any], count: int) -> Call | None:
-        """The arguments of a call of a module with `count` experts; None: they are not of this form."""
+        """Read the arguments of a call to a module with `count` experts; None if they have another form."""
         raise NotImplementedError
 
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:
-        """Call a module of `count` experts with (P, H) rows, each of one expert (P,), with one weight (P,); (P, H')."""
+        """Call a module of `count` experts with (P, H) rows, an expert (P,) and a weight (P,) each; return (P, H')."""
         raise NotImplementedError
 
     def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
-        """Random arguments for a module of `count` experts, of the dtype and on the device of `like`."""
+        """Return random arguments for a module of `count` experts, with the dtype and device of `like`."""
         raise NotImplementedError
 
 
@@ -197,7 +197,7 @@ FORMS: tuple[CallForm, ...] = (Choices(), TwoChoices(), ChoiceMasks(), Counts(),
 
 
 def values_of(kind: type, module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a call of a module, in the order of its forward, defaults left out."""
+    """Return the arguments of a call in the order of the forward's parameters, without defaults."""
     return list(signature_of(kind).bind(module, *args, **kwargs).arguments.values())[1:]
 
 
@@ -224,7 +224,7 @@ def read_any(forms: Sequence[CallForm], values: list[Any], count: int, name: str
 
 
 def signature_of(kind: type) -> inspect.Signature:
-    """The signature of a module's own forward, below classes that only pass their arguments on."""
+    """Return the signature of a module's own forward; wrappers that take *args are skipped."""
     signatures = [inspect.signature(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)]
     own = [s for s in signatures if all(p.kind is not p.VAR_POSITIONAL for p in s.parameters.values())]
     return (own or signatures)[0]

@@ -1,7 +1,7 @@
-"""Finds modules of experts by their structure, and tries on random tokens whether parts of them add up to the whole.
+"""Find modules of experts by their structure, and check on random tokens that their parts add up to the whole.
 
-Experts are stored along dim 0 of parameters ("packed"), or as one child for each ("expert_3" or "3"). A parameter that
-is neither belongs to all experts, and stays whole: its gradient is summed over ranks as that of any other parameter.
+Experts are stacked along dim 0 of parameters ("packed"), or each is a child module ("expert_3" or "3"). A parameter
+that is neither is shared by all experts and stays whole; its gradient is summed over ranks like that of other ones.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class ExpertStructure:
-    """The experts of a module.
+    """Layout of the experts of a module.
 
     Args:
-        groups: numbers of experts of each kind; each is divided for itself (LongCat: experts, and identities).
-        packed: names of the parameters that hold the experts of the first group, or of all, along dim 0.
-        children: names of the submodules that are the experts, in order; empty where they are packed.
-        forms: that a call may have; one, once it was tried.
-        width: of a result, once it was tried.
+        groups: number of experts of each kind; every kind is divided among all ranks (LongCat: experts, identities).
+        packed: names of the parameters that stack the experts, or those of the first kind, along dim 0.
+        children: names of the child modules that are experts, in order; empty if the experts are packed.
+        forms: candidate forms of calls; exactly one after the trial.
+        width: width of a result, known after the trial.
     """
 
     groups: tuple[int, ...]
@@ -45,11 +45,11 @@ class ExpertStructure:
 
     @property
     def count(self) -> int:
-        """Number of experts."""
+        """Return the number of experts."""
         return sum(self.groups)
 
     def segments(self, size: int, ep: int, part: int) -> list[tuple[int, int]]:
-        """Of a packed parameter with `size` elements along dim 0, those of one of `ep` ranks: (start, length)."""
+        """Return one rank's segments (start, length) of a packed parameter of length `size` along dim 0."""
         groups = self.groups if size % self.count == 0 else self.groups[:1]
         each = size // sum(groups)  # elements that belong to one expert
         starts = (0, *accumulate(groups))
@@ -57,7 +57,7 @@ class ExpertStructure:
         return [((starts[group] + part * share) * each, share * each) for group, share in enumerate(shares)]
 
     def places(self, ep: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each expert the part that has it, and its number there: children are not renumbered."""
+        """Return for each expert the part that holds it, and its index there; children keep their index."""
         shares = [group // ep for group in self.groups]
         parts = [torch.arange(ep).repeat_interleave(share) for share in shares]
         starts = (0, *accumulate(shares))
@@ -66,22 +66,22 @@ class ExpertStructure:
         return torch.cat(parts), local
 
     def local_count(self, ep: int) -> int:
-        """Number of experts that a call on one of `ep` ranks speaks of."""
+        """Return the number of experts that a call to one of `ep` parts distinguishes."""
         return self.count if self.children else self.count // ep
 
 
 class RemoteExpert(nn.Module):
-    """Takes the place of an expert that another rank has."""
+    """Placeholder for an expert on another rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ExpertParallelError("an expert was called that another rank has: its module calls all experts")
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Its tensors in the state dict of a whole layer are not unexpected."""
+        """Accept the expert's tensors in the state dict of a whole layer."""
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertStructure]]:
-    """Modules of experts, by name."""
+    """Yield (name, module, structure) of modules of experts, without those of `MoE` layers."""
     skipped = ""
     for name, module in model.named_modules():
         if isinstance(module, Experts):  # of the explicit layer, which divides them itself
@@ -101,7 +101,7 @@ def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertStruc
 
 
 def structure_of(module: nn.Module) -> ExpertStructure | None:
-    """How a module holds its experts; None where it has none."""
+    """Return the layout of a module's experts and the forms that its calls may have; None if it has no experts."""
     counts = _counts_of(module)
     params = dict(module.named_parameters())
     children = [(int(number[1]), key) for key in module._modules if (number := re.search(r"(\d+)$", key))]
@@ -120,7 +120,7 @@ def structure_of(module: nn.Module) -> ExpertStructure | None:
 
 
 def _counts_of(module: nn.Module) -> list[int]:
-    """Numbers of experts by a module's attributes."""
+    """Return the values of a module's attributes for numbers of experts."""
     return [v for k, v in vars(module).items() if type(v) is int and v > 1 and "expert" in k]
 
 
@@ -132,7 +132,7 @@ def _holds(param: torch.Tensor, count: int, with_3: bool) -> bool:
 
 @contextlib.contextmanager
 def counting(module: nn.Module, structure: ExpertStructure, ep: int) -> Generator[None]:
-    """Inside, a module's attributes that give the number of experts give the number of local ones."""
+    """Context in which the module's attributes for the number of experts hold the number of local experts."""
     counts = {group: group // ep for group in (*structure.groups, structure.count) if not structure.children}
     before = {k: v for k, v in vars(module).items() if type(v) is int and v in counts and "expert" in k}
     vars(module).update({name: counts[value] for name, value in before.items()})
@@ -150,18 +150,18 @@ def run_pairs(
     weights: torch.Tensor,
     ep: int,
 ) -> torch.Tensor:
-    """Run the experts of this rank on the rows that have chosen them.
+    """Run this rank's experts on the rows that have chosen them.
 
     Args:
-        structure: of their module, with one form.
-        forward: of their module.
-        rows: (R, H), each of which has chosen an expert of this rank or more.
-        index: (R, k) experts as the module numbers them here; -1 where another rank has it.
-        weights: (R, k) of the choices.
+        structure: structure of the module, with one form.
+        forward: forward of the module.
+        rows: (R, H) rows; each has chosen at least one expert of this rank.
+        index: (R, k) local indices of the chosen experts; -1 for experts of other ranks.
+        weights: (R, k) weights of the chosen experts.
         ep: number of ranks.
 
     Returns:
-        (R, H') for each row the sum over its choices here.
+        (R, H') sums over the experts of this rank.
     """
     row, choice = (index >= 0).nonzero(as_tuple=True)
     single = row.numel() == rows.shape[0]  # each row is here once, in order
@@ -190,12 +190,12 @@ def _padded(
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
-    """The structure with the form of calls in which the results of `ep` parts add up to the result of the whole.
+    """Find the form of calls in which the results of `ep` parts add up to the result of the whole.
 
     Dropout is off in the trial.
 
     Returns:
-        Why there is none, beside it; empty where there is.
+        The structure with this form, and ""; or the reason why there is none.
     """
     training, reason = [inner for inner in module.modules() if inner.training], ""
     for inner in training:
@@ -214,7 +214,7 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
 
 
 def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[int, str]:
-    """The width of a result, and why the results of a module's parts do not add up to that of the whole, if so."""
+    """Return the width of a result, and the reason why the parts' results do not add up to the whole; "" if they do."""
     form, first = structure.forms[0], next(module.parameters())
     widths = dict.fromkeys(dim for param in module.parameters() for dim in reversed(param.shape[1:]))
     reason = "its forward fails on random tokens"
@@ -235,7 +235,7 @@ def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple
 
 
 def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
-    """Why rows of zeros have to be computed; empty where their results and gradients are 0."""
+    """Return the reason why rows of zeros must be sent; "" if their results and gradients are 0."""
     with torch.enable_grad():
         rows = rows.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(module(rows).square().sum() + module(rows).sum(), rows)
@@ -244,7 +244,7 @@ def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
 
 
 def _part(module: nn.Module, structure: ExpertStructure, arguments: list[Any], ep: int, part: int) -> torch.Tensor:
-    """What one rank would add to the result."""
+    """Compute one rank's summand of the result."""
     call = read_call(structure.forms[0], arguments, structure.count, type(module).__name__)
     params = {name: param.detach() for name, param in module.named_parameters()}
     for name in structure.packed:
