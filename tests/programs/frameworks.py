@@ -6,8 +6,9 @@ Run it with the interpreter of an environment that has the framework (one each, 
     ENV/bin/python tests/programs/frameworks.py swift --deepspeed FOLDER   # another deepspeed, `pip install --target`
 
 `--sources` is a checkout of the framework's repository, for what its package leaves out (JSONs, scripts). Prints a row
-of JSON for each stage. A framework that is not installed is skipped by name. Nothing of a framework is edited: what it
-finds instead of CUDA is in `on_cpu/sitecustomize.py`.
+of JSON for each stage, and writes it to `--results FOLDER` (`run.py --page` reads the folder `results/frameworks`). Stage
+0 of sentence_transformers is one process without DeepSpeed. A framework that is not installed is skipped by name.
+Nothing of a framework is edited: what it finds instead of CUDA is in `on_cpu/sitecustomize.py`.
 """
 
 from __future__ import annotations
@@ -144,6 +145,34 @@ def axolotl(folder: Path, stage: int, sources: Path) -> list[str]:
     return [*command, "--multi_gpu", "-m", "axolotl.cli.train", str(folder / "sft.yaml")]
 
 
+def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
+    """Two ranks' batches are those of one process that accumulates two."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "add", "and", *letters, *(f"##{one}" for one in letters)]
+    (folder / "model").mkdir()
+    (folder / "model" / "vocab.txt").write_text("\n".join(words) + "\n")
+    vocabulary = str(folder / "model" / "vocab.txt")
+    BertTokenizer(vocab_file=vocabulary, vocab=vocabulary).save_pretrained(folder / "model")
+    sizes: dict[str, Any] = {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(words), intermediate_size=320, hidden_dropout_prob=0.0,
+                        attention_probs_dropout_prob=0.0, **sizes)  # fmt: skip
+    BertModel(config).save_pretrained(folder / "model")  # matrices above 100,000 elements: stage 3 divides them
+    pairs = "".join(json.dumps({"anchor": one, "positive": other}) + "\n" for one, other in sentences(64))
+    (folder / "pairs.jsonl").write_text(pairs)
+    command = [sys.executable]
+    if stage:
+        config_file = REPOSITORY / f"tests/clients/launch/zero{stage}.yaml"
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+        command += ["--main_process_port", free_port()]
+    command += [str(REPOSITORY / "tests/programs/embed.py"), "--model", str(folder / "model"), "--steps", str(STEPS)]
+    command += ["--accumulate", "1" if stage else "2", "--texts", str(folder / "pairs.jsonl")]
+    return [*command, "--output", str(folder / "out")]
+
+
 def picture_model(folder: Path) -> Path:
     """A Stable Diffusion pipeline with random weights, small enough for a test."""
     import torch
@@ -201,6 +230,7 @@ FRAMEWORKS: dict[str, tuple[str, Callable[[Path, int, Path], list[str]]]] = {
     "swift": ("ms-swift", swift),
     "axolotl": ("axolotl", axolotl),
     "diffusers": ("diffusers", diffusers),
+    "sentence_transformers": ("sentence-transformers", sentence_transformers),
 }
 
 
@@ -244,6 +274,9 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
         }
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "HF_HOME": str(folder / "home")}
         environment |= {"HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": str(folder / "home"), "AXOLOTL_DO_NOT_TRACK": "1"}
+        environment["DS_ACCELERATOR"] = "cpu"
+        if deepspeed != REPOSITORY:  # it counts ranks by its launcher's variable, and compiles what ranks meet with
+            environment |= {"LOCAL_SIZE": "2", "CXX": "g++", "TORCH_EXTENSIONS_DIR": str(deepspeed / "extensions")}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         row["command"] = " ".join(command).replace(str(folder), ".")
         with log.open("w") as output:
@@ -254,7 +287,15 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
                 row["ended"] = done.returncode
             except subprocess.TimeoutExpired:
                 row["ended"] = f"still running after {LIMIT_S} s"
-        return row | {"losses": losses(folder / "out"), "log": str(log)}
+        embedding = folder / "out" / "embedding.json"
+        row["embedding"] = json.loads(embedding.read_text()) if embedding.exists() else None
+        return row | {"losses": losses(folder / "out"), "error": last_error(log.read_text(errors="replace"))}
+
+
+def last_error(text: str) -> str:
+    """The last line that names an error."""
+    lines = [line.strip() for line in text.splitlines() if "Error" in line and ": " in line]
+    return lines[-1][:300] if lines else ""
 
 
 def main() -> int:
@@ -264,6 +305,7 @@ def main() -> int:
     parser.add_argument("--deepspeed", type=Path, default=REPOSITORY, help="a folder that has another deepspeed")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--results", type=Path, help="a folder for the rows")
     options = parser.parse_args()
     if find_spec(options.framework) is None:
         print(f"{options.framework}: skipped, not installed in {sys.prefix}")
@@ -271,14 +313,11 @@ def main() -> int:
     runpy.run_path(str(ON_CPU / "sitecustomize.py"))  # this process makes the models with the framework's libraries
     failed = 0
     for stage in options.stages:
-        which = "this" if options.deepspeed == REPOSITORY else "other"
-        row = ran(
-            options.framework,
-            stage,
-            options.sources,
-            options.deepspeed,
-            options.logs / f"{options.framework}-{stage}-{which}.log",
-        )
+        name = f"{options.framework}-{stage}-{'here' if options.deepspeed == REPOSITORY else 'reference'}"
+        row = ran(options.framework, stage, options.sources, options.deepspeed, options.logs / f"{name}.log")
+        if options.results is not None:
+            options.results.mkdir(parents=True, exist_ok=True)
+            (options.results / f"{name}.json").write_text(json.dumps(row))
         failed += row["ended"] != 0 or len(row["losses"]) < 2
         print(json.dumps(row), flush=True)
     return failed

@@ -67,8 +67,7 @@ PROGRAMS = [
             package=DSCHAT, older=True),
     Program("chat: step 1, stage 3, offloaded", f"{CHAT}/step1_supervised_finetuning",
             f"main.py --model_name_or_path facebook/opt-1.3b {CHAT_DATA} --gradient_accumulation_steps 2 --offload "
-            "--zero_stage 3 --deepspeed --output_dir out --dtype bf16 --per_device_train_batch_size 8", "cannot",
-            "took different paths", "trains, then rank 0 alone reads sharded weights, which waits for all ranks",
+            "--zero_stage 3 --deepspeed --output_dir out --dtype bf16 --per_device_train_batch_size 8",
             package=DSCHAT, older=True),
     Program("chat: step 1, stage 2, fp16", f"{CHAT}/step1_supervised_finetuning",
             f"main.py --model_name_or_path facebook/opt-125m {CHAT_DATA} --gradient_accumulation_steps 2 "
@@ -105,8 +104,7 @@ PROGRAMS = [
             "cifar10_deepspeed.py --deepspeed --epochs 1 --log-interval 10 --dtype bf16 --stage 2"),
     Program("CIFAR-10, experts", "training/cifar",
             "cifar10_deepspeed.py --log-interval 100 --deepspeed --moe --ep-world-size 2 --num-experts 2 --top-k 1 "
-            "--noisy-gate-policy RSample --moe-param-group --epochs 1", "refused", "experts",
-            "mixture of experts is a later feature (`experts`)"),
+            "--noisy-gate-policy RSample --moe-param-group --epochs 1"),
     Program("HelloDeepSpeed", "training/HelloDeepSpeed",
             "train_bert_ds.py --checkpoint_dir experiment_deepspeed --num_iterations 4 --max_seq_length 128 "
             "--num_layers 2 --log_every 1"),
@@ -229,6 +227,18 @@ PROGRAMS = [
             "torch_save_model.py --folder . --model gpt2-large --io_buffer_mb 8", "runs", "test_ds_aio_fast_save --",
             ranks=0),
 ]  # fmt: skip
+
+# Frameworks that `frameworks.py` starts: what of their command is usual, and where the JSON is from.
+FRAMEWORKS = {
+    "llamafactory": ("llamafactory-cli train sft.yaml", "examples/deepspeed/ds_z{stage}_config.json"),
+    "swift": ("swift sft --deepspeed zero{stage}", "inside the package, zero{stage}.json"),
+    "diffusers": ("accelerate launch train_text_to_image.py", "Accelerate's YAML"),
+    "sentence_transformers": ("accelerate launch, its trainer", "Accelerate's YAML"),
+    "axolotl": ("accelerate launch -m axolotl.cli.train sft.yaml", "deepspeed_configs/zero{stage}.json"),
+}
+NOT_FRAMEWORKS = [
+    ("OpenRLHF 0.11.2", "requires `flash-attn`, which builds only with CUDA's compiler, and Ray"),
+]
 
 # The rest of the collection, one reason each.
 NOT_RUN = [
