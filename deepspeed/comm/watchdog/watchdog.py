@@ -166,7 +166,7 @@ GRACE_S = 1.0  # how long a rank that was told may take to end by its own except
 LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
 FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
 STUCK_S = 1.0  # how long a rank that has ended waits for one that stands in a collective
-PULLS = "gather of "  # how the labels of one-sided gathers begin
+PULLS = ("gather of ", "read of ")  # how the labels of one-sided gathers begin
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL ends the process, in its own words
 
