@@ -19,6 +19,7 @@ import json
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -283,13 +284,17 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
         row["command"] = " ".join(command).replace(str(folder), ".")
         with log.open("w") as output:
+            started = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                done = subprocess.run(
-                    command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S
-                )
-                row["ended"] = done.returncode
+                row["ended"] = started.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
+                os.killpg(
+                    started.pid, signal.SIGTERM
+                )  # torchrun ends its ranks then, which are in sessions of their own
                 row["ended"] = f"still running after {LIMIT_S} s"
+                started.wait()
         embedding = folder / "out" / "embedding.json"
         row["embedding"] = json.loads(embedding.read_text()) if embedding.exists() else None
         return row | {"losses": losses(folder / "out"), "error": last_error(log.read_text(errors="replace"))}
