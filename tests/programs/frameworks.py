@@ -8,7 +8,8 @@ Run it with the interpreter of an environment that has the framework (one each, 
 `--sources` is a checkout of the framework's repository, for what its package leaves out (JSONs, scripts). Prints a row
 of JSON for each stage, and writes it to `--results FOLDER` (`run.py --page` reads the folder `results/frameworks`).
 Stage 0 of sentence_transformers is one process without DeepSpeed. A framework that is not installed is skipped by name.
-Nothing of a framework is edited: what it finds instead of CUDA is in `on_cpu/sitecustomize.py`.
+The models that it makes lie in the folder `FRAMEWORK_MODELS`. Nothing of a framework is edited: what it finds instead of
+CUDA is in `on_cpu/sitecustomize.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -44,7 +46,22 @@ def sentences(count: int) -> list[tuple[str, str]]:
     ]
 
 
-def language_model(folder: Path) -> Path:
+MODELS = Path(os.environ.get("FRAMEWORK_MODELS") or Path(tempfile.gettempdir(), "framework-models"))
+
+
+def made_once(make: Callable[[Path], object]) -> Path:
+    """The folder in which `make` has put a model, now or for another framework or stage."""
+    place = MODELS / make.__name__
+    if not place.exists():
+        unfinished = place.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        make(unfinished)
+        unfinished.rename(place)
+    return place
+
+
+def language_model(folder: Path) -> None:
     """A Qwen2 of two layers with random weights in float32, and a tokenizer of bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -68,7 +85,6 @@ def language_model(folder: Path) -> Path:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     config = Qwen2Config(vocab_size=len(words), pad_token_id=0, eos_token_id=2, bos_token_id=None, **sizes)
     Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    return folder
 
 
 def llamafactory(folder: Path, stage: int, sources: Path) -> list[str]:
@@ -77,7 +93,7 @@ def llamafactory(folder: Path, stage: int, sources: Path) -> list[str]:
     (folder / "dataset_info.json").write_text(json.dumps({"sums": {"file_name": "sums.json"}}))
     # The keys are those of examples/train_full/qwen3_full_sft.yaml; JSON is YAML.
     settings = {
-        "model_name_or_path": str(language_model(folder / "model")),
+        "model_name_or_path": str(made_once(language_model)),
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full",
@@ -107,7 +123,7 @@ def swift(folder: Path, stage: int, sources: Path) -> list[str]:
     lines = ({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
              for question, answer in sentences(64))  # fmt: skip
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [str(Path(sys.executable).parent / "swift"), "sft", "--model", str(language_model(folder / "model"))]
+    command = [str(Path(sys.executable).parent / "swift"), "sft", "--model", str(made_once(language_model))]
     command += ["--model_type", "qwen2", "--template", "qwen", "--dataset", str(folder / "sums.jsonl")]
     command += ["--deepspeed", f"zero{stage}", "--tuner_type", "full", "--torch_dtype", "float32"]
     command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
@@ -120,7 +136,7 @@ def axolotl(folder: Path, stage: int, sources: Path) -> list[str]:
     texts = [{"instruction": question, "input": "", "output": answer} for question, answer in sentences(64)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     settings = {
-        "base_model": str(language_model(folder / "model")),
+        "base_model": str(made_once(language_model)),
         "datasets": [{"path": str(folder / "sums.jsonl"), "ds_type": "json", "type": "alpaca"}],
         "dataset_prepared_path": str(folder / "prepared"),
         "val_set_size": 0,
@@ -146,22 +162,24 @@ def axolotl(folder: Path, stage: int, sources: Path) -> list[str]:
     return [*command, "--multi_gpu", "-m", "axolotl.cli.train", str(folder / "sft.yaml")]
 
 
-def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
-    """Two ranks' batches are those of one process that accumulates two."""
+def encoder_model(folder: Path) -> None:
+    """A BERT of two layers whose matrices have more elements than those that stage 3 leaves whole, without dropout."""
     import torch
     from transformers import BertConfig, BertModel, BertTokenizer
 
     letters = [chr(code) for code in range(33, 127)]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "add", "and", *letters, *(f"##{one}" for one in letters)]
-    (folder / "model").mkdir()
-    (folder / "model" / "vocab.txt").write_text("\n".join(words) + "\n")
-    vocabulary = str(folder / "model" / "vocab.txt")
-    BertTokenizer(vocab_file=vocabulary, vocab=vocabulary).save_pretrained(folder / "model")
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    vocabulary = str(folder / "vocab.txt")
+    BertTokenizer(vocab_file=vocabulary, vocab=vocabulary).save_pretrained(folder)
     sizes: dict[str, Any] = {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 320, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(words), intermediate_size=320, hidden_dropout_prob=0.0,
-                        attention_probs_dropout_prob=0.0, **sizes)  # fmt: skip
-    BertModel(config).save_pretrained(folder / "model")  # matrices above 100,000 elements: stage 3 divides them
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
+
+
+def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
+    """Two ranks' batches are those of one process that accumulates two."""
     pairs = "".join(json.dumps({"anchor": one, "positive": other}) + "\n" for one, other in sentences(64))
     (folder / "pairs.jsonl").write_text(pairs)
     command = [sys.executable]
@@ -169,12 +187,12 @@ def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
         config_file = REPOSITORY / f"tests/clients/launch/zero{stage}.yaml"
         command += ["-m", "accelerate.commands.launch", "--config_file", str(config_file)]
         command += ["--main_process_port", free_port()]
-    command += [str(REPOSITORY / "tests/programs/embed.py"), "--model", str(folder / "model"), "--steps", str(STEPS)]
-    command += ["--accumulate", "1" if stage else "2", "--texts", str(folder / "pairs.jsonl")]
+    command += [str(REPOSITORY / "tests/programs/embed.py"), "--model", str(made_once(encoder_model))]
+    command += ["--steps", str(STEPS), "--accumulate", "1" if stage else "2", "--texts", str(folder / "pairs.jsonl")]
     return [*command, "--output", str(folder / "out")]
 
 
-def picture_model(folder: Path) -> Path:
+def picture_model(folder: Path) -> None:
     """A Stable Diffusion pipeline with random weights, small enough for a test."""
     import torch
     from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
@@ -204,7 +222,6 @@ def picture_model(folder: Path) -> Path:
         vae=vae, text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=DDPMScheduler(),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,  # pyright: ignore
     ).save_pretrained(folder)  # fmt: skip
-    return folder
 
 
 def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
@@ -223,7 +240,7 @@ def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
     config.write_text(shared.replace("zero3_init_flag: true", "zero3_init_flag: false"))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--main_process_port", free_port(), str(sources / "examples/text_to_image/train_text_to_image.py")]
-    command += ["--pretrained_model_name_or_path", str(picture_model(folder / "model")), "--resolution", "16"]
+    command += ["--pretrained_model_name_or_path", str(made_once(picture_model)), "--resolution", "16"]
     command += ["--train_data_dir", str(folder / "pictures"), "--image_column", "image", "--caption_column", "text"]
     command += ["--train_batch_size", "2", "--max_train_steps", str(STEPS), "--learning_rate", "1e-3", "--seed", "3"]
     return [*command, "--lr_warmup_steps", "0", "--output_dir", str(folder / "out"), "--report_to", "tensorboard"]
@@ -282,7 +299,7 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
         if deepspeed != REPOSITORY:  # it counts ranks by its launcher's variable, and compiles what ranks meet with
             environment |= {"LOCAL_SIZE": "2", "CXX": "g++", "TORCH_EXTENSIONS_DIR": str(deepspeed / "extensions")}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-        row["command"] = " ".join(command).replace(str(folder), ".")
+        row["command"] = " ".join(command).replace(str(folder), ".").replace(str(MODELS), "models")
         with log.open("w") as output:
             started = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -290,9 +307,7 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
             try:
                 row["ended"] = started.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
-                os.killpg(
-                    started.pid, signal.SIGTERM
-                )  # torchrun ends its ranks then, which are in sessions of their own
+                os.killpg(started.pid, signal.SIGTERM)  # torchrun then ends its ranks
                 row["ended"] = f"still running after {LIMIT_S} s"
                 started.wait()
         embedding = folder / "out" / "embedding.json"
