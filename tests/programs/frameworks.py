@@ -8,8 +8,8 @@ Run it with the interpreter of an environment that has the framework (one each, 
 `--sources` is a checkout of the framework's repository, for what its package leaves out (JSONs, scripts). Prints a row
 of JSON for each stage, and writes it to `--results FOLDER` (`run.py --page` reads the folder `results/frameworks`).
 Stage 0 of sentence_transformers is one process without DeepSpeed. A framework that is not installed is skipped by name.
-The models that it makes lie in the folder `FRAMEWORK_MODELS`. Nothing of a framework is edited: what it finds instead of
-CUDA is in `on_cpu/sitecustomize.py`.
+The models that it makes lie in the folder `FRAMEWORK_MODELS`. Nothing of a framework is edited: what it finds instead
+of CUDA is in `on_cpu/sitecustomize.py`.
 """
 
 from __future__ import annotations
