@@ -61,30 +61,53 @@ def made_once(make: Callable[[Path], object]) -> Path:
     return place
 
 
+def weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Random values by name, with neither torch nor the framework: matrices small, biases 0, scales of norms 1."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    draw = numpy.random.default_rng(0)
+
+    def values(name: str, shape: tuple[int, ...]) -> Any:
+        if len(shape) > 1:
+            return draw.normal(0, 0.02, shape).astype(numpy.float32)
+        return numpy.full(shape, 0.0 if name.endswith("bias") else 1.0, numpy.float32)
+
+    save_file({name: values(name, shape) for name, shape in shapes.items()}, folder / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+
+
 def language_model(folder: Path) -> None:
     """A Qwen2 of two layers with random weights in float32, and a tokenizer of bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     made = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    config = Qwen2Config(vocab_size=len(words), pad_token_id=0, eos_token_id=2, bos_token_id=None, **sizes)
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT}
+    tokens |= {"additional_special_tokens": ["<|im_start|>"], "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    wide, inner, heads, kept = 64, 128, 4, 2
+    config: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": len(words)}
+    config |= {"hidden_size": wide, "intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": heads}
+    config |= {"num_key_value_heads": kept, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "tie_word_embeddings": False}))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(words), wide), "model.norm.weight": (wide,)}
+    for number in range(2):
+        layer, out = f"model.layers.{number}.", {"q": wide, "k": wide * kept // heads, "v": wide * kept // heads}
+        for name, rows in out.items():
+            shapes |= {
+                f"{layer}self_attn.{name}_proj.weight": (rows, wide),
+                f"{layer}self_attn.{name}_proj.bias": (rows,),
+            }
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, wide) for name in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj.weight": (wide, inner), f"{layer}self_attn.o_proj.weight": (wide, wide)}
+        shapes |= {f"{layer}{name}_layernorm.weight": (wide,) for name in ("input", "post_attention")}
+    weights(folder, shapes | {"lm_head.weight": (len(words), wide)})
 
 
 def llamafactory(folder: Path, stage: int, sources: Path) -> list[str]:
@@ -164,18 +187,30 @@ def axolotl(folder: Path, stage: int, sources: Path) -> list[str]:
 
 def encoder_model(folder: Path) -> None:
     """A BERT of two layers whose matrices have more elements than those that stage 3 leaves whole, without dropout."""
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizer
+    from tokenizers import BertWordPieceTokenizer
 
-    letters = [chr(code) for code in range(33, 127)]
+    letters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "add", "and", *letters, *(f"##{one}" for one in letters)]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    vocabulary = str(folder / "vocab.txt")
-    BertTokenizer(vocab_file=vocabulary, vocab=vocabulary).save_pretrained(folder)
-    sizes: dict[str, Any] = {"hidden_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 320, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(folder)
+    BertWordPieceTokenizer({word: at for at, word in enumerate(words)}).save(str(folder / "tokenizer.json"))
+    tokens = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokens |= {"mask_token": "[MASK]", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    wide = 320
+    config: dict[str, Any] = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": len(words)}
+    config |= {"hidden_size": wide, "intermediate_size": wide, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = {"word": len(words), "position": 128, "token_type": 2}
+    shapes: dict[str, tuple[int, ...]] = {f"embeddings.{name}_embeddings.weight": (n, wide) for name, n in rows.items()}
+    norms, layers = ["embeddings.LayerNorm"], ["pooler.dense"]
+    for number in range(2):
+        layer = f"encoder.layer.{number}."
+        norms += [f"{layer}{name}output.LayerNorm" for name in ("attention.", "")]
+        layers += [f"{layer}attention.self.{name}" for name in ("query", "key", "value")]
+        layers += [f"{layer}{name}.dense" for name in ("attention.output", "intermediate", "output")]
+    for name in norms + layers:
+        shapes |= {f"{name}.weight": (wide, wide) if name in layers else (wide,), f"{name}.bias": (wide,)}
+    weights(folder, shapes)
 
 
 def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
