@@ -1,6 +1,7 @@
 """A training script of sentence-transformers as its users write them; `frameworks.py` starts it.
 
-It trains on pairs, saves with the trainer, loads what was saved and writes the embeddings of three texts beside it.
+It trains on pairs and saves with the trainer; with `--encode`, a process of its own loads what was saved and writes the
+embeddings of three texts beside it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     for name in ("model", "texts", "output"):
-        parser.add_argument(f"--{name}", required=True)
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--encode", action="store_true")
     for name in ("steps", "accumulate"):
         parser.add_argument(f"--{name}", type=int, default=1)
     options = parser.parse_args()
+    if options.encode:
+        found = SentenceTransformer(options.output).encode(ASKED)
+        (Path(options.output) / "embedding.json").write_text(json.dumps(found.tolist()))
+        return
     arguments = SentenceTransformerTrainingArguments(
         output_dir=options.output,
         max_steps=options.steps,
@@ -46,9 +52,6 @@ def main() -> None:
     trainer.train()
     trainer.save_state()
     trainer.save_model(options.output)
-    if trainer.is_world_process_zero():
-        found = SentenceTransformer(options.output).encode(ASKED)
-        (Path(options.output) / "embedding.json").write_text(json.dumps(found.tolist()))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import json
 import os
 import random
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -222,9 +223,10 @@ def sentence_transformers(folder: Path, stage: int, sources: Path) -> list[str]:
         config_file = REPOSITORY / f"tests/clients/launch/zero{stage}.yaml"
         command += ["-m", "accelerate.commands.launch", "--config_file", str(config_file)]
         command += ["--main_process_port", free_port()]
-    command += [str(REPOSITORY / "tests/programs/embed.py"), "--model", str(made_once(encoder_model))]
+    script, out = str(REPOSITORY / "tests/programs/embed.py"), ["--output", str(folder / "out")]
+    command += [script, "--model", str(made_once(encoder_model)), *out]
     command += ["--steps", str(STEPS), "--accumulate", "1" if stage else "2", "--texts", str(folder / "pairs.jsonl")]
-    return [*command, "--output", str(folder / "out")]
+    return ["sh", "-c", f"{shlex.join(command)} && {shlex.join([sys.executable, script, '--encode', *out])}"]
 
 
 def picture_model(folder: Path) -> None:
