@@ -261,7 +261,8 @@ def picture_model(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
+def pictures(folder: Path) -> Path:
+    """Random pictures of 16 × 16 with a caption each."""
     import numpy
     from PIL import Image
 
@@ -271,6 +272,27 @@ def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
         Image.fromarray(draw.integers(0, 255, (16, 16, 3), dtype=numpy.uint8)).save(folder / f"pictures/{number}.png")
         lines.append(json.dumps({"file_name": f"{number}.png", "text": random.Random(number).choice(["a cat", "dog"])}))
     (folder / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
+    return folder / "pictures"
+
+
+def unconditional(folder: Path, stage: int, sources: Path) -> list[str]:
+    """Rank 0 alone draws samples and saves, with parameters of the engine, while the other has ended its groups."""
+    pictures(folder)
+    blocks = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
+    sizes = {"sample_size": 16, "block_out_channels": [64, 128], "layers_per_block": 1, "attention_head_dim": 8}
+    config = {"_class_name": "UNet2DModel", "in_channels": 3, "out_channels": 3, **sizes, **blocks}
+    (folder / "config.json").write_text(json.dumps(config))
+    launch = str(REPOSITORY / f"tests/clients/launch/zero{stage}.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch]
+    command += ["--main_process_port", free_port()]
+    command += [str(sources / "examples/unconditional_image_generation/train_unconditional.py")]
+    command += ["--train_data_dir", str(folder / "pictures"), "--model_config_name_or_path", str(folder)]
+    command += ["--resolution", "16", "--train_batch_size", "4", "--num_epochs", "1", "--ddpm_num_inference_steps", "2"]
+    return [*command, "--lr_warmup_steps", "0", "--eval_batch_size", "2", "--output_dir", str(folder / "out")]
+
+
+def diffusers(folder: Path, stage: int, sources: Path) -> list[str]:
+    pictures(folder)
     shared = (REPOSITORY / f"tests/clients/launch/zero{stage}.yaml").read_text()
     # As diffusers' pages have it: its text encoder and autoencoder are not to be born sharded.
     config = folder / "launch.yaml"
@@ -288,6 +310,7 @@ FRAMEWORKS: dict[str, tuple[str, Callable[[Path, int, Path], list[str]]]] = {
     "swift": ("ms-swift", swift),
     "axolotl": ("axolotl", axolotl),
     "diffusers": ("diffusers", diffusers),
+    "diffusers-unconditional": ("diffusers", unconditional),
     "sentence_transformers": ("sentence-transformers", sentence_transformers),
 }
 
@@ -311,8 +334,8 @@ def losses(out: Path) -> list[float]:
 
         events = EventAccumulator(str(path))
         events.Reload()
-        if "train_loss" in events.Tags()["scalars"]:
-            found = [event.value for event in events.Scalars("train_loss")]
+        for name in {"train_loss", "loss"} & set(events.Tags()["scalars"]):
+            found = [event.value for event in events.Scalars(name)]
     return found
 
 
@@ -367,7 +390,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--results", type=Path, help="a folder for the rows")
     options = parser.parse_args()
-    if find_spec(options.framework) is None:
+    if find_spec(options.framework.partition("-")[0]) is None:
         print(f"{options.framework}: skipped, not installed in {sys.prefix}")
         return 0
     runpy.run_path(str(ON_CPU / "sitecustomize.py"))  # this process makes the models with the framework's libraries

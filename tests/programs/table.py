@@ -233,6 +233,7 @@ FRAMEWORKS = {
     "llamafactory": ("llamafactory-cli train sft.yaml", "examples/deepspeed/ds_z{stage}_config.json"),
     "swift": ("swift sft --deepspeed zero{stage}", "inside the package, zero{stage}.json"),
     "diffusers": ("accelerate launch train_text_to_image.py", "Accelerate's YAML"),
+    "diffusers-unconditional": ("accelerate launch train_unconditional.py", "Accelerate's YAML"),
     "sentence_transformers": ("accelerate launch, its trainer", "Accelerate's YAML"),
     "axolotl": ("accelerate launch -m axolotl.cli.train sft.yaml", "deepspeed_configs/zero{stage}.json"),
 }

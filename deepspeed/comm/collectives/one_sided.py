@@ -314,7 +314,7 @@ def service_of(axis: Axis) -> FetchService:
     return _services[id(axis)]
 
 
-_AFTER_GROUPS_S = 5.0  # idle time of the others after which a rank that ends its groups, but not itself, goes on
+_AFTER_GROUPS_S = 30.0  # idle time of the others after which a rank that ends its groups, but not itself, goes on
 
 
 def _serving() -> bool:
