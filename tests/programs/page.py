@@ -30,8 +30,8 @@ operators that torchvision's CPU import misses. Losses are what rank 0 hands to 
 Rows marked ¹ run with older releases, whose names the program imports ({older}).
 "Differs by" is the largest relative difference of the two columns over all steps. "Not run" is a gap of this table, not
 of the program.
-The machine was busy: of rows that were run on 2026-11-26 before noon, ranks were forked from an interpreter that had
-imported torch, Transformers and the package, where `run.py` starts plain ones.
+The machine was busy. Of the rows marked ², ranks were forked from an interpreter that had imported torch, Transformers
+and the package, where `run.py` starts plain ones.
 
 {count}
 
@@ -151,6 +151,7 @@ def page(results: Path) -> str:
         ran += bool(here) and here["outcome"] == "runs"
         mine, other = (here or {}).get("losses", []), (there or {}).get("losses", [])
         mark = " ¹" if program.older else ""
+        mark += " ²" if here and here.get("forked") else ""
         rows.append(f"| {program.name}{mark}, `{shown(program.folder)}` | {program.json} | "
                     f"{told(program, here, True)} | "
                     f"{figures(mine)} | {told(program, there, False)} | {figures(other)} | "
