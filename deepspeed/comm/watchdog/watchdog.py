@@ -387,14 +387,14 @@ class _Watcher:
 
     def others(self) -> dict[int, tuple[int, int, str]]:
         """Number, state and label of the last collective of each other rank that has not left, as far as known."""
-        found: dict[int, tuple[int, int, str]] = {}
+        places: dict[int, tuple[int, int, str]] = {}
         for rank in range(self._world):
             page: bytes | mmap | None = self._neighbours.get(rank)
             if page is None and rank != self._rank:
                 page = self._with_store(partial(_published, rank))
             if page is not None and (rank not in self._processes or runs(self._processes[rank])):
-                found[rank] = place(page)
-        return {rank: known for rank, known in found.items() if known[1] != LEFT}
+                places[rank] = place(page)
+        return {rank: known for rank, known in places.items() if known[1] != LEFT}
 
     def rest(self) -> None:
         """End the thread until this process enters the next collective."""
