@@ -59,7 +59,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     Args:
         model: changed in place.
         deepspeed_config: dict or path of a JSON file with `compression_training`.
-        teacher_model: needed for `layer_reduction`. An engine over it, made with the same configuration, leaves it whole.
+        teacher_model: needed for `layer_reduction`. An engine over it with the same configuration leaves it whole.
         mpu: accepted for old scripts.
 
     Returns:

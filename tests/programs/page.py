@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs.environment import OLDER, REFERENCE
-from tests.programs.table import COMMIT, FRAMEWORKS, NOT_FRAMEWORKS, NOT_RUN, PROGRAMS, Program
+from tests.programs.table import COMMIT, FRAMEWORKS, NOT_FRAMEWORKS, NOT_RUN, PROGRAMS, UNSEEDED, Program
 
 HEAD = """# Programs as they are
 
@@ -109,7 +109,7 @@ def framework_rows(results: Path) -> list[str]:
             own, other = (row["losses"] if row else [] for row in (here, there))
             row = [f"{here['framework']} {here['version']}" if here else name, f"`{command.format(stage=stage)}`",
                    source.format(stage=stage), stage, _ended(here), figures(own), _ended(there), figures(other),
-                   difference(own, other)]  # fmt: skip
+                   "it takes no seed" if name in UNSEEDED else difference(own, other)]  # fmt: skip
             rows.append(f"| {' | '.join(map(str, row))} |")
     rows += [f"| {name} | left out: {why} | | | | | | | |" for name, why in NOT_FRAMEWORKS]
     return [*rows, *_embeddings(results)]

@@ -237,6 +237,7 @@ FRAMEWORKS = {
     "sentence_transformers": ("accelerate launch, its trainer", "Accelerate's YAML"),
     "axolotl": ("accelerate launch -m axolotl.cli.train sft.yaml", "deepspeed_configs/zero{stage}.json"),
 }
+UNSEEDED = {"diffusers-unconditional"}
 NOT_FRAMEWORKS = [
     ("OpenRLHF 0.11.2", "requires `flash-attn`, which builds only with CUDA's compiler, and Ray"),
 ]
