@@ -377,7 +377,9 @@ def ran(name: str, stage: int, sources: Path, deepspeed: Path, log: Path) -> dic
 
 def last_error(text: str) -> str:
     """The last line that names an error."""
+    launchers = ("ChildFailedError", "CalledProcessError")  # say only that a rank has failed
     lines = [line.strip() for line in text.splitlines() if "Error" in line and ": " in line]
+    lines = [line for line in lines if not any(name in line for name in launchers)]
     return lines[-1][:300] if lines else ""
 
 

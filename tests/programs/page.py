@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs.environment import OLDER, REFERENCE
-from tests.programs.table import COMMIT, FRAMEWORKS, NOT_FRAMEWORKS, NOT_RUN, PROGRAMS, UNSEEDED, Program
+from tests.programs.table import (
+    COMMIT,
+    FRAMEWORK_REASONS,
+    FRAMEWORKS,
+    NOT_FRAMEWORKS,
+    NOT_RUN,
+    PROGRAMS,
+    UNSEEDED,
+    Program,
+)
 
 HEAD = """# Programs as they are
 
@@ -108,7 +117,8 @@ def framework_rows(results: Path) -> list[str]:
             here, there = (_framework(results, name, stage, side) for side in ("here", "reference"))
             own, other = (row["losses"] if row else [] for row in (here, there))
             row = [f"{here['framework']} {here['version']}" if here else name, f"`{command.format(stage=stage)}`",
-                   source.format(stage=stage), stage, _ended(here), figures(own), _ended(there), figures(other),
+                   source.format(stage=stage), stage, _ended(here, FRAMEWORK_REASONS.get((name, stage), "")),
+                   figures(own), _ended(there), figures(other),
                    "it takes no seed" if name in UNSEEDED else difference(own, other)]  # fmt: skip
             rows.append(f"| {' | '.join(map(str, row))} |")
     rows += [f"| {name} | left out: {why} | | | | | | | |" for name, why in NOT_FRAMEWORKS]
@@ -120,13 +130,14 @@ def _framework(results: Path, name: str, stage: int, side: str) -> dict[str, Any
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def _ended(row: dict[str, Any] | None) -> str:
+def _ended(row: dict[str, Any] | None, reason: str = "") -> str:
     if row is None:
         return "not run"
+    trains = f"trains, {len(row['losses'])} steps" if len(row["losses"]) > 1 else ""
     if row["ended"] == 0:
-        return f"trains, {len(row['losses'])} steps"
-    reason = row.get("error") or row["ended"]
-    return f"fails: `{str(reason)[:110].replace('|', '/').replace('`', chr(39))}`"
+        return trains
+    error = str(row.get("error") or row["ended"])[:110].replace("|", "/").replace("`", chr(39))
+    return f"{trains}{', then ' if trains else ''}fails: {reason or f'`{error}`'}"
 
 
 def _embeddings(results: Path) -> list[str]:
