@@ -43,7 +43,7 @@ def _declare_what_torchvision_has_for_cuda(_: ModuleType) -> None:
 
 def _leave_out_torchaudios_operators(module: ModuleType) -> None:
     """The index's torchaudio is built for CUDA too; its package works without its operators."""
-    module._load_lib = lambda _: False
+    vars(module)["_load_lib"] = lambda _: False
 
 
 _kept: list[Any] = []  # a library's operators live as long as it does
