@@ -19,12 +19,13 @@ Release = TypeVar("Release", bound=Callable[[], None])
 class Phase(IntEnum):
     """Phases of the release of resources that belong to process groups, in order."""
 
-    CONNECTIONS = 0
-    ROUTES = 1
-    MESHES = 2
-    AXES = 3
-    WATCH = 4
-    STORES = 5
+    PEERS = 0
+    CONNECTIONS = 1
+    ROUTES = 2
+    MESHES = 3
+    AXES = 4
+    WATCH = 5
+    STORES = 6
 
 
 _releases: dict[Phase, Callable[[], None]] = {}

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.compression.basic_layer import plain_module
-from deepspeed.compression.controller import CALLED
+from deepspeed.compression.controller import CALLED, TEACHER
 from deepspeed.compression.fake_quantize import FakeQuantizers
 from deepspeed.compression.helper import compression_preparation, recursive_getattr
 from deepspeed.compression.pruning.layer_selection import REDUCED
@@ -59,7 +59,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     Args:
         model: changed in place.
         deepspeed_config: dict or path of a JSON file with `compression_training`.
-        teacher_model: needed for `layer_reduction`.
+        teacher_model: needed for `layer_reduction`. An engine over it with the same configuration leaves it whole.
         mpu: accepted for old scripts.
 
     Returns:
@@ -80,6 +80,8 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     if any(technique.shared_parameters.enabled for technique in section.pruning.values()):
         rules_of(inner, section, PruningPlan(inner), called=True)
     vars(inner)[CALLED] = section
+    if teacher_model is not None:
+        vars(_inner(teacher_model))[TEACHER] = True
     return model
 
 

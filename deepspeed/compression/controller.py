@@ -26,6 +26,7 @@ from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 CALLED = "_ds_compression"  # attribute of a model: the section with which `init_compression` prepared it
+TEACHER = "_ds_teacher"  # attribute of a model that `init_compression` got as the teacher
 
 
 class Compression:

@@ -18,7 +18,7 @@ import torch
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.comm.collectives.collectives import READ
 from deepspeed.compression.basic_layer import plain_module
-from deepspeed.compression.controller import CALLED, Compression
+from deepspeed.compression.controller import CALLED, TEACHER, Compression
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import have_left, keep_layers
 from deepspeed.compression.pruning.sharded_view import Exchange
@@ -256,6 +256,9 @@ class CompressionHooks:
         """Start compression if the JSON or the old API calls enable it. All ranks must call this."""
         top = self._state.ds_config.top
         section, called = top.compression_training, left_on(self._state.module, CALLED)
+        if called is None and TEACHER in vars(self._state.module):
+            log_rank0("this model was the teacher of init_compression: compression_training does not apply to it")
+            return
         if called is not None and not section.active:
             section = called
         elif called is not None and called != section:

@@ -240,3 +240,35 @@ def test_a_rank_that_fails_in_a_sequence_ends_the_others_by_layer_and_axis(sp_en
         words = ["model.layers.1.self_attn", "sp"] if sp_end == "dies" else ["positions of a sequence", "sp"]
         assert all(word in end.err for word in [*words, "rank 1"]), end.err
         assert end.last_word - float(end.out.split()[-1]) < limit + MARGIN
+
+
+SLOWER = """
+engine = engine_of(8)
+with torch.no_grad():
+    for _ in range(1 if rank == 0 else 4):
+        engine(torch.ones(2, 8))
+        time.sleep(0.4 * rank)
+if ENDS == "ends the groups":
+    torch.distributed.destroy_process_group()
+if ENDS == "waits" and rank == 1:
+    print(time.monotonic(), flush=True)
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("ends", ["exits", "ends the groups"])
+def test_a_rank_that_ends_serves_those_that_still_gather(ends: str, device: str) -> None:
+    model = MODEL.replace("STAGE", f'3, "offload_param": {{"device": "{device}"}}')
+    snippet = f"ENDS = {ends!r}\n{model}{SLOWER}"
+    done = run_ranks(snippet, 2, limit=60 * PATIENCE)
+    assert [end.code for end in done] == [0, 0], done
+    assert done[1].ended - done[0].ended < MARGIN * PATIENCE, done
+
+
+def test_a_rank_that_ends_does_not_keep_one_in_a_collective_waiting() -> None:
+    snippet = f"ENDS = 'waits'\n{MODEL.replace('STAGE', '3')}{SLOWER}"
+    done = run_ranks(snippet, 2, limit=60 * PATIENCE)
+    assert done[0].code == 0 and done[1].code, done
+    assert "rank 0: has ended" in done[1].err, done[1].err
+    assert done[1].last_word - float(done[1].out) < MARGIN * PATIENCE

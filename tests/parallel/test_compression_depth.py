@@ -276,9 +276,22 @@ def students_of_the_old_calls() -> None:
                 assert len(student.model.layers) == size
 
 
+def teachers_of_the_old_calls() -> None:
+    """Programs make an engine over the teacher with the student's JSON: no layer leaves the teacher."""
+    from deepspeed.compression import init_compression
+
+    config = settings(2, teacher_layer=KEEP, schedule_offset=1)
+    teacher = llama(num_hidden_layers=TOTAL)
+    init_compression(llama(num_hidden_layers=2), config, teacher_model=teacher)
+    with engine_of(config, teacher) as engine:
+        train(engine, range(2))
+        assert len(teacher.model.layers) == TOTAL
+
+
 def test_what_is_around_the_model(workers: Any) -> None:
     workers(2).run(beside_a_teacher, timeout=60)
     workers(2).run(students_of_the_old_calls, timeout=60)
+    workers(2).run(teachers_of_the_old_calls, timeout=60)
 
 
 def one_block_is_left() -> None:

@@ -62,25 +62,54 @@ def test_it_saves_whole_weights(workers: Any, stage: int, precision: str, everyb
     workers(RANKS).run(saved, stage, precision, everybody, str(tmp_path), timeout=120)
 
 
-def stale(folder: str) -> None:
+def alone(folder: str) -> None:
+    """Nobody has gathered the weights, or they have changed since, or nobody has them any more."""
+
+    def saves_what_is() -> None:
+        now = masters(engine)
+        if dist.get_rank() == 0:
+            engine.module.inside.save_pretrained(folder)
+            found = load_file(f"{folder}/model.safetensors")
+            assert all(torch.equal(value, now[f"inside.{name}"]) for name, value in found.items())
+            assert {f"inside.{name}" for name in found} == {name for name in now if name.startswith("inside.")}
+        dist.barrier()
+
     engine = start(3, Holder())
-    with raises(RuntimeError, "which is sharded here"):  # nothing has been gathered
-        engine.module.inside.save_pretrained(folder)
+    saves_what_is()
+    before = engine.module.state_dict()
+    assert all(value.untyped_storage().data_ptr() for value in before.values())
     state = engine._consolidated_16bit_state_dict()
     micro_step(engine, 0)
-    with raises(RuntimeError, "which is sharded here"):  # they are of before the step
-        engine.module.inside.save_pretrained(folder)
+    saves_what_is()
+    now = masters(engine)
+    assert all(torch.equal(value.clone(), now[name]) for name, value in before.items())  # read anew after the step
     state = engine._consolidated_16bit_state_dict()
     del state
-    if dist.get_rank() == 0:
-        with raises(RuntimeError, "which is sharded here"):  # nobody has them any more
-            engine.module.inside.save_pretrained(folder)
+    saves_what_is()
     engine.destroy()
 
 
-def test_it_saves_no_old_ones(workers: Any, tmp_path: Path) -> None:
-    workers(RANKS).run(stale, str(tmp_path), timeout=120)
-    assert not list(tmp_path.iterdir())
+def test_one_rank_alone_saves_what_the_weights_are_now(workers: Any, tmp_path: Path) -> None:
+    workers(RANKS).run(alone, str(tmp_path), timeout=120)
+
+
+def two_names() -> None:
+    """A parameter under two names is one memory in a state dict, as safetensors and Transformers look for it."""
+    model = Tiny()
+    model.again = model.layers[1][0]
+    with start(3, model) as engine:
+        if dist.get_rank() == 0:
+            state = engine.module.state_dict()
+            one, other = state["layers.1.0.weight"], state["again.weight"]
+            assert one.data_ptr() == other.data_ptr() == one.view(-1).data_ptr() != state["out.weight"].data_ptr()
+        with raises(RuntimeError, "which is sharded here"):
+            engine.module.out.weight.data_ptr()
+        with raises(RuntimeError, "which is sharded here"):
+            engine.module.out.weight.detach().numpy()
+
+
+def test_names_of_one_parameter_share_memory(workers: Any) -> None:
+    workers(RANKS).run(two_names, timeout=120)
 
 
 def saved_by_one_rank(folder: str) -> None:

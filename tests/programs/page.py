@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs.environment import OLDER, REFERENCE
-from tests.programs.table import COMMIT, NOT_RUN, PROGRAMS, Program
+from tests.programs.table import (
+    COMMIT,
+    FRAMEWORK_REASONS,
+    FRAMEWORKS,
+    NOT_FRAMEWORKS,
+    NOT_RUN,
+    PROGRAMS,
+    UNSEEDED,
+    Program,
+)
 
 HEAD = """# Programs as they are
 
@@ -30,13 +39,29 @@ operators that torchvision's CPU import misses. Losses are what rank 0 hands to 
 Rows marked ¹ run with older releases, whose names the program imports ({older}).
 "Differs by" is the largest relative difference of the two columns over all steps. "Not run" is a gap of this table, not
 of the program.
-The machine was busy: ranks were forked from an interpreter that had imported torch, Transformers and the package, where
-`run.py` starts plain ones.
+The machine was busy. Of the rows marked ², ranks were forked from an interpreter that had imported torch, Transformers
+and the package, where `run.py` starts plain ones.
 
 {count}
 
 | program | JSON | here | loss, first → last | {reference} | loss there | differs by |
 |---|---|---|---|---|---|---|
+"""
+FRAMEWORKS_HEAD = """
+## Training frameworks
+
+By their own commands, and their own JSONs or Accelerate's YAML, on two CPU ranks, in an environment each (torch
+2.13.0); models and data are made on the spot. `tests/programs/frameworks.py` starts them and edits nothing of them
+([what it finds instead of CUDA](clients.md#training-frameworks)). TRL's trainers with Accelerate's YAML are
+[there](clients.md#training-frameworks) too. Losses are those that the framework logs, in float32, a step each.
+
+```
+ENV/bin/python tests/programs/frameworks.py NAME --sources CHECKOUT --stages 2 3 --results FOLDER/results/frameworks
+ENV/bin/python tests/programs/frameworks.py NAME --deepspeed REFERENCE …   # the other
+```
+
+| framework | command | JSON | stage | here | loss, first → last | {reference} | loss there | differs by |
+|---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
 ## Left out
@@ -84,6 +109,50 @@ def told(program: Program, result: dict[str, Any] | None, here: bool) -> str:
     return f"fails: `{result['error'][:110].replace('|', '/').replace('`', chr(39))}`"
 
 
+def framework_rows(results: Path) -> list[str]:
+    """The table of training frameworks, and one reason each for those that are left out."""
+    rows = []
+    for name, (command, source) in FRAMEWORKS.items():
+        for stage in (2, 3):
+            here, there = (_framework(results, name, stage, side) for side in ("here", "reference"))
+            own, other = (row["losses"] if row else [] for row in (here, there))
+            row = [f"{here['framework']} {here['version']}" if here else name, f"`{command.format(stage=stage)}`",
+                   source.format(stage=stage), stage, _ended(here, FRAMEWORK_REASONS.get((name, stage), "")),
+                   figures(own), _ended(there), figures(other),
+                   "it takes no seed" if name in UNSEEDED else difference(own, other)]  # fmt: skip
+            rows.append(f"| {' | '.join(map(str, row))} |")
+    rows += [f"| {name} | left out: {why} | | | | | | | |" for name, why in NOT_FRAMEWORKS]
+    return [*rows, *_embeddings(results)]
+
+
+def _framework(results: Path, name: str, stage: int, side: str) -> dict[str, Any] | None:
+    file = results / "frameworks" / f"{name}-{stage}-{side}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _ended(row: dict[str, Any] | None, reason: str = "") -> str:
+    if row is None:
+        return "not run"
+    trains = f"trains, {len(row['losses'])} steps" if len(row["losses"]) > 1 else ""
+    if row["ended"] == 0:
+        return trains
+    error = str(row.get("error") or row["ended"])[:110].replace("|", "/").replace("`", chr(39))
+    return f"{trains}{', then ' if trains else ''}fails: {reason or f'`{error}`'}"
+
+
+def _embeddings(results: Path) -> list[str]:
+    """How far what a loaded save gives lies from one process's."""
+    rows = [_framework(results, "sentence_transformers", stage, "here") for stage in (0, 2, 3)]
+    one, *others = [row["embedding"] if row else None for row in rows]
+    gaps = [max(abs(x - y) for mine, its in zip(saved, one, strict=True) for x, y in zip(mine, its, strict=True))
+            for saved in others if saved and one]  # fmt: skip
+    if not gaps:
+        return []
+    return ["", "sentence-transformers, saved by its trainer on two ranks and loaded again: embeddings of three texts "
+            "lie within " + " (stage 2) and ".join(f"{gap:.1e}" for gap in gaps) + " (stage 3) of one process's, which "
+            "trains without DeepSpeed and accumulates the batches of both ranks."]  # fmt: skip
+
+
 def page(results: Path) -> str:
     """The whole page."""
     rows, trained, ran = [], 0, 0
@@ -93,6 +162,7 @@ def page(results: Path) -> str:
         ran += bool(here) and here["outcome"] == "runs"
         mine, other = (here or {}).get("losses", []), (there or {}).get("losses", [])
         mark = " ¹" if program.older else ""
+        mark += " ²" if here and here.get("forked") else ""
         rows.append(f"| {program.name}{mark}, `{shown(program.folder)}` | {program.json} | "
                     f"{told(program, here, True)} | "
                     f"{figures(mine)} | {told(program, there, False)} | {figures(other)} | "
@@ -100,4 +170,6 @@ def page(results: Path) -> str:
     count = f"Of {len(PROGRAMS)} command lines {trained} train two steps or more here and {ran} do what else they do."
     head = HEAD.format(commit=COMMIT[:12], day="2026-03-29", reference=REFERENCE[0].replace("deepspeed==", "upstream "),
                        older=", ".join(OLDER[:1] + OLDER[2:3]).replace("==", " "), count=count)  # fmt: skip
+    reference = REFERENCE[0].replace("deepspeed==", "upstream ")
+    rows += [FRAMEWORKS_HEAD.format(reference=reference).rstrip("\n"), *framework_rows(results)]
     return head + "\n".join(rows) + "\n" + TAIL + "\n".join(f"| {name} | {why} |" for name, why in NOT_RUN) + "\n"

@@ -89,6 +89,8 @@ def run(program: Program, checkout: Path, work: Path, side: str, port: int = 296
     if program.before:
         subprocess.run(program.before.replace("{python}", str(python)), cwd=place, shell=True, check=True,
                        env=os.environ | {"PYTHONPATH": str(checkout / program.folder)})  # fmt: skip
+    for lock in (work / "extensions").rglob("lock"):  # of a run that was ended: others would wait for it without end
+        lock.unlink()
     started = time.time()
     with (place / "log").open("w") as log:
         processes = [subprocess.Popen(command, cwd=place, env=variables | own, stdout=log, stderr=subprocess.STDOUT,

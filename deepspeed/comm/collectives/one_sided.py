@@ -10,6 +10,7 @@ owner reaches that version. A shard changes only after all ranks have synchroniz
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import hmac
@@ -18,6 +19,7 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,6 +33,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.collectives.collectives import PULL, SMALL, Handle, delay, post, spread
 from deepspeed.comm.process_groups.axis import Axis, tag_of
+from deepspeed.comm.shared_memory.doorbell import groups
 from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
@@ -87,6 +90,8 @@ class FetchService:
         self._token = bytes.fromhex(address[2])
 
     def serve(self, channel: int, slice_: Served) -> None:
+        atexit.unregister(_stay_at_exit)
+        atexit.register(_stay_at_exit)
         with self._lock:
             self._served[channel] = _Served(slice_)
 
@@ -241,6 +246,8 @@ class SharedSlices:
         self.axis, self._window = axis, SharedMemory.require(axis.shared)
 
     def serve(self, channel: int, slice_: torch.Tensor) -> None:
+        atexit.unregister(_stay_at_exit)
+        atexit.register(_stay_at_exit)
         self._window.serve(channel, slice_)
 
     def withdraw(self, channel: int) -> None:
@@ -305,6 +312,28 @@ def service_of(axis: Axis) -> FetchService:
     if id(axis) not in _services:
         _services[id(axis)] = fetch_services.current(axis)
     return _services[id(axis)]
+
+
+_AFTER_GROUPS_S = 30.0  # idle time of the others after which a rank that ends its groups, but not itself, goes on
+
+
+def _serving() -> bool:
+    """Whether other ranks may pull from this one, now or later."""
+    memories = [memory for memory in groups.memories if isinstance(memory, SharedMemory)]
+    return any(memory.serving for memory in memories) or any(service.serves for service in _services.values())
+
+
+def _stay_at_exit() -> None:
+    """At the end of this process, be there for ranks that pull more slowly; not when an exception ends it."""
+    if _serving() and not hasattr(sys, "last_value"):
+        watchdog.wait_while_others_pull(watchdog.timeout().total_seconds())
+
+
+@released_in(Phase.PEERS)
+def _stay() -> None:
+    """The process groups end: the same, but for ranks that may be waiting for something else of this process."""
+    if _serving() and not hasattr(sys, "last_value"):
+        watchdog.wait_while_others_pull(_AFTER_GROUPS_S)
 
 
 @released_in(Phase.CONNECTIONS)

@@ -97,6 +97,19 @@ def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
     return f"'{label}' #{number}, {max(0.0, time.time() - since):.1f} s ago", state
 
 
+def place(page: bytes | mmap.mmap) -> tuple[int, int, str]:
+    """Number, state and label of a rank's last collective."""
+    number, _, state, length, _ = _HEAD.unpack_from(page)
+    return number, state, bytes(page[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
+
+
+def runs(process: int) -> bool:
+    """Whether a process of this machine has not ended; one whose parent has not asked for its exit status has."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] not in ("Z", "X")
+    return False
+
+
 @cache
 def boot() -> str:
     """Return an identifier of this boot of the machine; empty if the system has none."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -27,6 +28,8 @@ from deepspeed.comm.watchdog.last_collective import (
     backend_settings,
     boot,
     describe,
+    place,
+    runs,
     underway,
     whereabouts,
 )
@@ -154,6 +157,7 @@ def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
 # threads of the backend rest (`_at_exit`). The thread can be stopped from outside (`WatchThread.stop`), as test suites
 # that look for threads do: the rank's next collective starts it anew, and says then what it has missed.
 
+Answer = TypeVar("Answer", str, bytes)
 Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
 
 POLL_S = 0.5
@@ -161,6 +165,8 @@ ANSWER_S = 2.5  # how long a report waits for ranks that do not answer
 GRACE_S = 1.0  # how long a rank that was told may take to end by its own exception
 LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
 FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
+STUCK_S = 1.0  # how long a rank that has ended waits for one that stands in a collective
+PULLS = ("gather of ", "read of ")  # how the labels of one-sided gathers begin
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL ends the process, in its own words
 
@@ -285,6 +291,36 @@ def timeout() -> timedelta:
     return here.timeout
 
 
+def _published(rank: int, store: Store) -> bytes | None:
+    """What a rank has said of its place: its last word, or what it says twice a second."""
+    for key in (f"answer/{rank}", f"seen/{rank}"):
+        if store.check([key]):
+            return store.get(key)
+    return None
+
+
+def wait_while_others_pull(idle_s: float) -> None:
+    """Stay, as one that has ended, while other ranks may still read what this one serves.
+
+    Ends once all others have left or ended; when none has begun a collective for `idle_s` seconds; or, after
+    `STUCK_S`, when one stands in a collective that is no pull, which this rank will never join: the end of this
+    process is what lets it fail.
+    """
+    watcher = here.watcher
+    if watcher is None or here.raised:
+        return
+    here.page.turn(LEFT)
+    before, since = watcher.others(), time.monotonic()
+    while before and here.verdict is None and not here.raised:
+        time.sleep(0.02)
+        now = watcher.others()
+        if now != before:
+            before, since = now, time.monotonic()
+        stuck = any(state == INSIDE and not label.startswith(PULLS) for _, state, label in now.values())
+        if time.monotonic() - since > (min(STUCK_S, idle_s) if stuck else idle_s):
+            return
+
+
 class WatchThread(threading.Thread):
     def __init__(self, watcher: _Watcher) -> None:
         super().__init__(name="deepspeed-watch", daemon=True)
@@ -315,6 +351,7 @@ class _Watcher:
         self._published = b""
         self._collective = (0, 0.0)  # the number last seen, and the second since when
         self._neighbours: dict[int, mmap] = {}
+        self._processes: dict[int, int] = {}  # those of the neighbours
         self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
         self._answered: set[int] = set()
         self._marks = b""  # of this rank's trail, as published
@@ -348,6 +385,17 @@ class _Watcher:
                 self._thread = WatchThread(self)
                 self._thread.start()
 
+    def others(self) -> dict[int, tuple[int, int, str]]:
+        """Number, state and label of the last collective of each other rank that has not left, as far as known."""
+        places: dict[int, tuple[int, int, str]] = {}
+        for rank in range(self._world):
+            page: bytes | mmap | None = self._neighbours.get(rank)
+            if page is None and rank != self._rank:
+                page = self._with_store(partial(_published, rank))
+            if page is not None and (rank not in self._processes or runs(self._processes[rank])):
+                places[rank] = place(page)
+        return {rank: known for rank, known in places.items() if known[1] != LEFT}
+
     def rest(self) -> None:
         """End the thread until this process enters the next collective."""
         with self._threads:
@@ -380,7 +428,7 @@ class _Watcher:
             self._wake.wait(POLL_S)
             self._wake.clear()
 
-    def _with_store(self, action: Callable[[Store], str | None]) -> str | None:
+    def _with_store(self, action: Callable[[Store], Answer | None]) -> Answer | None:
         """Run an action on the store; if the store ended with rank 0, continue with local information."""
         if self._store is None:
             return None
@@ -470,6 +518,7 @@ class _Watcher:
                 page = None if int(rank) in {self._rank, *self._neighbours} else LastCollectivePage.map(address)
                 if page is not None:
                     self._neighbours[int(rank)] = page
+                    self._processes[int(rank)] = int(address.split(" ")[0])
         return store.get("alarm").decode() if store.check(["alarm"]) else None
 
     def _sound(self, what: str) -> None:

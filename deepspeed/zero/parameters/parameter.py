@@ -50,6 +50,8 @@ _RAW_STORAGE = frozenset(
     "set_ resize_ resize_as_ is_set_to __cuda_array_interface__ to_dlpack _data_ptr const_data_ptr storage_use_count "
     "_fix_weakref module_load".split()
 )
+# Of these, what those ask for who save a state dict: a placeholder has memory of its own from then on.
+_MEMORY = frozenset("data_ptr const_data_ptr untyped_storage storage _typed_storage".split())
 _STAND_IN = frozenset(["detach", "data"])
 _OWN_GRAD = frozenset(["grad", "grad="])  # of a stand-in that the user made a leaf
 _MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
@@ -209,6 +211,22 @@ class StandIn(_Freed):
     """Result of `detach()` and `state_dict()` for a sharded parameter, which stays sharded and needs no memory."""
 
     _ds_member: ParamRecord
+    _ds_copy: tuple[int, int, torch.Tensor] | None = None  # changes of the group until then, own version, values
+
+    def keeps_copy(self) -> bool:
+        """Whether it holds, from now on, what its parameter is now; False where that takes a collective."""
+        if self.copied() is None:
+            member = self._ds_member
+            if not member.group.reads_alone:
+                return False
+            copied = member.shared_copy()
+            self._ds_copy = (member.group.changes, _version_of(copied), copied)
+        return True
+
+    def copied(self) -> torch.Tensor | None:
+        """The copy that it holds, unless the parameter, or the copy, has changed since."""
+        changes, version, copied = self._ds_copy or (-1, 0, self)
+        return copied if changes == self._ds_member.group.changes and _version_of(copied) == version else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._ds_member.dense()
@@ -280,6 +298,8 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if first is not None:
             if _stays(name, first, args, kwargs):
                 return first
+            if name in _MEMORY and (isinstance(first, ReadView) or isinstance(first, StandIn) and first.keeps_copy()):
+                return _compute(name, func, args, kwargs)
             if is_write(name) or name in _RAW_STORAGE:
                 return _write(name, func, args, kwargs)
             if not isinstance(first, ReadView):
@@ -374,7 +394,8 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 @outside_transforms
 def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
-    copied = member.dense()
+    copied = value.copied() if isinstance(value, StandIn) else None
+    copied = member.dense() if copied is None else copied
     if isinstance(value, _Freed) and value.requires_grad and torch.is_grad_enabled():
         return _DenseCopy.apply(value, copied)  # type: ignore[return-value]
     return copied

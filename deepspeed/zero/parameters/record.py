@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,6 +97,10 @@ class ParameterGroup(Protocol):
     low: int
     high: int
     lifecycle: Gatherer | None
+    changes: int
+
+    @property
+    def reads_alone(self) -> bool: ...
 
     @property
     def buffer_views(self) -> Exposed: ...
@@ -185,6 +190,7 @@ class ParamRecord:
     accumulates: bool = False  # when it was freed last, its only holder in autograd was the node that accumulates
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
     snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
+    _copy: tuple[int, weakref.ref[torch.Tensor] | None] = field(default=(-1, None), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
@@ -301,3 +307,12 @@ class ParamRecord:
     def dense(self) -> torch.Tensor:
         """Return a private dense copy. Collective over the axis if shards are not served one-sidedly."""
         return self.group.read(self)
+
+    def shared_copy(self) -> torch.Tensor:
+        """A dense copy that all who hold it share until a change: names of one parameter in a state dict."""
+        changes, held = self._copy
+        copied = None if changes != self.group.changes or held is None else held()
+        if copied is None:
+            copied = self.dense()
+            self._copy = (self.group.changes, weakref.ref(copied))
+        return copied

@@ -356,6 +356,11 @@ class ShardGroup(LocalShard):
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
+    @property
+    def reads_alone(self) -> bool:
+        """Whether this rank reads values without a collective."""
+        return self.fetch is not None or self.axis.size == 1
+
     def read(self, member: ParamRecord) -> torch.Tensor:
         self.buffer_views.check_no_unsaved_writes()
         if self.state is State.GATHERED:

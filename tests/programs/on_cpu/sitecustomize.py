@@ -41,9 +41,15 @@ def _declare_what_torchvision_has_for_cuda(_: ModuleType) -> None:
     _kept.append(library)
 
 
+def _leave_out_torchaudios_operators(module: ModuleType) -> None:
+    """The index's torchaudio is built for CUDA too; its package works without its operators."""
+    vars(module)["_load_lib"] = lambda _: False
+
+
 _kept: list[Any] = []  # a library's operators live as long as it does
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": _accelerate_names_gloo,
+    "torchaudio._extension.utils": _leave_out_torchaudios_operators,
     "torchvision.extension": _declare_what_torchvision_has_for_cuda,
 }
 
