@@ -53,7 +53,8 @@ FRAMEWORKS_HEAD = """
 By their own commands, and their own JSONs or Accelerate's YAML, on two CPU ranks, in an environment each (torch
 2.13.0); models and data are made on the spot. `tests/programs/frameworks.py` starts them and edits nothing of them
 ([what it finds instead of CUDA](clients.md#training-frameworks)). TRL's trainers with Accelerate's YAML are
-[there](clients.md#training-frameworks) too. Losses are those that the framework logs, in float32, a step each.
+[there](clients.md#training-frameworks) too. Losses are those that the framework
+logs, a step each; in float32, but for ms-swift, which takes fp16 (upstream refuses that on CPU).
 
 ```
 ENV/bin/python tests/programs/frameworks.py NAME --sources CHECKOUT --stages 2 3 --results FOLDER/results/frameworks
