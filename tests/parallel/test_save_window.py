@@ -96,7 +96,7 @@ def test_one_rank_alone_saves_what_the_weights_are_now(workers: Any, tmp_path: P
 def two_names() -> None:
     """A parameter under two names is one memory in a state dict, as safetensors and Transformers look for it."""
     model = Tiny()
-    model.again = model.layers[1][0]
+    model.again = model.layers[1].get_submodule("0")
     with start(3, model) as engine:
         if dist.get_rank() == 0:
             state = engine.module.state_dict()
