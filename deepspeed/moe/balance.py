@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
+from deepspeed.comm.collectives.same_error import alarmed
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ExpertParallelError
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
@@ -170,8 +171,9 @@ class ModelLoss:
     def _replace(self, model: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return None
-        logits, before = self._parts(output)
-        own = self._statistics(logits, kwargs.get("attention_mask"), before)
+        with alarmed(lambda: f"the auxiliary loss of {self._kind}"):  # the ranks exchange statistics next
+            logits, before = self._parts(output)
+            own = self._statistics(logits, kwargs.get("attention_mask"), before)
         after = (self._tokens.mean_product(own) * own.chosen.numel()).to(before)
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
@@ -267,7 +269,8 @@ def _bias_of(model: nn.Module, name: str, module: nn.Module, experts: int) -> to
     block = model.get_submodule(parent)
     frozen = [(key, param) for key, param in block.named_parameters() if not param.requires_grad]
     for key, tensor in (*block.named_buffers(), *frozen):
-        if id(tensor) in inside or tensor.numel() != experts or "bias" not in key.rpartition(".")[2]:
+        leaf = key.rpartition(".")[2]
+        if id(tensor) in inside or tensor.numel() != experts or leaf == "bias" or "bias" not in leaf:
             continue
         if tensor.dtype not in (torch.float32, torch.float64):
             raise ExpertParallelError(

@@ -93,10 +93,12 @@ class Choices(CallForm):
         return forward(rows, index.unsqueeze(1), weights.unsqueeze(1)).view(rows.shape[0], -1)
 
     def example(self, count: int, width: int, like: torch.Tensor) -> list[Any]:
-        generator, k = torch.Generator().manual_seed(0), min(_CHOICES, count)
-        index = torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(_TOKENS)])
-        weights = torch.rand(_TOKENS, k, generator=generator)
-        hidden = torch.randn(_TOKENS, width, generator=generator)
+        generator, tokens = torch.Generator().manual_seed(0), _TOKENS + count
+        first = torch.arange(tokens) % count  # every expert is chosen
+        second = (first + torch.randint(1, max(count, 2), (tokens,), generator=generator)) % count
+        index = torch.stack([first, second][: min(_CHOICES, count)], 1)
+        weights = torch.rand(index.shape, generator=generator)
+        hidden = torch.randn(tokens, width, generator=generator)
         return [hidden.to(like), index.to(like.device), weights.to(like)]
 
 
@@ -144,11 +146,14 @@ class Counts(CallForm):
         return len(names) == 2 and _says(names[1], _COUNTS)
 
     def read(self, values: list[Any], count: int) -> Call | None:
+        if len(values) != 2 or not _are_tensors(values[:1], 1):
+            return None
         rows, sizes = values
         if isinstance(sizes, torch.Tensor):
             sizes = sizes.tolist()
-        fits = _are_tensors(values[:1], 1) and isinstance(sizes, (list, tuple)) and len(sizes) == count
-        if not fits or rows.dim() != 2 or sum(sizes) != rows.shape[0]:
+        if not isinstance(sizes, (list, tuple)) or len(sizes) != count:
+            return None
+        if rows.dim() != 2 or sum(sizes) != rows.shape[0]:
             return None
         return _of_rows(rows, torch.tensor(sizes, device=rows.device))
 

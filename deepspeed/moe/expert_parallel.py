@@ -64,29 +64,35 @@ class DividedExperts(nn.Module):
     location: ExpertLocation
     structure: ExpertStructure
     places: tuple[torch.Tensor, torch.Tensor]  # of each expert, and of none at the end: its rank, its number there
+    first_local: int  # the number of an expert of this rank
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the whole module; all ranks that share the experts call together, also without tokens."""
         location, structure = self.location, self.structure
-        values = values_of(type(self), self, args, kwargs)
-        call = read_call(structure.forms[0], values, structure.count, location.name)
-        index, (owner, local) = call.index.long(), (place.to(call.index.device) for place in self.places)
-        routing = Routing.of(index, owner, location.axis, location.name)
-        rows, weights = dispatch(call.rows, call.weights, routing)
-        chosen = local[index[routing.sent].masked_fill(~routing.choices, -1)]
-        chosen = routing.to_experts(chosen, "choices")
-        if rows.shape[0]:
-            with (
-                alarmed(lambda: f"experts of {location.name}"),
-                counting(self, structure, location.axis.size),
-            ):
-                results = run_pairs(structure, super().forward, rows, chosen, weights, location.axis.size)
-        else:  # a gradient of zeros, as experts of a whole layer have that no token has chosen
-            adapted = getattr(self, "parametrizations", {})
-            weights_here = [*self.parameters(), *(getattr(self, name) for name in adapted)]
-            zero = rows.sum() + sum(weight.flatten()[:0].sum() for weight in weights_here)
-            results = rows.new_zeros(0, structure.width) + zero
+        with alarmed(lambda: f"experts of {location.name}"):  # all ranks combine, or none
+            values = values_of(type(self), self, args, kwargs)
+            call = read_call(structure.forms[0], values, structure.count, location.name)
+            index, (owner, local) = call.index.long(), (place.to(call.index.device) for place in self.places)
+            routing = Routing.of(index, owner, location.axis, location.name)
+            rows, weights = dispatch(call.rows, call.weights, routing)
+            chosen = local[index[routing.sent].masked_fill(~routing.choices, -1)]
+            results = self._run(super().forward, rows, routing.to_experts(chosen, "choices"), weights)
         return call.result(combine(results, routing))
+
+    def _run(self, forward: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Run the experts of this rank on (R, H) rows; a rank without rows gets results of the same dtype and width."""
+        structure, ep = self.structure, self.location.axis.size
+        with counting(self, structure, ep):
+            if rows.shape[0]:
+                return run_pairs(structure, forward, rows, chosen, weights, ep)
+            row = torch.linspace(0.5, 1.5, rows.shape[1], device=rows.device).to(rows).unsqueeze(0)
+            nothing = run_pairs(
+                structure, forward, row, chosen.new_full((1, 1), self.first_local), weights.new_zeros(1, 1), ep
+            )
+        # a gradient of zeros, as experts of a whole layer have that no token has chosen
+        adapted = getattr(self, "parametrizations", {})
+        weights_here = [*self.parameters(), *(getattr(self, name) for name in adapted)]
+        return nothing[:0] + (rows.sum() + sum(weight.flatten()[:0].sum() for weight in weights_here))
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
@@ -114,7 +120,9 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
                 raise ExpertParallelError(
                     f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}"
                 )
-    order, known = order_of(mesh, ep), dict[Any, ExpertStructure]()
+    for name, module, structure in modules:  # before anything is divided
+        if not any(is_managed(param) for param in module.parameters()):
+            _try(known, name, module, structure, ep)
     for name, module, structure in modules:
         location, wrappers = ExpertLocation(axis, name, structure.count, order), wrappers_of(model, module)
         adapted = [part for wrapper in wrappers for part in adapters_of(wrapper, structure, ep, location.part)]
@@ -122,15 +130,11 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
         params |= {(part.owner, part.key): part.param for part in adapted}
         born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
         unshard(params[key] for key in born_sharded)
-        kind = (type(module), tuple(tuple(param.shape) for param in module.parameters()))
-        if kind not in known:
-            known[kind], why = tried(module, structure, ep)
-            if why:
-                raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
+        formed = _try(known, name, module, structure, ep)
         whole = [param for key, param in params.items() if key not in born_sharded]
         label = "broadcast of rank 0's experts"  # its values count, as for all parameters
         broadcast_tensors(mesh.axis(*REPLICATED), whole, label)
-        become_parallel(module, location, known[kind], adapted)
+        become_parallel(module, location, formed, adapted)
         for wrapper in wrappers:
             set_local_count(wrapper, location.count, location.local_count)
         _shard_again(name, born_sharded, mesh)
@@ -138,6 +142,22 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     count = modules[0][2].count
     log_rank0(f"experts of {len(modules)} layers are divided among {ep} ranks: {count // ep} of {count} each")
     return [name for name, *_ in modules]
+
+
+def _try(
+    known: dict[Any, ExpertStructure], name: str, module: nn.Module, structure: ExpertStructure, ep: int
+) -> ExpertStructure:
+    """Return the structure of a module with the form of its calls; modules of one kind are tried once.
+
+    Raises:
+        ExpertParallelError: the module cannot be divided.
+    """
+    kind = (type(module), structure, tuple(tuple(param.shape) for param in module.parameters()))
+    if kind not in known or "forward" in vars(module):
+        known[kind], why = tried(module, structure, ep)
+        if why:
+            raise ExpertParallelError(f"the experts of '{name}' ({type(module).__name__}) cannot be divided: {why}")
+    return known[kind]
 
 
 def _shard_again(name: str, places: Iterable[tuple[nn.Module, str]], mesh: Mesh) -> None:
@@ -187,6 +207,7 @@ def become_parallel(
     ranks = torch.tensor(location.order)[owner]
     none = torch.tensor([-1])
     experts.places = torch.cat([ranks, none]), torch.cat([local, none])
+    experts.first_local = int(local[owner == part][0])
     for each in dict.fromkeys((module, *(adapter.owner for adapter in adapted))):
         each.register_state_dict_post_hook(functools.partial(_whole_state, module))
 
@@ -196,8 +217,12 @@ def _whole_state(experts: Any, module: nn.Module, state: dict[str, Any], prefix:
 
     With `keep_vars=True` the parameters of this rank stay.
     """
-    location = experts.location
-    for name, param in module.named_parameters():
+    location, children = experts.location, experts.structure.children
+    params = dict(module.named_parameters())
+    if module is experts:  # children in one order on all ranks, whatever that of their registration
+        known = {child: number for number, child in enumerate(children)}
+        params = dict(sorted(params.items(), key=lambda item: (known.get(item[0].partition(".")[0], -1), item[0])))
+    for name, param in params.items():
         value, placement = state.get(prefix + name), placement_of(param)
         if value is None or isinstance(value, nn.Parameter) or placement.ep == 1:
             continue

@@ -176,7 +176,7 @@ def run_pairs(
 def _padded(
     rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add rows of zeros, of weight 0, up to a multiple of `ROWS` for each expert that has any.
+    """Add copies of a row, of weight 0, up to a multiple of `ROWS` for each expert that has any.
 
     On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
     otherwise: a token's result would depend on how many other tokens have chosen its expert.
@@ -185,8 +185,8 @@ def _padded(
     more = torch.arange(count).repeat_interleave(-sizes % ROWS)
     if not len(more):
         return rows, index, weights
-    empty, zero = rows.new_zeros(len(more), rows.shape[1]), weights.new_zeros(len(more))
-    return torch.cat([rows, empty]), torch.cat([index, more]), torch.cat([weights, zero])
+    copies = rows[:1].detach().expand(len(more), -1)  # an expert may divide by the norm of a row: no zeros
+    return torch.cat([rows, copies]), torch.cat([index, more]), torch.cat([weights, weights.new_zeros(len(more))])
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
@@ -197,7 +197,10 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
     Returns:
         The structure with this form, and ""; or the reason why there is none.
     """
-    training, reason = [inner for inner in module.modules() if inner.training], ""
+    reason = _unlike(module, structure)
+    if reason:
+        return structure, reason
+    training = [inner for inner in module.modules() if inner.training]
     for inner in training:
         inner.training = False
     try:
@@ -213,17 +216,32 @@ def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[Exper
     return structure, reason
 
 
+def _unlike(module: nn.Module, structure: ExpertStructure) -> str:
+    """Return the reason why a module cannot be divided whatever it computes; "" if there is none."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the object: replace it on the class, or after deepspeed.initialize"
+    experts = [module.get_submodule(name) for name in structure.children]
+    if len({tuple(sorted((key, param.shape) for key, param in expert.named_parameters())) for expert in experts}) > 1:
+        return "its experts have parameters of different shapes"
+    for key, buffer in module.named_buffers():
+        if key.partition(".")[0] in structure.children or structure.count in buffer.shape[:1]:
+            return f"its experts have a buffer, '{key}', and buffers are equal on all ranks"
+    return ""
+
+
 def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[int, str]:
     """Return the width of a result, and the reason why the parts' results do not add up to the whole; "" if they do."""
     form, first = structure.forms[0], next(module.parameters())
+    params = {name: param.detach() for name, param in module.named_parameters()}
     widths = dict.fromkeys(dim for param in module.parameters() for dim in reversed(param.shape[1:]))
     reason = "its forward fails on random tokens"
     for width in widths:
         arguments = form.example(structure.count, width, first)
         try:
             with torch.no_grad():
-                total = torch.stack([_part(module, structure, arguments, ep, part) for part in range(ep)]).sum(0)
-                whole = module(*arguments).reshape(total.shape)
+                total, whole = _both(module, structure, params, arguments, ep)
+                if not whole.any():  # of parameters that are 0: any parts would add up
+                    total, whole = _both(module, structure, _drawn(params), arguments, ep)
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as why:
             reason = describe_error(why)
             continue
@@ -232,6 +250,23 @@ def _difference(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple
             return 0, f"the results of {ep} parts differ from the whole by {gap:.1g}"
         return total.shape[-1], _of_zeros(module, arguments[0]) if isinstance(form, Blocks) else ""
     return 0, reason
+
+
+def _both(
+    module: nn.Module, structure: ExpertStructure, params: dict[str, torch.Tensor], arguments: list[Any], ep: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the parts' results, and the result of the whole."""
+    parts = [_part(module, structure, params, arguments, ep, part) for part in range(ep)]
+    total = torch.stack(parts).sum(0)
+    return total, torch.func.functional_call(module, params, tuple(arguments)).reshape(total.shape)
+
+
+def _drawn(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(param.shape, generator=generator).to(param) if param.is_floating_point() else param
+        for name, param in params.items()
+    }
 
 
 def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
@@ -243,10 +278,17 @@ def _of_zeros(module: nn.Module, rows: torch.Tensor) -> str:
     return "rows of zeros have gradients" if gradient[zeros].ne(0).any() else ""
 
 
-def _part(module: nn.Module, structure: ExpertStructure, arguments: list[Any], ep: int, part: int) -> torch.Tensor:
-    """Compute one rank's summand of the result."""
+def _part(
+    module: nn.Module,
+    structure: ExpertStructure,
+    whole: dict[str, torch.Tensor],
+    arguments: list[Any],
+    ep: int,
+    part: int,
+) -> torch.Tensor:
+    """Compute one rank's summand of the result, with the parameters of the whole module."""
     call = read_call(structure.forms[0], arguments, structure.count, type(module).__name__)
-    params = {name: param.detach() for name, param in module.named_parameters()}
+    params = dict(whole)
     for name in structure.packed:
         pieces = [params[name].narrow(0, *segment) for segment in structure.segments(params[name].shape[0], ep, part)]
         params[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

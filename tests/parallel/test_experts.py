@@ -532,3 +532,68 @@ def bit_equal(stage: int, ep: int) -> None:
 )
 def test_integers_are_bit_equal(workers: Any, stage: int, world: int, ep: int) -> None:
     workers(world).run(bit_equal, stage, ep, timeout=120)
+
+
+class WideExperts(nn.Module):
+    """Experts in bf16 that add up in fp32, and divide by the norm of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(0)).bfloat16())
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(hidden.shape)
+        for expert in index.unique().tolist():
+            token, choice = (index == expert).nonzero(as_tuple=True)
+            rows = hidden[token] / hidden[token].norm(dim=-1, keepdim=True)
+            out = out.index_add(0, token, (rows @ self.up[expert]).float() * weights[token, choice, None].float())
+        return out
+
+
+def wide(stage: int) -> None:
+    """All tokens are for experts of rank 0: the other's results have the same dtype, and no gradient is NaN."""
+    whole, divided = WideExperts(), WideExperts()
+    model = nn.Sequential(divided)
+    engine, *_ = deepspeed.initialize(model=model, config=with_adamw(stage, 2, bf16={"enabled": True}))
+    hidden = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().requires_grad_()
+    index, weights = torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), 0.5).bfloat16()
+    out = engine.module[0](hidden, index, weights)
+    assert out.dtype == torch.float32 and torch.equal(out, whole(hidden, index, weights))
+    engine.backward(out.square().mean())
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    grad = utils.safe_get_full_grad(divided.up)
+    assert grad is not None and grad.isfinite().all() and grad[2:].eq(0).all() and grad[:2].ne(0).any()
+    engine.destroy()
+
+
+def test_a_rank_without_rows_has_results_of_the_same_kind(workers: Any) -> None:
+    workers(2).run(wide, 1, timeout=60)
+
+
+class Flat(nn.Module):
+    """Linear experts stacked in a matrix."""
+
+    def __init__(self, count: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count * inner, 6, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        up = self.up.view(self.num_experts, -1, 6)
+        each = torch.einsum("th,tkih->tki", hidden, up[index]).square()
+        return torch.einsum("tki,tkih,tk->th", each, up[index], weights)
+
+
+def of_one_shape() -> None:
+    """Two layers whose parameters have one shape, and other numbers of experts."""
+    whole, divided = [nn.ModuleList([Flat(8, 3), Flat(4, 6)]) for _ in range(2)]
+    deepspeed.initialize(model=divided, config=with_adamw(1, 2))
+    hidden = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    index = torch.tensor([[0, 3]]).expand(5, 2)
+    for ours, theirs in zip(divided, whole, strict=True):
+        torch.testing.assert_close(ours(hidden, index, torch.ones(5, 2)), theirs(hidden, index, torch.ones(5, 2)))
+
+
+def test_layers_of_one_shape_with_other_numbers_of_experts(workers: Any) -> None:
+    workers(2).run(of_one_shape, timeout=60)
