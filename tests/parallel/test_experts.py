@@ -291,7 +291,7 @@ def refused() -> None:
 
 
 def test_what_cannot_be_divided_is_said(workers: Any) -> None:
-    workers(2).run(refused)
+    workers(2).run(refused, timeout=120)
 
 
 def with_another_axis(extra: dict[str, Any], stage: int, ep: int) -> tuple[float, float]:
@@ -416,7 +416,7 @@ def planted() -> None:
 
 def test_experts_that_do_not_add_up_are_refused(workers: Any) -> None:
     assert [name for name, *_ in find_experts(nn.Sequential(Listed()))] == ["0"]
-    workers(2).run(planted)
+    workers(2).run(planted, timeout=120)
 
 
 def empty_rank(recompute: str, stage: int) -> tuple[float, float]:
