@@ -44,8 +44,9 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 def _row(name: str) -> dict[str, Any]:
     model, why = build(name)
     if model is None:
-        verdict = "no experts" if why == "no experts" else "no toy" if speaks_of_experts(name) else "not built"
-        return {"verdict": verdict, "why": why}
+        said = speaks_of_experts(name)
+        verdict = why if why == "no experts" and not said else "no toy" if said else "not built"
+        return {"verdict": verdict, "why": "its toy has none" if why == "no experts" and said else why}
     return _of_all(in_forks(_ranks(model), SECONDS))
 
 
