@@ -113,24 +113,26 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
             "expert_parallel out, or use deepspeed.moe.layer.MoE"
         )
     axis, order, known = mesh.axis("ep", ep=ep), order_of(mesh, ep), dict[Any, ExpertStructure]()
-    for name, _, structure in modules:
-        for count in structure.groups:
-            if count % ep:
-                fits = [n for n in range(1, count + 1) if count % n == 0]
-                raise ExpertParallelError(
-                    f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}"
-                )
+    for name, count in ((name, count) for name, _, structure in modules for count in structure.groups):
+        if count % ep:
+            fits = [n for n in range(1, count + 1) if count % n == 0]
+            raise ExpertParallelError(f"'{name}' has {count} experts, no multiple of ep {ep}; sizes that fit: {fits}")
+    kinds = {name: _kind_of(module, structure) for name, module, structure in modules}
     for name, module, structure in modules:  # before anything is divided
         if not any(is_managed(param) for param in module.parameters()):
-            _try(known, name, module, structure, ep)
+            _try(known, kinds[name], name, module, structure, ep)
     for name, module, structure in modules:
-        location, wrappers = ExpertLocation(axis, name, structure.count, order), wrappers_of(model, module)
+        location, kind = ExpertLocation(axis, name, structure.count, order), kinds[name]
+        if kind in known and _has_divided(module, structure):
+            become_parallel(module, location, known[kind])
+            continue
+        wrappers = wrappers_of(model, module)
         adapted = [part for wrapper in wrappers for part in adapters_of(wrapper, structure, ep, location.part)]
         params = {(module, key): param for key, param in module.named_parameters()}
         params |= {(part.owner, part.key): part.param for part in adapted}
         born_sharded = [key for key, param in params.items() if is_managed(param)]  # by `zero.Init`: equal on all ranks
         unshard(params[key] for key in born_sharded)
-        formed = _try(known, name, module, structure, ep)
+        formed = _try(known, kind, name, module, structure, ep)
         whole = [param for key, param in params.items() if key not in born_sharded]
         label = "broadcast of rank 0's experts"  # its values count, as for all parameters
         broadcast_tensors(mesh.axis(*REPLICATED), whole, label)
@@ -144,15 +146,23 @@ def divide_experts(model: nn.Module, mesh: Mesh, ep: int) -> list[str]:
     return [name for name, *_ in modules]
 
 
+def _kind_of(module: nn.Module, structure: ExpertStructure) -> Any:
+    return type(module), structure, tuple(tuple(param.shape) for param in module.parameters())
+
+
+def _has_divided(module: nn.Module, structure: ExpertStructure) -> bool:
+    """Return whether a module's packed experts were divided before, with another module that is tied to it."""
+    return bool(structure.packed) and all(placement_of(module.get_parameter(key)).ep > 1 for key in structure.packed)
+
+
 def _try(
-    known: dict[Any, ExpertStructure], name: str, module: nn.Module, structure: ExpertStructure, ep: int
+    known: dict[Any, ExpertStructure], kind: Any, name: str, module: nn.Module, structure: ExpertStructure, ep: int
 ) -> ExpertStructure:
     """Return the structure of a module with the form of its calls; modules of one kind are tried once.
 
     Raises:
         ExpertParallelError: the module cannot be divided.
     """
-    kind = (type(module), structure, tuple(tuple(param.shape) for param in module.parameters()))
     if kind not in known or "forward" in vars(module):
         known[kind], why = tried(module, structure, ep)
         if why:
@@ -191,7 +201,7 @@ def become_parallel(
         _classes[kind] = type(f"Parallel{kind.__name__}", (DividedExperts, kind), {"__module__": __name__})
     part, (owner, local) = location.part, structure.places(ep)
     for name, param in module.named_parameters():
-        if name in structure.packed:
+        if name in structure.packed and placement_of(param).ep == 1:  # not tied to a module that was divided before
             cut_tensor(param, 0, structure.segments(param.shape[0], ep, part), ep=ep)
     for adapter in adapted:
         cut_tensor(adapter.param, adapter.dim, adapter.segments, ep=ep)

@@ -44,8 +44,9 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 def _row(name: str) -> dict[str, Any]:
     model, why = build(name)
     if model is None:
-        verdict = "no experts" if why == "no experts" else "no toy" if speaks_of_experts(name) else "not built"
-        return {"verdict": verdict, "why": why}
+        said = speaks_of_experts(name)
+        verdict = why if why == "no experts" and not said else "no toy" if said else "not built"
+        return {"verdict": verdict, "why": "its toy has none" if why == "no experts" and said else why}
     return _of_all(in_forks(_ranks(model), SECONDS))
 
 
@@ -70,7 +71,7 @@ def _of_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def line(name: str, kind: str, row: dict[str, Any]) -> str:
     verdict = f"equal {row['worst']:.0e}" if row["verdict"] == "equal" else row["verdict"]
-    why = " ".join(row["why"].replace("|", "/").split())[:200] or "–"
+    why = " ".join(row["why"].replace("|", "/").split())[:200].strip() or "–"
     return f"| {name} | {kind} | {row.get('layers', '–')} | {row.get('form', '–').lower()} | {verdict} | {why} |"
 
 

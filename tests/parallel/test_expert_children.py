@@ -57,8 +57,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
 
 
-def in_one_process(world: int, steps: int = STEPS) -> Net:
-    model = Net()
+def in_one_process(world: int, steps: int = STEPS, model: nn.Module | None = None) -> nn.Module:
+    model = model or Net()
     optimizer = adamw(model.parameters())
     for step in range(steps):
         for rank in range(world):
@@ -124,3 +124,44 @@ def another_size(folder: str, stage: int) -> float:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_and_a_state_dict_have_every_expert(workers: Any, tmp_path: Path, stage: int) -> None:
     assert max(workers(2).run(another_size, str(tmp_path), stage, timeout=120)) <= 1e-6
+
+
+class Stacked(nn.Module):
+    """Experts along dim 0 of a parameter, which another layer may have, too."""
+
+    def __init__(self, up: nn.Parameter) -> None:
+        super().__init__()
+        self.num_experts, self.up = EXPERTS, up
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (torch.einsum("th,tkhw->tkw", hidden, self.up[index]).tanh() * weights.unsqueeze(-1)).sum(1)
+
+
+class Tied(Net):
+    """Two layers with the same experts, as DiffusionGemma's encoder and decoder."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.experts, self.again = Stacked(up), Stacked(up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        x = x + self.experts(x, index, weights)
+        return self.out(x + self.again(x, index.roll(1, 0), weights)).square().mean()
+
+
+def tied(stage: int) -> float:
+    engine, *_ = deepspeed.initialize(model=Tied(), optimizer=adamw, config=settings(stage, 2))
+    assert engine.module.experts.up is engine.module.again.up and engine.module.again.up.shape[0] != EXPERTS
+    train(engine, 0, STEPS)
+    if stage < 3:
+        assert engine.module.state_dict()["again.up"].shape[0] == EXPERTS
+    apart = gap(engine, in_one_process(dist.get_world_size(), model=Tied()))
+    engine.destroy()
+    return apart
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_layers_with_the_same_experts(workers: Any, stage: int) -> None:
+    assert max(workers(2).run(tied, stage, timeout=120)) <= 1e-6
