@@ -12,7 +12,12 @@ from tests.parallel.expert_table import OUT, PAGE, RANKS, line, page, rows_of
 
 # One for each form of calls, and a parameter of all experts; Mixtral's form is in test_experts.py.
 KINDS = ("Llama4ForCausalLM", "SwitchTransformersForConditionalGeneration", "JetMoeForCausalLM")
-MORE_KINDS = ("NllbMoeForConditionalGeneration", "LongcatFlashForCausalLM", "MuseSparkForConditionalGeneration")
+MORE_KINDS = (
+    "NllbMoeForConditionalGeneration",
+    "LongcatFlashForCausalLM",
+    "MuseSparkTextModel",
+    "DiffusionGemmaForBlockDiffusion",
+)
 
 
 def row_of(name: str) -> dict[str, Any]:
