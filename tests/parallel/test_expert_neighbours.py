@@ -23,7 +23,7 @@ MORE_CELLS = [
 ]  # fmt: skip
 
 
-MANY = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 16)
+MANY: dict[str, Any] = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 16)
 
 
 def with_many_experts(family: str) -> Any:
