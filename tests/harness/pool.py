@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
@@ -23,6 +23,9 @@ LOG_TAIL = 4000  # characters of a rank's log shown with a failure
 # On a machine that is busy with other work, answers take longer: TEST_PATIENCE=5 waits five times as long. Beside
 # another worker of pytest-xdist the machine is busy.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"))
+
+
+Answer: TypeAlias = tuple[bool, Any, bool]  # whether it returned, its result or traceback, whether the group has ended
 
 
 class WorkerError(AssertionError):
@@ -44,7 +47,8 @@ class WorkerPool:
     """`size` processes that hold one gloo group and run functions on request.
 
     A pool that failed in any way is killed and starts afresh at its next `run`: a rank that raised in the middle
-    of a collective leaves its peers in a state that no later test may see.
+    of a collective leaves its peers in a state that no later test may see. The same holds for a test that caught an
+    error which the watchdog had reported to all ranks: nothing watches the group any more.
     """
 
     def __init__(self, size: int, worker: str = "tests.harness.worker") -> None:
@@ -86,11 +90,13 @@ class WorkerPool:
         except BaseException:
             self.kill()
             raise
-        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        failed = {rank: text for rank, (ok, text, _) in answers.items() if not ok}
         if failed or len(answers) < self.size:
             message = self._describe(fn, failed, answers, timeout)
             self.kill()
             raise (WorkerError if failed else WorkerTimeout)(message)
+        if any(ended for _, _, ended in answers.values()):
+            self.kill()
         return [answers[rank][1] for rank in range(self.size)]
 
     def kill(self) -> None:
@@ -138,9 +144,9 @@ class WorkerPool:
             self._pipes.append(ours)
             self._logs.append(log)
 
-    def _collect(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+    def _collect(self, deadline: float) -> dict[int, Answer]:
         """Answers by rank until all are in, the deadline passes, or the grace after a first failure is over."""
-        answers: dict[int, tuple[bool, Any]] = {}
+        answers: dict[int, Answer] = {}
         while len(answers) < self.size:
             waiting = {self._pipes[rank]: rank for rank in range(self.size) if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -153,15 +159,15 @@ class WorkerPool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _receive(self, rank: int) -> tuple[bool, Any]:
+    def _receive(self, rank: int) -> Answer:
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             code = self._processes[rank].wait()
-            return False, f"the process ended with code {code}\n{self._tail(rank)}"
+            return False, f"the process ended with code {code}\n{self._tail(rank)}", True
 
     def _describe(
-        self, fn: Callable[..., Any], failed: dict[int, str], answers: dict[int, tuple[bool, Any]], timeout: float
+        self, fn: Callable[..., Any], failed: dict[int, str], answers: dict[int, Answer], timeout: float
     ) -> str:
         silent = [rank for rank in range(self.size) if rank not in answers]
         for rank in silent:

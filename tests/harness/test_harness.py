@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.collectives.same_error import alarmed
 from tests.harness import WorkerError, WorkerPool, WorkerTimeout
 from tests.harness.drawn import drawn
 from tests.harness.forks import in_a_fork, in_forks
@@ -39,6 +40,13 @@ def hang_on_one() -> None:
 def die_on_one() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
+
+
+def caught_by_one() -> bool:
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="planted"), alarmed(lambda: "the plant"):
+            raise ValueError("planted")
+    return dist.get_rank() == 0
 
 
 def leak_variable() -> None:
@@ -77,6 +85,12 @@ def pool():
 def test_failures_name_the_rank_and_the_pool_recovers(pool):
     with pytest.raises(WorkerError, match=r"^\S+ on 2 ranks; rank 1: ValueError: planted\n(.|\n)*rank 1 failed:\n"):
         pool.run(raise_on_one)
+    assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
+
+
+def test_a_pool_whose_group_was_told_to_end_starts_afresh(pool):
+    assert pool.run(caught_by_one) == [True, False]
+    assert pool.pids == []
     assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
 
 

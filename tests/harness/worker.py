@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import deepspeed
+from deepspeed.comm.watchdog import watchdog
 from deepspeed.foundation.log import logger
 from tests.harness.police import Police
 
@@ -68,7 +69,8 @@ def main(join: Callable[[], None] = join) -> None:
         except EOFError:
             return
         ok, value = answer(request)
-        pipe.send_bytes(pickle.dumps((ok, value)))
+        ended = watchdog.here.raised or watchdog.here.verdict is not None  # the group was told to end
+        pipe.send_bytes(pickle.dumps((ok, value, ended)))
         sys.stderr.flush()
 
 

@@ -40,7 +40,7 @@ def balanced(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def batch(rank: int, micro: int, padded: bool) -> dict[str, torch.Tensor]:
     """Ranks have other bytes and other lengths, so that their experts differ; the mask ends rows early."""
     generator = torch.Generator().manual_seed(7 * micro + rank)
-    ids = torch.randint(3 + 30 * rank, 33 + 30 * rank, (2, 9 + 4 * rank), generator=generator)
+    ids = torch.randint(3 + 15 * rank, 18 + 15 * rank, (2, 9 + 4 * rank), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
     if padded:
         mask = torch.ones_like(ids)

@@ -99,6 +99,5 @@ def test_births_that_cannot_be_staged_say_why(workers: Any) -> None:
 )
 def test_what_one_rank_raises_while_a_model_is_born_ends_all(workers: Any, place: str, ranks: int) -> None:
     times = workers(ranks).run(alone, place, timeout=60)
-    workers(ranks).kill()  # the group was told to end
     begun = times[-1][0]
     assert all(0 < end - begun < 10 for _, end in times), times  # the watch's limit is minutes

@@ -76,7 +76,6 @@ def test_the_bits_are_those_of_1f1b_with_one_thing_besides(
 def test_an_input_that_is_overwritten_too_early_is_named_on_all_ranks(workers: Any) -> None:
     assert workers(2).run(overwritten, "1f1b", timeout=30) == [("", "")] * 2
     (first, told), (kind, text) = workers(2).run(overwritten, "zero_bubble", timeout=30)
-    workers(2).kill()  # the group was told to end
     assert kind == "PipelineError" and "micro-batch 0, backward of weights" in text and "in place" in text, text
     assert first == "CommError" and "stage 1" in told and "backward of weights" in told, told
 
