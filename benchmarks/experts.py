@@ -262,7 +262,7 @@ def _exchange(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, local
 
     def forward() -> Tensor:
         routing = Routing.of(index, owner, axis, "experts")
-        rows, row_weights = dispatch(hidden, weights, routing)
+        rows, row_weights, _ = dispatch(hidden, weights, index[routing.sent], routing)
         return combine(rows * row_weights.sum(1, keepdim=True), routing)
 
     return _both_ways(forward)

@@ -12,6 +12,7 @@ padding: ranks first exchange their token counts. All ranks take part in every e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +71,30 @@ class Routing:
         """Number of rows R that this rank receives."""
         return sum(row[self.axis.rank] for row in self.table)
 
-    def to_experts(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """Send (S, …) rows in the order of `sent`; return the (R, …) rows received, in order of their source ranks."""
-        return self._move(rows, self.table, f"{what} of {self.name} to experts")
+    def to_experts(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Send (S, …) rows in the order of `sent`; return (R, …) rows received, in order of their source ranks.
 
-    def to_tokens(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """Return (R, …) rows to the ranks that sent them; return the (S, …) rows received, in the order of `sent`."""
+        Args:
+            parts: tensors that are sent in one exchange, each with a word for its label.
+        """
+        return self._move(parts, self.table, "experts")
+
+    def to_tokens(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return (R, …) rows to the ranks that sent them; return (S, …) rows received, in the order of `sent`."""
         back = [list(column) for column in zip(*self.table, strict=True)]
-        return self._move(rows, back, f"{what} of {self.name} to tokens")
+        return self._move(parts, back, "tokens")
 
-    def _move(self, rows: torch.Tensor, table: Table, label: str) -> torch.Tensor:
-        meet_before(self.axis, label)
-        return all_to_all_rows(self.axis, rows, table, label)
+    def _move(self, parts: Iterable[tuple[str, torch.Tensor]], table: Table, to: str) -> list[torch.Tensor]:
+        labelled = [(f"{what} of {self.name} to {to}", rows) for what, rows in parts]
+        if labelled:
+            meet_before(self.axis, labelled[0][0])
+        return all_to_all_rows(self.axis, labelled, table)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy the rows of (T, …) tokens in the order of `sent`: (S, …), where other ranks can read them in place."""
+        count, width = len(self.sent), rows.shape[1:]
+        copies = self.axis.empty(count * width.numel(), rows.dtype, rows.device).view(count, *width)
+        return torch.index_select(rows, 0, self.sent, out=copies)
 
     def scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum (S, H) rows that belong to the same token; returns (T, H)."""
@@ -90,23 +103,25 @@ class Routing:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weights: torch.Tensor, routing: Routing) -> Any:  # type: ignore[override]
-        ctx.routing, ctx.k = routing, weights.shape[1]
-        rows = routing.to_experts(hidden[routing.sent], "rows")
-        chosen = weights[routing.sent].masked_fill_(~routing.choices, 0)
-        return rows, routing.to_experts(chosen, "weights")
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routing: Routing
+    ) -> Any:
+        ctx.routing = routing
+        of_choices = weights[routing.sent].masked_fill_(~routing.choices, 0)
+        rows, row_weights, row_choices = routing.to_experts(
+            ("rows", routing.gather(hidden)), ("weights", of_choices), ("choices", chosen)
+        )
+        ctx.mark_non_differentiable(row_choices)
+        return rows, row_weights, row_choices
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        routing, (to_hidden, to_weights, _) = ctx.routing, ctx.needs_input_grad
-        of_hidden = of_weights = None
-        if to_hidden:
-            of_hidden = routing.scatter(routing.to_tokens(rows, "gradients of rows"))
-        if to_weights:
-            sent = routing.to_tokens(weights, "gradients of weights").masked_fill_(~routing.choices, 0)
-            of_weights = routing.scatter(sent)
-        return of_hidden, of_weights, None
+    def backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        routing, (to_hidden, to_weights, *_) = ctx.routing, ctx.needs_input_grad
+        parts = [("gradients of rows", rows)] * to_hidden + [("gradients of weights", weights)] * to_weights
+        received = routing.to_tokens(*parts)
+        of_weights = routing.scatter(received.pop().masked_fill_(~routing.choices, 0)) if to_weights else None
+        return routing.scatter(received.pop()) if to_hidden else None, of_weights, None, None
 
 
 class _SameOnAllRanks(torch.autograd.Function):
@@ -131,25 +146,28 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, routing: Routing) -> torch.Tensor:  # type: ignore[override]
         ctx.routing = routing
-        return routing.scatter(routing.to_tokens(rows, "results"))
+        return routing.scatter(*routing.to_tokens(("results", rows)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.routing.to_experts(gradient[ctx.routing.sent], "gradients of results"), None
+        return *ctx.routing.to_experts(("gradients of results", ctx.routing.gather(gradient))), None
 
 
-def dispatch(hidden: torch.Tensor, weights: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def dispatch(
+    hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Send tokens to the ranks of their experts. All ranks call together, in forward and in backward.
 
     Args:
         hidden: (T, H) tokens.
         weights: (T, k) weights of their chosen experts.
+        chosen: (S, k) integer: numbers of the chosen experts on the receiving rank, in send order.
 
     Returns:
-        (R, H) tokens received from all ranks, and their (R, k) weights, 0 for experts on other ranks.
+        (R, H) tokens received from all ranks, their (R, k) weights, 0 for experts on other ranks, and (R, k) `chosen`.
     """
-    return _Dispatch.apply(hidden, weights, routing)  # type: ignore[return-value]
+    return _Dispatch.apply(hidden, weights, chosen, routing)  # type: ignore[return-value]
 
 
 def combine(rows: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -74,9 +74,9 @@ class DividedExperts(nn.Module):
             call = read_call(structure.forms[0], values, structure.count, location.name)
             index, (owner, local) = call.index.long(), (place.to(call.index.device) for place in self.places)
             routing = Routing.of(index, owner, location.axis, location.name)
-            rows, weights = dispatch(call.rows, call.weights, routing)
             chosen = local[index[routing.sent].masked_fill(~routing.choices, -1)]
-            results = self._run(super().forward, rows, routing.to_experts(chosen, "choices"), weights)
+            rows, weights, choices = dispatch(call.rows, call.weights, chosen, routing)
+            results = self._run(super().forward, rows, choices, weights)
         return call.result(combine(results, routing))
 
     def _run(self, forward: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

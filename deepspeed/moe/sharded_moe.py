@@ -409,8 +409,8 @@ class MOELayer(nn.Module):
             )
         owner = torch.cat([location.owner, location.owner.new_tensor([-1])])  # no rank owns a dropped choice, -1
         routing = Routing.of(index.long(), owner, location.axis, location.name)
-        rows, row_weights = dispatch(tokens, weights, routing)
-        chosen = routing.to_experts(index[routing.sent].masked_fill(~routing.choices, -1), "choices")
+        chosen = index[routing.sent].masked_fill(~routing.choices, -1)
+        rows, row_weights, chosen = dispatch(tokens, weights, chosen, routing)
         chosen = torch.where(chosen < 0, chosen, chosen - location.first)
         with alarmed(lambda: f"experts of {location.name}"):
             results = self.experts(rows, chosen, row_weights)

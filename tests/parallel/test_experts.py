@@ -196,6 +196,50 @@ def test_in_double_precision(workers: Any, family: str) -> None:
     assert max(workers(4).run(equal_in_double, family, 2, timeout=180)) <= 1e-12
 
 
+def distance(gradients: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Of all gradients as one vector, relative."""
+    squares = sum(float((gradients[name] - value).square().sum()) for name, value in right.items())
+    return (squares / sum(float(value.square().sum()) for value in right.values())) ** 0.5
+
+
+def mean_gradients(model: Any, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """This rank's loss, and gradients in one process over the batches of all ranks."""
+    losses = [loss_of(model, tokens(rank, 0)) for rank in range(world)]
+    (sum(losses[1:], losses[0]) / world).backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return float(losses[dist.get_rank()].detach()), {name: grad.float() for name, grad in grads.items()}
+
+
+def in_bf16(family: str, stage: int, ep: int) -> tuple[float, float, float]:
+    """Difference of the loss from the whole model in bf16; errors of both gradients beside fp32 on the same weights."""
+    world, rounded = dist.get_world_size(), toy(family).bfloat16()
+    exact = toy(family)
+    exact.load_state_dict(rounded.state_dict())
+    _, right = mean_gradients(exact, world)
+    loss, whole = mean_gradients(rounded, world)
+    config = settings(stage, ep, clip=0.0, bf16={"enabled": True})
+    model = toy(family).bfloat16()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model.parameters(), "sgd"), config=config)
+    ours = loss_of(engine, tokens(dist.get_rank(), 0))
+    engine.backward(ours)
+    grads = {name: utils.safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
+    errors = distance({name: grad.float() for name, grad in grads.items() if grad is not None}, right)
+    engine.destroy()
+    return abs(float(ours.detach()) - loss), errors, distance(whole, right)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "world", "ep"),
+    [
+        ("Qwen3Moe", 3, 2, 2),
+        *(pytest.param(name, stage, 4, 2, marks=pytest.mark.slow) for name in FAMILIES for stage in range(4)),
+    ],
+)
+def test_in_bf16(workers: Any, family: str, stage: int, world: int, ep: int) -> None:
+    for loss, ours, whole in workers(world).run(in_bf16, family, stage, ep, timeout=180):
+        assert loss <= 1e-2 and 0 < ours <= 2 * whole, (loss, ours, whole)
+
+
 def checkpoints_of_other_sizes(folder: str, stages: tuple[int, int], sizes: tuple[int, int]) -> float:
     """Save with one ep size in the middle of a run, go on with another one."""
     world = dist.get_world_size()

@@ -380,27 +380,39 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
     return Handle(axis, label, works, arrived, full, sum(part.nbytes for part in slices) - own.nbytes)
 
 
-def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str) -> torch.Tensor:
-    """Send each rank some of the rows. All ranks call in one order.
+def all_to_all_rows(
+    axis: Axis, parts: Sequence[tuple[str, torch.Tensor]], table: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Send each rank some of the rows of every tensor, in one exchange. All ranks call in one order.
 
     Args:
-        rows: (S, …): the rows for rank 0, then those for rank 1, and so on.
-        table: table[r][p] is the number of rows that rank r sends to rank p.
+        parts: labels and tensors (S, …): the rows for rank 0, then those for rank 1, and so on.
+        table: table[r][p] is the number of rows that rank r sends to rank p, of each tensor.
 
     Returns:
-        (R, …): the rows from all ranks, in rank order.
+        Tensors (R, …): the rows from all ranks, in rank order.
     """
+    started = [_start_rows(axis, rows.contiguous(), table, label) for label, rows in parts]
+    pending = [handle for _, handle in started]
+    while pending:  # messages of all tensors travel at once
+        pending = [following for handle in pending if (following := handle.advance()) is not None]
+    return [received for received, _ in started]
+
+
+def _start_rows(
+    axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int]], label: str
+) -> tuple[torch.Tensor, Handle]:
+    """Start an exchange of rows; returns the tensor that receives, and its handle."""
     me, peers, shared, group = axis.rank, axis.peers, axis.shared, axis.group
     cuts = [list(itertools.accumulate(row, initial=0)) for row in table]
     arrive = [row[me] for row in table]
-    rows = rows.contiguous()
     received = rows.new_empty(sum(arrive), *rows.shape[1:])
     slots = list(received.split(arrive))
     sent = [rows[cuts[me][r] : cuts[me][r + 1]] for r in range(axis.size)]
     if axis.tagged or group is None:
         slots[me].copy_(sent[me])
     if group is None:
-        return received
+        return received, Handle(axis, label, [])
     takers, givers = [r for r in peers if sent[r].numel()], [r for r in peers if slots[r].numel()]
     nbytes = sum(slots[r].nbytes for r in givers)
     tag = axis.public_tag(EXCHANGE)
@@ -413,8 +425,7 @@ def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int
             return Handle(axis, label, [shared.acknowledged(tag, takers)])
 
         works = post(axis, label, lambda: shared.post(tag, rows, takers) or [shared.posted(tag, givers)])
-        Handle(axis, label, works, arrived, rows, nbytes).wait()
-        return received
+        return received, Handle(axis, label, works, arrived, rows, nbytes)
 
     def start() -> list[Any]:
         if not axis.tagged:
@@ -423,8 +434,7 @@ def all_to_all_rows(axis: Axis, rows: torch.Tensor, table: Sequence[Sequence[int
         works = [group.recv([slots[r]], r, tag) for r in givers]
         return works + [group.send([sent[r]], r, tag) for r in takers]
 
-    Handle(axis, label, post(axis, label, start), None, rows, nbytes).wait()
-    return received
+    return received, Handle(axis, label, post(axis, label, start), None, rows, nbytes)
 
 
 def swap(
