@@ -2,10 +2,8 @@
 
     python -m benchmarks.trained_perplexity [--rows 10] [--length 256] [--env torchao=PYTHON] [--env llama=PYTHON]
 
-All sides start from one folder: the base of `tests/trained.py`, computing the same function with weights off the 4-bit
-grid that the model was shipped on (`off_grid`), since on it a form of 4 bits that finds the grid again would undo the
-fine-tuning, and be measured by that. All compute the same held-out rows (documentation and sources of Python's library,
-half each); the perplexity is exp of the mean loss per token. Our sides:
+All sides start from one folder, the base of `tests/trained.py`, and compute the same held-out rows (documentation and
+sources of Python's library, half each); the perplexity is exp of the mean loss per token. Our sides:
 
 - int8, int4: `init_inference(dtype=int8)`, packed layers, head and embedding in 8 bits;
 - int4 folder, W8A8 folder: what `export_compressed` writes, computed by plain Transformers with compressed-tensors,
@@ -130,17 +128,12 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    whole = given.folder or trained.base()
-    rows = held_out(whole, given.rows, given.length)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        trained.off_grid(plain(whole)).save_pretrained(folder)
-        found = {"fp32 as trained": {"loss": trained.held_out_loss(plain(whole), rows), "bits": 32}} | ours(
-            folder, rows
-        )
-        for one in given.env:
-            name, _, python = one.partition("=")
-            found |= peer(name, python, folder, rows)
+    folder = given.folder or trained.base()
+    rows = held_out(folder, given.rows, given.length)
+    found = ours(folder, rows)
+    for one in given.env:
+        name, _, python = one.partition("=")
+        found |= peer(name, python, folder, rows)
     failed = show(found)
     print(write_json("trained-perplexity.json", {"rows": list(rows.shape), "sides": found}))
     if failed:
