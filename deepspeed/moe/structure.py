@@ -164,29 +164,28 @@ def run_pairs(
         (R, H') sums over the experts of this rank.
     """
     row, choice = (index >= 0).nonzero(as_tuple=True)
-    single = row.numel() == rows.shape[0]  # each row is here once, in order
-    taken = rows if single else rows[row]
-    expert_of, weight_of, count = index[row, choice], weights[row, choice], structure.local_count(ep)
-    if rows.device.type == "cpu":
-        taken, expert_of, weight_of = _padded(taken, expert_of, weight_of, count)
-    out = structure.forms[0].run(forward, taken, expert_of, weight_of, count)[: row.numel()]
-    return out if single else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
+    pairs, count = row.numel(), structure.local_count(ep)
+    expert_of, weight_of = index[row, choice], weights[row, choice]
+    more = _padding(expert_of, count) if rows.device.type == "cpu" else row[:0]
+    once = pairs == rows.shape[0] and not len(more)  # each row is taken once, in order
+    if len(more):
+        source = torch.cat([row, row.new_zeros(len(more))])
+        expert_of, weight_of = torch.cat([expert_of, more]), torch.cat([weight_of, weights.new_zeros(len(more))])
+    else:
+        source = row
+    taken = rows if once else rows.index_select(0, source)
+    out = structure.forms[0].run(forward, taken, expert_of, weight_of, count)[:pairs]
+    return out if pairs == rows.shape[0] else out.new_zeros(rows.shape[0], out.shape[-1]).index_add(0, row, out)
 
 
-def _padded(
-    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add copies of a row, of weight 0, up to a multiple of `ROWS` for each expert that has any.
+def _padding(index: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the experts of rows to add, copies of row 0 with weight 0: each expert gets a multiple of `ROWS`, or none.
 
     On CPUs the last rows of a matrix product, and products of few rows, are computed by other code, which rounds
     otherwise: a token's result would depend on how many other tokens have chosen its expert.
     """
     sizes = torch.bincount(index, minlength=count)
-    more = torch.arange(count).repeat_interleave(-sizes % ROWS)
-    if not len(more):
-        return rows, index, weights
-    copies = rows[:1].detach().expand(len(more), -1)  # an expert may divide by the norm of a row: no zeros
-    return torch.cat([rows, copies]), torch.cat([index, more]), torch.cat([weights, weights.new_zeros(len(more))])
+    return torch.arange(count).repeat_interleave(-sizes % ROWS)
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:

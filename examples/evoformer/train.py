@@ -157,7 +157,9 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), training_data=data, config=config
     )
     first = engine.global_rank == 0
-    weight = torch.tensor(20.0, device=engine.device)  # of a contact: without it, learning that there are few comes first
+    weight = torch.tensor(
+        20.0, device=engine.device
+    )  # of a contact: without it, learning that there are few comes first
     for step, (letters, there, contacts) in enumerate(engine.loop(loader)):
         logits = engine(letters.to(engine.device), there.to(engine.device))
         loss = F.binary_cross_entropy_with_logits(logits, contacts.to(engine.device), pos_weight=weight)
