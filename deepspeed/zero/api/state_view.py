@@ -249,7 +249,7 @@ class StateView(WindowView, PlacedView):
     Args:
         module: model of the engine.
         groups: parameter groups.
-        world: process group of all ranks; None: no communication.
+        world: process group of all ranks with the same model slice; None: a single rank.
         optimizer: ZeRO optimizer; None without one.
         reducer: gradient reducer; None without one.
         coordinates: this rank's index on each mesh axis; None: 0 on all.
