@@ -27,7 +27,7 @@ class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
 
 
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
-    """A call is not allowed in the current state of the object, for example `step` without a backward pass."""
+    """A call is not allowed in the current state, for example `engine.step` while the optimizer state is offloaded."""
 
 
 class OrderError(UsageError):
@@ -35,15 +35,15 @@ class OrderError(UsageError):
 
 
 class MeshError(DeepSpeedConfigError, ArgumentError):
-    """The parallel sizes (data, tensor, pipeline, …) are inconsistent or do not multiply to the number of ranks."""
+    """Parallel sizes are inconsistent or do not fit the number of ranks, or replicas have different parameters."""
 
 
 class OptimizerError(ArgumentError):
-    """The optimizer does not fit the model, the stage or the precision."""
+    """The optimizer cannot be used with this model, ZeRO stage or precision."""
 
 
 class SchedulerError(ArgumentError):
-    """The learning-rate schedule does not fit the optimizer, or has invalid arguments."""
+    """The learning-rate schedule cannot be used with this optimizer, or has invalid arguments."""
 
 
 class ShardedParameterError(DeepSpeedError, RuntimeError):

@@ -210,7 +210,7 @@ def estimate_zero3_model_states_mem_needs(
 ) -> tuple[int, int, int]:
     """Estimate the memory for training at stage 3 with 2-byte parameters and Adam.
 
-    Args not listed are those of `estimate_zero2_model_states_mem_needs`.
+    Arguments that are not listed are those of `estimate_zero2_model_states_mem_needs`.
 
     Args:
         largest_layer_params: number of parameters of the largest layer, which are gathered together.

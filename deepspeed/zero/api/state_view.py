@@ -83,14 +83,14 @@ class StateRange:
 
 
 class WindowView:
-    """Access to the gradients of an unfinished accumulation window; a base class of `StateView`."""
+    """Access to the gradients that were accumulated since the last update; a base class of `StateView`."""
 
     members: dict[str, ParamRecord]
     reducer: Reducer | None
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether the window has gradients; the result is the same on all ranks."""
+        """Return whether gradients were accumulated since the last update; the result is the same on all ranks."""
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
@@ -104,8 +104,8 @@ class WindowView:
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
         """Wait for reductions in progress. All ranks must call this.
 
-        Open rounds stay open, so that saving a checkpoint does not change the sums of a run, unless ranks have launched
-        different numbers of rounds.
+        Gradients whose reduction has not started stay as they are, so that a checkpoint does not change the sums of the
+        run; but if ranks have started different numbers of reductions, all gradients are reduced.
 
         Args:
             agree: function that all-gathers a list over the ranks.
@@ -122,15 +122,15 @@ class WindowView:
             self.reducer.finish()
 
     def filled(self, group: ShardGroup) -> bool:
-        """Return whether the group's accumulator contains reduced gradients of the window."""
+        """Return whether the group's accumulator contains reduced gradients."""
         return self.has_gradients and self.bucket(group).filled
 
     def touched(self) -> list[str]:
-        """Return the names of parameters for which this rank had a gradient in the window."""
+        """Return the names of parameters for which this rank had a gradient since the last update."""
         return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
 
     def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
-        """Yield the open rounds: gradients that this rank has not reduced yet.
+        """Yield the gradients of which this rank has not started the reduction (open rounds), by group.
 
         Yields:
             Parameter group, factor to apply to the sum, indices of the parameters with a gradient from the current
@@ -181,7 +181,7 @@ class WindowView:
         bucket.filled = True
 
     def resume_window(self, touched: list[str], deferred: bool) -> None:
-        """Continue a window after its gradients were restored.
+        """Continue gradient accumulation after the gradients were restored.
 
         Args:
             touched: names of the parameters for which this rank had a gradient.

@@ -26,7 +26,7 @@ from deepspeed.errors import ArgumentError, UsageError
 
 
 class Way(enum.IntFlag):
-    """Weighting of the losses in the gradient of a window; flags combine the weightings of several backward passes."""
+    """Weighting of losses in an accumulated gradient; flags combine the weightings of several backward passes."""
 
     NONE = 0
     MEAN = 1  # mean over micro-batches and ranks: the plain backward
@@ -39,7 +39,7 @@ class Way(enum.IntFlag):
 
     @property
     def mixture(self) -> str:
-        """Return a description of the weightings if they cannot be combined in one window, else ""."""
+        """Return a description of the weightings if they cannot be combined in one update, else ""."""
         counting = int(self) & _BY_COUNT
         alone = counting == int(self) and counting != _BY_COUNT
         return self.describe() if counting and not alone else ""
@@ -70,7 +70,7 @@ _CALLS = ("step()", "flush()", "zero_grad()", "a read of a gradient", "a change 
 
 @dataclass(frozen=True)
 class Agreed:
-    """Values of a window that all ranks have after `Reducer.finish`.
+    """Values on which all ranks agree before an update; result of `Reducer.finish`.
 
     Args:
         items: number of items or samples, summed over the ranks; the divisor of the gradient if `ways` counts them.
@@ -142,7 +142,7 @@ class AccumulationWindow:
 
     @property
     def boundary(self) -> bool:
-        """Return whether the current micro-batch is the last of its window."""
+        """Return whether the current micro-batch is the last one before an update."""
         return (self.seen + 1) % self.steps == 0 if self.forced is None else self.forced
 
     def refresh(self) -> None:
@@ -226,11 +226,11 @@ class AccumulationWindow:
 
         Args:
             way: weighting of its loss.
-            items: number of items or samples on this rank, with `ITEMS` and `SAMPLES`; added to the window's divisor.
+            items: number of items or samples on this rank, with `ITEMS` and `SAMPLES`; added to the divisor.
 
         Raises:
-            ArgumentError: `items` is negative or not finite.
-            UsageError: the weighting cannot be combined with an earlier one of the window.
+            ArgumentError: `items` is not a number, is negative, or is not finite.
+            UsageError: the weighting cannot be combined with an earlier one since the last update.
         """
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
@@ -257,7 +257,7 @@ class AccumulationWindow:
         self.refresh()
 
     def resume(self, seen: int, ways: int, items: float) -> None:
-        """Restore the state of a window from a checkpoint.
+        """Restore the state of gradient accumulation from a checkpoint.
 
         Args:
             seen: number of finished micro-batches.
@@ -277,13 +277,13 @@ class AccumulationWindow:
         self.refresh()
 
     def force(self, boundary: bool | None) -> None:
-        """Set explicitly whether the current micro-batch is the last of the window; None: decide by counting."""
+        """Set explicitly whether an update follows the current micro-batch; None: decide by counting."""
         self.forced = boundary
         self.refresh()
 
     @contextlib.contextmanager
     def flush(self) -> Iterator[None]:
-        """Return a context in which an update may use an incomplete window."""
+        """Return a context in which an update may follow fewer micro-batches than `steps`."""
         self.flushing = True
         try:
             yield
@@ -297,7 +297,7 @@ class AccumulationWindow:
             samples: number of samples on this rank, without padding samples; None: equal weights of micro-batches.
 
         Raises:
-            UsageError: the window has gradients of another weighting.
+            UsageError: there are gradients of another weighting since the last update.
         """
         if samples is not None:
             self.count(Way.SAMPLES, samples)
@@ -333,7 +333,7 @@ class AccumulationWindow:
         Args:
             purpose: call for which ranks synchronize.
             detail: index of the parameter whose gradient is read or written; else 0.
-            edits: number of gradients of the window that the user has changed in place.
+            edits: number of gradients that the user has changed in place since the last update.
             rates: include the hyperparameters, before an update.
             known: whether this rank has the global norm of the current gradients.
         """

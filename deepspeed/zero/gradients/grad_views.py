@@ -56,11 +56,11 @@ class _Gradient:
 
 
 class GradViewTracker:
-    """Tracker of the gradients that users have read in a window.
+    """Tracker of the gradients that users have read since the last update.
 
     Attributes:
-        used: whether a gradient was read in the window.
-        edits: number of reduced gradients whose changes in place were written back in the window.
+        used: whether a gradient was read.
+        edits: number of reduced gradients that users have changed in place, so that they were written back.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Comparison of the gradient state over ranks, before gradients are used.
 
 Each rank sends one row: the numbers of `accumulation.AccumulationWindow.row`, and for each bucket the number of
-launched rounds, the factor of low-precision rounds, and one flag per parameter: whether it had a gradient.
+launched rounds (see [Note: rounds] in `buckets`), their factor, and one flag per parameter: whether it had a gradient.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RankComparison:
 
 
 class Rows(NamedTuple):
-    """Rows of all ranks, in rank order."""
+    """Result of `GradAgreement.exchange`: rows of all ranks, in rank order."""
 
     heads: list[list[float]]  # numbers of the window
     tails: list[bytes]  # packed rows of the buckets, concatenated
@@ -119,7 +119,7 @@ class Rows(NamedTuple):
 
 
 class GradAgreement:
-    """Comparison of windows and buckets over the ranks of an engine.
+    """Comparison of the state of gradient accumulation over the ranks of an engine.
 
     Args:
         axes: process groups of the engine.
@@ -162,7 +162,7 @@ class GradAgreement:
             meeting: element of `meetings`.
             purpose: call for which ranks synchronize.
             of: parameter whose gradient is read or written; None: all.
-            edits: number of gradients of the window that the user has changed in place.
+            edits: number of gradients that the user has changed in place since the last update.
             revision: revision of this rank's gradients; bucket rows are packed again only if it has changed.
             known: whether this rank has the global norm of the current gradients.
         """

@@ -1,4 +1,7 @@
-"""Reduce-scatter of gradient buckets: transfer buffers, collectives and accumulation."""
+"""Reduce-scatter of gradient buckets: transfer buffers, collectives and accumulation.
+
+A round is one reduce-scatter of a bucket; see [Note: rounds] in `buckets`.
+"""
 
 from __future__ import annotations
 

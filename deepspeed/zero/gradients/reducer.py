@@ -1,4 +1,8 @@
-"""Gradient reducer: collects gradients from autograd hooks in buckets, and reduces them over ranks."""
+"""Gradient reducer: collects gradients from autograd hooks in buckets, and reduces them over ranks.
+
+A round is one reduce-scatter of a bucket (see [Note: rounds] in `buckets`), and a window the sequence of micro-batches
+between two optimizer updates.
+"""
 
 from __future__ import annotations
 
@@ -264,8 +268,8 @@ class Reducer:
             Values of the window on which all ranks agree.
 
         Raises:
-            UsageError: ranks disagree about the window, or a gradient that was read was changed too late. The
-                gradients of the window are dropped.
+            UsageError: ranks have made different calls, or a gradient was changed in place too late after its read. All
+                gradients since the last update are discarded.
         """
         if self._handed_out.used:
             self._adopt_edits(of)
@@ -360,7 +364,7 @@ class Reducer:
         return self._touched_anywhere.get(id(bucket))
 
     def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
-        """Return whether any rank had a gradient for `member` in the window; valid after `finish`."""
+        """Return whether any rank had a gradient of the parameter since the last update; valid after `finish`."""
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
@@ -374,7 +378,7 @@ class Reducer:
                 current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
-        """Discard the gradients of the window; the next gradients overwrite the accumulators."""
+        """Discard all gradients; the next ones overwrite the accumulators."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
@@ -385,7 +389,7 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Synchronize and discard the gradients of the window (`zero_grad`). All ranks must call this."""
+        """Synchronize the ranks and discard all gradients (`zero_grad`). All ranks must call this."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
@@ -410,7 +414,7 @@ class Reducer:
         return self._of[id(group)]
 
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
-        """Return a copy of the window's gradient of a parameter; see `ManagedParameter.grad`.
+        """Return a copy of a parameter's accumulated gradient; see `ManagedParameter.grad`.
 
         Before the reduction this is this rank's gradient, afterwards the reduced one, which all ranks with the
         parameter must request.
@@ -443,14 +447,14 @@ class Reducer:
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
-        """Replace a parameter's gradient of the window. All ranks must call this.
+        """Replace a parameter's accumulated gradient. All ranks must call this.
 
         Args:
             member: parameter.
             value: gradient in the parameter's shape; None: no gradient.
 
         Raises:
-            UsageError: the parameter's group is frozen, or ranks disagree about the window.
+            UsageError: the parameter's group is frozen, or ranks have made different calls.
         """
         bucket = self.bucket_of(member.group)
         if bucket.sum is None:

@@ -281,9 +281,9 @@ class ZeroOptimizer(OptimizerSurface):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one update. All ranks must call this.
 
-        The steps are: comparison of the window over ranks, gradient norm, check for non-finite gradients, clipping,
-        update of the shards, all-gather of the parameters. If a gradient is not finite, the update is skipped and
-        `overflow` is True.
+        In this order: comparison of the state over ranks, gradient norm, check for non-finite gradients, clipping,
+        update of the shards, all-gather of the parameters. If the check finds a non-finite gradient, the update is
+        skipped and `overflow` is True.
 
         Args:
             closure: called first, as in torch optimizers.
@@ -292,8 +292,8 @@ class ZeroOptimizer(OptimizerSurface):
             Result of the closure; None without one.
 
         Raises:
-            UsageError: ranks disagree about the window, a leaf was written to, a required gradient is missing, or the
-                optimizer evaluates gradients within its step.
+            UsageError: ranks have made different calls, a leaf was written to, a required gradient is missing, or the
+                optimizer computes gradients within its step.
             OptimizerError: the inner optimizer's groups have gained or lost parameters.
             LossScaleError: gradients overflowed at the minimum loss scale.
             MemoryExhaustedError: optimizer state or update do not fit in memory.

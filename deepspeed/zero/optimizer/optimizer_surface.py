@@ -1,4 +1,7 @@
-"""Public attributes of `engine.optimizer`, except `step`, `backward` and state dicts."""
+"""Public attributes of `engine.optimizer`, except `step`, `backward` and state dicts.
+
+The inner optimizer is the torch optimizer of the user; its parameters, called leaves, are views of the shards.
+"""
 
 from __future__ import annotations
 

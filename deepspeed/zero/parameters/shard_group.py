@@ -342,7 +342,7 @@ class ShardGroup(LocalShard):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which the group is gathered; it is resharded afterwards if it was sharded and is unused."""
+        """Return a context in which the group is gathered; then it is resharded, if it was sharded and is unused."""
         was = self.state
         self.wait_all_gather()
         yield
