@@ -111,7 +111,7 @@ class BufferPool:
 
     @property
     def idle(self) -> bool:
-        """Whether no buffer is borrowed and no copy is in progress."""
+        """Return whether no buffer is borrowed and no copy is in progress."""
         with self._lock:
             under_way = (copying for returning in self._returning.values() for _, copying in returning)
             return not self._lent and all(copying.done() for copying in under_way)

@@ -168,7 +168,7 @@ class NvmeTier(Tier):
         self._stored = 0  # number of tensors not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Create a tensor of zeros and reserve its disk space; raises StorageError if the disk is full."""
+        """Create a tensor of zeros and reserve its disk space; see `Tier.store`. StorageError: the disk is full."""
         self._stored += 1
         return _OnDisk(label, self, numel, dtype)
 

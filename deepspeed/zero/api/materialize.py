@@ -34,7 +34,7 @@ _STOPPED = "_ds_stopped"  # attribute of a model: module in which an error inter
 
 
 def is_without_values(model: nn.Module) -> bool:
-    """Return whether some parameters are on the meta device, or were not initialized since they were."""
+    """Return whether some parameters have no values: they are on the meta device, or `materialize` failed on them."""
     if any({_UNWRITTEN, _STOPPED} & vars(module).keys() for module in model.modules()):
         return True
     return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())

@@ -123,7 +123,7 @@ class Bucket:
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
-        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the sum is what this rank collects
+        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the local sum needs no reduction
         self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
         self._places: list[torch.Tensor] | None = None  # views of `local`, one for each parameter
@@ -330,7 +330,7 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
         if not most or table.num_embeddings <= _FEW * most:
             continue
         if isinstance(weight, ManagedParameter) and weight.requires_grad:
-            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # one of them is the reducer's
+            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # the reducer has registered one
             if not weight._backward_hooks and hooks is not None and len(hooks) == 1:
                 large.append(table)
     for table in large:

@@ -159,7 +159,7 @@ class Copy:
 
     @classmethod
     def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-        """Create a copy with the minimum number of dimensions; `ours` are the source's strides."""
+        """Create a copy with the minimum number of dimensions; arguments as of the class (`ours`: source strides)."""
         dims: list[list[int]] = []
         for size, a, b in zip(sizes, ours, into_strides, strict=True):
             if size == 1:

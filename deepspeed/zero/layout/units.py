@@ -107,14 +107,14 @@ def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules as units by their qualified names; result and errors as of `set_z3_leaf_modules`."""
+    """Mark modules as units by their qualified names; other arguments, result and errors as `set_z3_leaf_modules`."""
     return set_z3_leaf_modules(model, module_names, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules as units by the end of their qualified names; result and errors as of `set_z3_leaf_modules`."""
+    """Mark modules as units by the end of their qualified names; otherwise like `set_z3_leaf_modules`."""
     suffixes = tuple(module_name_suffixes)
     names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
     return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)

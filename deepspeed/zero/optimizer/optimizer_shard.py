@@ -286,7 +286,7 @@ class OptimizerShard:
 
     @property
     def writes(self) -> int:
-        """Return the number of in-place writes to leaves; 0 if leaves share memory with the model's parameters."""
+        """Return the number of in-place writes to leaves; 0 if leaves are the model's parameters (stage 0 in fp32)."""
         group = self.group
         if group.master is None and not group.policy.owns_a_shard:
             return 0

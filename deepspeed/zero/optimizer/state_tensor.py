@@ -122,7 +122,7 @@ class Away(torch.Tensor):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a sharded state tensor.
+    """Part of a sharded state tensor on this rank.
 
     Args:
         member: parameter to which the state belongs.

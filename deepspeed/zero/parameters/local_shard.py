@@ -1,4 +1,4 @@
-"""This rank's shard of a parameter group: its values in the model's dtype, and the master weights.
+"""Shard of a parameter group on one rank: its values in the model's dtype, and the master weights.
 
 [Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not wait at the end of a step for the all-gather
 of the updated parameters. While it is in progress, the group is called arriving, and its parameters have the class
@@ -126,7 +126,7 @@ class DeferredAllGather:
 
 
 class LocalShard(DeferredAllGather):
-    """This rank's shard of a parameter group, and its master weights.
+    """Shard of a parameter group on this rank, and its master weights.
 
     `values` is a view of the full buffer if the group is never resharded (stages 0 to 2).
 

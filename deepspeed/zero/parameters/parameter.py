@@ -177,7 +177,7 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the values, as in torch. The next step compares values, since writes to them change no version."""
+        """Return the values, as in torch. The next step compares them, since writes change no version counter."""
         if "_ds_member" in vars(self):
             self._ds_member.group.buffer_views.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)

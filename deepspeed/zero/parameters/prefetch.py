@@ -32,7 +32,8 @@ class PrefetchLimits:
 
     Args:
         live: maximum number of gathered elements (`stage3_max_live_parameters`).
-        reuse: keep a group gathered if fewer elements are gathered before its next use (`stage3_max_reuse_distance`).
+        reuse: keep a group gathered if at most so many elements are used before its next use
+            (`stage3_max_reuse_distance`).
         prefetch: maximum number of prefetched elements (`stage3_prefetch_bucket_size`); a single unit may exceed it;
             0: no prefetch.
     """
