@@ -11,15 +11,15 @@ class DeepSpeedError(Exception):
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
-    """The configuration has unknown, misplaced, conflicting or ill-typed keys. The message lists all of them."""
+    """The configuration has unknown, misplaced or conflicting keys or invalid values. The message lists all of them."""
 
 
 class BatchSizeError(DeepSpeedConfigError):
-    """The batch sizes contradict each other: train_batch_size != micro batch * accumulation * data-parallel ranks."""
+    """Batch sizes conflict: train_batch_size != micro batch * gradient_accumulation_steps * data-parallel ranks."""
 
 
 class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
-    """A setting or name needs a feature that this version does not have."""
+    """A configuration key, argument or name needs a feature that this version does not have."""
 
 
 class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
@@ -27,39 +27,39 @@ class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
 
 
 class UsageError(DeepSpeedError, RuntimeError, AssertionError):
-    """A call is not allowed in the current state."""
+    """A call is not allowed in the current state, for example `engine.step` while the optimizer state is offloaded."""
 
 
 class OrderError(UsageError):
-    """Ranks are about to start different collectives, which would hang or mix their values."""
+    """Ranks would start different collectives, which would deadlock or corrupt their results."""
 
 
 class MeshError(DeepSpeedConfigError, ArgumentError):
-    """The requested mesh contradicts itself or does not fit the number of started ranks."""
+    """Parallel sizes are inconsistent or do not fit the number of ranks, or replicas have different parameters."""
 
 
 class OptimizerError(ArgumentError):
-    """The optimizer does not fit the model, the stage or the precision."""
+    """The optimizer cannot be used with this model, ZeRO stage or precision."""
 
 
 class SchedulerError(ArgumentError):
-    """The learning-rate schedule does not fit the optimizer, or has invalid arguments."""
+    """The learning-rate schedule cannot be used with this optimizer, or has invalid arguments."""
 
 
 class ShardedParameterError(DeepSpeedError, RuntimeError):
-    """A sharded parameter was written to, or its storage was asked for, outside a gather."""
+    """A sharded parameter was written, or its storage was accessed, outside of `GatheredParameters`."""
 
 
 class LossScaleError(DeepSpeedError, RuntimeError):
-    """A sharded parameter was written to, or its storage was accessed, outside of a gather."""
+    """Gradients overflowed although the dynamic loss scale was already at its minimum (`fp16.min_loss_scale`)."""
 
 
 class CommError(DeepSpeedError, RuntimeError):
-    """A collective failed. The message has its label and the state of the other ranks."""
+    """A collective failed. The message names the collective and reports the state of the other ranks."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A collective timed out. The message has the last label of every rank."""
+    """A collective timed out. The message names the last collective of every rank."""
 
 
 class LaunchError(DeepSpeedError, RuntimeError, ValueError):
@@ -67,11 +67,11 @@ class LaunchError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class DataError(DeepSpeedError, ValueError):
-    """A data loader or batch does not support the requested use."""
+    """A data loader or batch cannot be used as requested, for example because a mask has a wrong shape."""
 
 
 class StorageError(DeepSpeedError, OSError):
-    """A file with training state could not be created, read or written. The message has tensor, file and disk."""
+    """An offload file could not be created, read or written. The message names the tensor or folder and the cause."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
@@ -79,19 +79,19 @@ class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is incomplete, or its bytes differ from those that were written."""
+    """A checkpoint is incomplete, or its contents differ from what was saved."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """The named checkpoint does not exist, or one of its files is on no rank's disk."""
+    """The requested checkpoint does not exist, or no rank can read one of its files."""
 
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
-    """The training state does not fit in memory. The message names the keys that move parts of it to other memory.
+    """The training state does not fit in memory. The message names the configuration keys that offload parts of it.
 
     Attributes:
-        category: kind of memory that ran out, as in `engine.memory_by_category()`; "" if unknown.
-        suggestion: part of a JSON to merge into the run's JSON so that the state fits; empty if no key helps.
+        category: key of `engine.memory_by_category()` whose memory ran out; "" if unknown.
+        suggestion: configuration keys to merge into the run's configuration so that the state fits; empty if none help.
     """
 
     category: str = ""
@@ -103,36 +103,36 @@ class CompressionError(DeepSpeedError, ValueError):
 
 
 class TensorParallelError(DeepSpeedError, ValueError):
-    """A model cannot be split over ranks, or the split model gives other results than the dense model."""
+    """A model cannot be split by tensor parallelism, or its outputs differ from those of the unsplit model."""
 
 
 class ExpertParallelError(DeepSpeedError, ValueError):
-    """Experts cannot be divided among ranks, or give other results than the whole layer. The message names it."""
+    """Experts cannot be divided among ranks, or a divided layer's outputs differ. The message names the layer."""
 
 
 class SequenceParallelError(DeepSpeedError, ValueError):
-    """A sequence-parallel model gives other results than the same model on the whole sequence."""
+    """The outputs of a sequence-parallel model differ from those of the same model on the whole sequence."""
 
 
 class PipelineError(UsageError):
-    """Pipeline parallelism does not support a model, schedule or call, or a stage failed. The message says which."""
+    """Pipeline parallelism does not support a model, schedule or call, or a pipeline stage failed."""
 
 
 class RequestError(ArgumentError):
-    """A request cannot be generated with the given settings. If a limit is exceeded, the message has both numbers."""
+    """A generation request has invalid options or exceeds a limit; the message then states both numbers."""
 
 
 class LengthError(RequestError, RuntimeError):
-    """A prompt, alone or with the requested output, is longer than the model or a key allows. Names both numbers."""
+    """A prompt, alone or with the requested output, exceeds the length limit of the model or of the configuration."""
 
 
 class PackingError(DeepSpeedError, RuntimeError):
-    """A model's modules cannot process rows of several packed sequences in one pass. The message says why."""
+    """The model cannot process several sequences packed into one row. The message states the reason."""
 
 
 class ContractError(DeepSpeedError, AssertionError):
-    """A third-party object does not follow the protocol through which it is used."""
+    """An object from other code does not implement the protocol that this package expects of it."""
 
 
 class SecondCopyWarning(UserWarning):
-    """Another installation of the same package is on Python's path, or its files are mixed with this one's."""
+    """`sys.path` has a second installation of this package, or two versions share one folder."""

@@ -1,6 +1,6 @@
-"""Copies between host memory and a device, on a separate stream.
+"""Asynchronous copies between host memory and a device, on a separate stream.
 
-On the CPU, streams and events of the accelerator do nothing, and the same code makes plain copies.
+If the accelerator is the CPU, its streams and events do nothing, and the copies are synchronous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.storage.buffer_pool import BufferPool
 
 
 class PendingCopy:
-    """Copy in progress."""
+    """Asynchronous copy in progress, as returned by `AsyncCopier.copy`."""
 
     def __init__(self, mover: AsyncCopier, event: object, source: torch.Tensor) -> None:
         self._mover = mover
@@ -28,10 +28,11 @@ class PendingCopy:
             self._event.synchronize()  # type: ignore[attr-defined]
 
     def done(self) -> bool:
+        """Return whether the copy has finished; does not block."""
         return self._event.query()  # type: ignore[attr-defined]
 
     def stream(self) -> AbstractContextManager[object]:
-        """Context with the copy stream as current stream: work started there runs after the copy."""
+        """Return a context that makes the copy stream current: work started inside runs after the copy."""
         return self._mover.stream()
 
     def before_current(self) -> None:
@@ -40,10 +41,10 @@ class PendingCopy:
 
 
 class AsyncCopier:
-    """Copies for one device, in submission order.
+    """Copy stream of one device; its copies run in submission order.
 
     Args:
-        device: with an index if there are several devices of its type.
+        device: device of the stream; must have an index if there are several devices of its type.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,11 +54,11 @@ class AsyncCopier:
         self._stream = self._accelerator.Stream(device=device) if elsewhere else self._accelerator.Stream()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        """Start a copy, after all earlier work of the current stream.
+        """Start an asynchronous copy, ordered after all earlier work of the current stream.
 
         Args:
             target: host or device tensor; must not be read until the copy has finished.
-            source: tensor on the other side, of the same dtype.
+            source: tensor to copy, of the shape and dtype of `target`; must not change until the copy has finished.
         """
         self._stream.wait_stream(self._accelerator.current_stream(self._device))
         with self._accelerator.stream(self._stream), recorder.span(COPY, "copy between host and device"):
@@ -67,16 +68,16 @@ class AsyncCopier:
         return PendingCopy(self, event, source)
 
     def stream(self) -> AbstractContextManager[object]:
-        """Context with the copy stream as current stream."""
+        """Return a context that makes the copy stream the current stream."""
         return self._accelerator.stream(self._stream)
 
     def deliver(self, target: torch.Tensor, source: torch.Tensor, pool: BufferPool) -> None:
         """Round a host tensor to the dtype of a device tensor and copy it there, without waiting.
 
         Args:
-            target: on the device; the current stream sees the new values.
-            source: on the host, of any dtype; may change after this returns.
-            pool: pool of the intermediate buffer.
+            target: device tensor; later work on the current stream reads the new values.
+            source: host tensor of the same shape and any dtype; may change once this call returns.
+            pool: pool from which a host staging buffer is borrowed.
         """
         buffer = pool.take(target.nbytes)
         staged = buffer.view(target.dtype)
@@ -87,7 +88,7 @@ class AsyncCopier:
 
 
 def mover_of(device: torch.device) -> AsyncCopier:
-    """Return the copier of a device; without index, of the current device of its type."""
+    """Return the only copier of a device (if it has no index: of the current device of its type)."""
     if device.index is None and device.type != "cpu":
         device = torch.device(device.type, get_accelerator().current_device())
     return _mover(device)

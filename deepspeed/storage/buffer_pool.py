@@ -1,7 +1,7 @@
 """Host buffers that are allocated once and reused, aligned for direct I/O.
 
-[Note: the end of a loan] A copy between a pinned buffer and a device continues after the call that started it. Code
-that returns such a buffer passes the copy, and the buffer is reused after the copy has finished.
+[Note: the end of a loan] A copy between a pinned buffer and a device continues after the call that started it. The
+caller passes this copy to `BufferPool.put`, and the pool reuses the buffer only after the copy has finished.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_RETURNING = 4
 
 
 class Copying(Protocol):
-    """Copy that may outlast the use of a buffer; see `deepspeed.storage.async_copy.PendingCopy`."""
+    """Asynchronous copy from or to a buffer; implemented by `deepspeed.storage.async_copy.PendingCopy`."""
 
     def done(self) -> bool:
-        """Whether the copy has finished."""
+        """Return whether the copy has finished."""
         ...
 
     def wait(self) -> None:
@@ -34,17 +34,17 @@ class Copying(Protocol):
 
 
 class BufferPool:
-    """Pool of aligned host memory; safe to use from several threads.
+    """Thread-safe pool of host buffers, aligned for direct I/O.
 
-    A returned buffer serves the next request of the same size, in whole blocks of `ALIGNMENT`, never a smaller request.
-    Memory is freed once the pool and its borrowed tensors are gone.
+    Sizes are rounded up to multiples of `ALIGNMENT` bytes, and a returned buffer is reused only for requests of the
+    same rounded size. Memory is freed by `shrink`, or once the pool and the tensors borrowed from it are deleted.
 
     Args:
-        pin: lock the pages if there is a device, so that it copies asynchronously.
+        pin: pin the memory if there is a device, so that copies to and from it can be asynchronous.
 
     Attributes:
-        allocations: number of buffers allocated so far; constant once a training step has settled.
-        nbytes: bytes of all buffers, borrowed or not.
+        allocations: number of buffers allocated so far; constant after the first training steps.
+        nbytes: total size of all buffers in bytes, borrowed or not.
     """
 
     def __init__(self, *, pin: bool = True) -> None:
@@ -57,7 +57,7 @@ class BufferPool:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Borrow a uint8 tensor of `nbytes` bytes, contents unspecified, until `put`."""
+        """Borrow a 1-D uint8 tensor of `nbytes` elements with unspecified contents; return it with `put`."""
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._reclaim(size)
@@ -72,11 +72,11 @@ class BufferPool:
         return buffer[:nbytes]
 
     def put(self, tensor: torch.Tensor, after: Copying | None = None) -> None:
-        """Return a tensor from `take`, or any view of it.
+        """Give a borrowed buffer back to the pool.
 
         Args:
-            tensor: borrowed from this pool.
-            after: a copy from or to the tensor that may be in progress; the buffer is reused only after its end.
+            tensor: tensor from `take`, or any view of it.
+            after: copy from or to the tensor that may still be in progress; the buffer is reused once it has finished.
 
         Raises:
             UsageError: the tensor is not from this pool, or was returned before.
@@ -94,7 +94,7 @@ class BufferPool:
                 self._returning[buffer.nbytes].append((buffer, after))
 
     def shrink(self) -> None:
-        """Free the buffers that are not borrowed; waits for copies in progress."""
+        """Free all buffers that are not borrowed, after waiting for copies in progress."""
         with self._lock:
             for returning in self._returning.values():
                 for _, copying in returning:
@@ -104,20 +104,20 @@ class BufferPool:
             self.nbytes = sum(buffer.nbytes for buffer in self._lent.values())
 
     def buffers(self) -> list[torch.Tensor]:
-        """All buffers, borrowed or not."""
+        """Return all buffers, borrowed or not."""
         with self._lock:
             returning = [buffer for each in self._returning.values() for buffer, _ in each]
             return [*self._lent.values(), *(buffer for unused in self._free.values() for buffer in unused), *returning]
 
     @property
     def idle(self) -> bool:
-        """Whether no buffer is borrowed and no copy is in progress."""
+        """Return whether no buffer is borrowed and no copy is in progress."""
         with self._lock:
             under_way = (copying for returning in self._returning.values() for _, copying in returning)
             return not self._lent and all(copying.done() for copying in under_way)
 
     def _reclaim(self, size: int) -> None:
-        """Take back buffers with finished copies, or the oldest one if too many copies are in progress."""
+        """Make buffers with finished copies reusable; if none is and too many copies run, wait for the oldest."""
         returning, free = self._returning[size], self._free.setdefault(size, [])
         while returning and returning[0][1].done():
             free.append(returning.popleft()[0])

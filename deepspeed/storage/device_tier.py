@@ -1,4 +1,4 @@
-"""Tier of tensors that stay on the device: acquiring one returns the tensor itself."""
+"""Storage tier on the device of the computation: `acquire` returns the stored tensor itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class Evicted:
-    """Device tensor with its values moved to host memory and an empty storage.
+    """Device tensor with its values in host memory and its device storage resized to 0 bytes.
 
     Args:
-        tensor: owns a resizable storage; views of it are valid again after `restore`.
-        pool: pool of the host buffer.
+        tensor: tensor with a resizable storage; it and its views must not be used until `restore`.
+        pool: pool from which the host buffer is borrowed until `restore`.
     """
 
     def __init__(self, tensor: torch.Tensor, pool: BufferPool) -> None:
@@ -26,6 +26,7 @@ class Evicted:
         self._storage.resize_(0)
 
     def restore(self, non_blocking: bool = False) -> None:
+        """Copy the values back to the device; `non_blocking`: the current stream waits for the copy, not the host."""
         self._storage.resize_(self._buffer.numel())
         arrival = None
         if non_blocking:
@@ -37,11 +38,11 @@ class Evicted:
 
 
 class Resident(StoredTensor):
-    """Tensor that is stored where it is used.
+    """Stored tensor in the memory in which it is used, so that `acquire` copies nothing.
 
     Args:
-        label: name for messages.
-        tensor: 1-D.
+        label: name for error messages.
+        tensor: 1-D contiguous tensor, used without a copy.
     """
 
     def __init__(self, label: str, tensor: torch.Tensor) -> None:
@@ -54,34 +55,35 @@ class Resident(StoredTensor):
         return self._tensor
 
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """Return the tensor itself.
+        """Return the stored tensor itself; `read` has no effect.
 
         Raises:
-            UsageError: the values have been evicted.
+            UsageError: the values were evicted and have not been restored.
         """
         if self._evicted is not None:
             raise UsageError(f"{self.label} were moved by engine.offload_states(); call engine.reload_states() first")
         return self._tensor
 
     def evict(self, pool: BufferPool) -> None:
-        """Move the values to host memory and free the storage, until `restore`; views stay valid objects."""
+        """Move the values to host memory and free the device storage until `restore`, if the storage is resizable."""
         if self._evicted is None and self._tensor.untyped_storage().resizable():
             self._evicted = Evicted(self._tensor, pool)
 
     def restore(self, non_blocking: bool = False) -> None:
+        """Copy evicted values back to the device (see `Evicted.restore`); do nothing if none were evicted."""
         if self._evicted is not None:
             self._evicted.restore(non_blocking)
             self._evicted = None
 
     def release(self, changed: bool) -> None:
-        """Do nothing: the tensor stays in place."""
+        """Do nothing: `acquire` returned the stored memory, so changes are already stored."""
 
     def drop(self) -> None:
         self._tensor = self._tensor.new_empty(0)
 
 
 class ResidentTier(Tier):
-    """Tier on the device of the computation."""
+    """Storage tier on the device of the parameters (no offload)."""
 
     name, moves, pool = "none", False, None
 

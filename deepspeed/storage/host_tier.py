@@ -1,4 +1,4 @@
-"""Tier of tensors in host memory: pooled buffers, pinned if there is a device."""
+"""Storage tier in host memory: tensors in pooled buffers, pinned if there is a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class _Pooled(Resident):
-    """Tensor in a pooled buffer, which is returned to the pool at the end."""
+    """Stored tensor in a pooled host buffer, which `drop` returns to the pool."""
 
     def __init__(self, label: str, pool: BufferPool, numel: int, dtype: torch.dtype) -> None:
         self._buffer = pool.take(numel * dtype.itemsize)
@@ -27,10 +27,10 @@ class _Pooled(Resident):
 
 
 class HostTier(Tier):
-    """Tier in host memory; also on CPU ranks, tensors get their own buffers.
+    """Storage tier in host memory (`device: cpu`).
 
     Args:
-        pool: pool of the buffers.
+        pool: pool from which each stored tensor borrows one buffer.
     """
 
     name, moves = "cpu", False
@@ -43,5 +43,5 @@ class HostTier(Tier):
         return _Pooled(label, self.pool, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:
-        """Return the CPU: it computes on tensors of this tier."""
+        """Return the CPU device: acquired tensors are in host memory."""
         return CPU

@@ -1,9 +1,9 @@
-"""Tier of tensors on a local disk: prefetched reads and asynchronous writes, through pooled buffers.
+"""Storage tier on a local disk: prefetched reads and asynchronous writes through pooled host buffers.
 
-[Note: buffers] Each acquired tensor has a buffer, without a limit. In addition, at most `buffers` tensors are
-prefetched (further ones are read on `acquire`), and at most `buffers` tensors keep their buffer for a write in progress
-(a further release waits for the oldest write). These counts, and so the memory, do not depend on the speed of the disk.
-Transfers directly to or from the caller's memory need no buffer.
+[Note: buffers] Each acquired tensor has a buffer; their number is not limited. In addition, at most `buffers` tensors
+are prefetched (all others are read by `acquire`), and at most `buffers` tensors have a write in progress (`release`
+then waits for the oldest write). The memory for buffers therefore does not depend on the speed of the disk. Transfers
+directly to or from the caller's memory need no buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class _OnDisk(StoredTensor):
-    """Tensor in an extent of the disk; uses no memory between uses."""
+    """Stored tensor in an extent of the disk; uses no memory while it is neither acquired nor in transfer."""
 
     def __init__(self, label: str, tier: NvmeTier, numel: int, dtype: torch.dtype) -> None:
         super().__init__(label, numel, dtype)
@@ -35,14 +35,14 @@ class _OnDisk(StoredTensor):
         self._users, self._dirty = 0, False
 
     def prefetch(self) -> None:
-        """Start reading, if the limit of buffers allows it."""
+        """Start to read into a buffer, unless the limit of prefetched tensors is reached."""
         with self._tier.lock:
             if self._buffer is None and len(self._tier.prefetching) < self._tier.most_ahead:
                 self._load(read=True)
                 self._tier.prefetching.add(self)
 
     def bring(self, into: torch.Tensor) -> bool:
-        """Start to read directly into the caller's tensor; False if a buffer has the values or `into` is unsuitable."""
+        """Start to read directly into `into`; False if the values are in a buffer, or `into` cannot be read into."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is not None or not self._written or not self._straight_for(into):
@@ -55,7 +55,7 @@ class _OnDisk(StoredTensor):
             self._end_straight()
 
     def replace(self, values: torch.Tensor) -> None:
-        """Write directly from the caller's tensor and wait, or copy into a buffer that has the values."""
+        """Write directly from `values` and wait; if that is not possible, copy through a buffer."""
         with self._tier.lock:
             self._end_straight()
             if self._buffer is None and self._straight_for(values):
@@ -65,6 +65,7 @@ class _OnDisk(StoredTensor):
         super().replace(values)
 
     def _straight_for(self, memory: torch.Tensor) -> bool:
+        """Return whether a tensor can be read or written directly, without a buffer."""
         return memory.device.type == "cpu" and memory.is_contiguous() and memory.nbytes == self.nbytes > 0
 
     def _end_straight(self) -> None:
@@ -73,10 +74,10 @@ class _OnDisk(StoredTensor):
             transfer.wait()
 
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """Return the values in a buffer.
+        """Return the values in a pooled host buffer, after waiting for the read.
 
         Raises:
-            StorageError: reading failed, or an earlier write failed.
+            StorageError: this read, or an earlier write of the tensor, failed.
         """
         with self._tier.lock:
             self._tier.forget(self)
@@ -87,7 +88,7 @@ class _OnDisk(StoredTensor):
             return buffer.view(self.dtype)
 
     def release(self, changed: bool) -> None:
-        """Write changed values, asynchronously if configured."""
+        """Write changed values back after the last nested release; asynchronously if the tier has `writes_behind`."""
         with self._tier.lock:
             self._users -= 1
             self._dirty |= changed
@@ -113,7 +114,7 @@ class _OnDisk(StoredTensor):
             self._tier.leave(self._extent)
 
     def settle(self) -> torch.Tensor:
-        """Wait for transfers in progress; returns the buffer."""
+        """Wait for the transfer between the buffer and the disk, and return the buffer."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
@@ -122,7 +123,7 @@ class _OnDisk(StoredTensor):
         return self._buffer
 
     def return_buffer(self) -> None:
-        """Return the buffer to the pool, after transfers in progress."""
+        """Return the buffer to the pool after its transfer has finished."""
         if self._buffer is not None:
             try:
                 self.settle()
@@ -131,6 +132,7 @@ class _OnDisk(StoredTensor):
                 self._buffer = None
 
     def _load(self, read: bool) -> None:
+        """Borrow a buffer and, if `read`, start to fill it with the stored values."""
         self._end_straight()
         self._buffer = self._tier.pool.take(self.nbytes)
         if read and self._written:
@@ -140,14 +142,14 @@ class _OnDisk(StoredTensor):
 
 
 class NvmeTier(Tier):
-    """Tier on a disk.
+    """Storage tier on a local disk (`device: nvme`).
 
     Args:
-        disk: the disk.
-        pool: pool of the buffers.
+        disk: file with the extents of the tensors.
+        pool: pool of the host buffers.
         buffers: maximum number of prefetched tensors, and of writes in progress (`buffer_count`); see [Note: buffers].
-        reads_ahead: prefetch (`pipeline_read`).
-        writes_behind: return before writes have finished (`pipeline_write`).
+        reads_ahead: allow `prefetch` to start reads (`pipeline_read`).
+        writes_behind: let `release` return before its write has finished (`pipeline_write`).
     """
 
     name, moves = "nvme", True
@@ -166,33 +168,33 @@ class NvmeTier(Tier):
         self._stored = 0  # number of tensors not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Create a tensor of zeros and reserve its space on the disk."""
+        """Create a tensor of zeros and reserve its disk space; see `Tier.store`. StorageError: the disk is full."""
         self._stored += 1
         return _OnDisk(label, self, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:
-        """Return the CPU: it computes on tensors of this tier."""
+        """Return the CPU device: acquired tensors are in host memory."""
         return CPU
 
     def reserve(self, label: str, nbytes: int) -> Extent:
-        """Reserve an extent; reuses that of a dropped tensor of the same size."""
+        """Return an extent of `nbytes` bytes; reuses the extent of a dropped tensor of the same size."""
         places = self.spare[nbytes]
         return Extent(label, nbytes, places.pop()) if places else self.disk.create(label, nbytes)
 
     def leave(self, extent: Extent) -> None:
-        """Free the extent of a dropped tensor; after the last tensor, free the buffers too."""
+        """Make the extent of a dropped tensor reusable; once no tensor is stored, free the pool's buffers too."""
         self.spare[extent.nbytes].append(extent.offset)
         self._stored -= 1
         if not self._stored:
             self.pool.shrink()
 
     def forget(self, stored: _OnDisk) -> None:
-        """Stop counting the buffer of a tensor that is borrowed or dropped."""
+        """Exclude a tensor's buffer from both limits of [Note: buffers], since it is acquired or dropped."""
         self.prefetching.discard(stored)
         if stored in self.behind:
             self.behind.remove(stored)
 
     def limit(self) -> None:
-        """Wait for the oldest writes until at most the allowed number keep their buffers."""
+        """Wait for the oldest writes until no more than the allowed number are in progress."""
         while len(self.behind) > self._most_behind:
             self.behind.popleft().return_buffer()

@@ -1,4 +1,4 @@
-"""Disk for simulations: counts extents, and completes transfers immediately."""
+"""Simulated disk: counts the reserved bytes and transfers no data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from deepspeed.storage.tensor_file import Disk, Extent, Transfer
 
 
 class _DoneTransfer(Transfer):
+    """Transfer that has already finished."""
+
     def __init__(self) -> None:
         self._job = None
 
 
 class SimulatedDisk(Disk):
-    """Disk that only counts its extents."""
+    """Disk that only counts the reserved bytes: transfers finish immediately and move nothing.
+
+    Args:
+        folder: see `Disk`; it is not created.
+        settings: ignored.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], *, settings: Aio) -> None:
         self.folder, self._end = os.fspath(folder), 0
@@ -37,7 +44,7 @@ class SimulatedDisk(Disk):
         return 0.0
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no file."""
 
     def cut(self) -> str:
         return ""

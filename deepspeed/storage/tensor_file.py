@@ -1,4 +1,4 @@
-"""Tensors in one unnamed file per rank, each in its own extent."""
+"""File of offloaded tensors: one unnamed file per rank, with one extent per tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIAL_BUFFER = 16 * 1024**2  # memory of a disk measurement
 
 
 class _State(Enum):
-    """State of an extent; only `DATA` can be read."""
+    """State of an extent's contents; only `DATA` can be read."""
 
     NOTHING = "nothing was written yet"
     MOVING = "a transfer of it was not waited for"
@@ -32,12 +32,12 @@ class _State(Enum):
 
 
 class Extent:
-    """Place of one tensor in the file.
+    """Byte range of one tensor in the file.
 
-    Attributes:
-        label: the tensor's name in messages.
+    Args:
+        label: name of the tensor in error messages.
         nbytes: size in bytes.
-        offset: first byte in the file, a multiple of `ALIGNMENT`.
+        offset: position of the first byte in the file, a multiple of `ALIGNMENT`.
     """
 
     def __init__(self, label: str, nbytes: int, offset: int) -> None:
@@ -48,7 +48,10 @@ class Extent:
 
 
 class Transfer:
-    """Read or write in progress. Until `wait` returns, tensor and extent must not be used otherwise."""
+    """Read or write in progress, as returned by `Disk.read` and `Disk.write`.
+
+    Until `wait` has returned, the tensor must not be used, and no other transfer of the extent may be started.
+    """
 
     def __init__(self, disk: Disk, extent: Extent, job: IORequest, writing: bool) -> None:
         self._disk, self._extent, self._writing = disk, extent, writing
@@ -56,14 +59,14 @@ class Transfer:
         self._job: IORequest | None = job
 
     def done(self) -> bool:
-        """Whether `wait` would return immediately."""
+        """Return whether `wait` would return immediately."""
         return self._job is None or self._job.done()
 
     def wait(self) -> None:
-        """Block until every byte has moved; repeated calls do nothing.
+        """Block until the transfer has finished; repeated calls do nothing.
 
         Raises:
-            StorageError: the transfer failed. A failed write leaves an extent that cannot be read until the next write.
+            StorageError: the transfer failed. After a failed write, the extent cannot be read until it is rewritten.
         """
         if self._job is None:
             return
@@ -80,14 +83,14 @@ class Transfer:
 
 
 class Disk:
-    """Block storage in `folder` for the tensors of one rank.
+    """File on a local disk with the offloaded tensors of one rank.
 
-    The file has no name, so the system removes it when the process ends, even after a crash. Removing the folder has no
-    effect on it. Space is reserved when an extent is created, so a disk that fills up later cannot stop a step.
+    The file has no name: the operating system frees it when the process ends, even after a crash, and it survives the
+    removal of its folder. Space is reserved by `create`, so writes cannot fail later because the disk is full.
 
     Args:
-        folder: `nvme_path`, on a local disk; created if missing.
-        settings: the `aio` section.
+        folder: folder on a local disk (`nvme_path`); created if missing.
+        settings: block size, queue depth and number of I/O threads (section `aio` of the configuration).
 
     Raises:
         StorageError: the folder cannot be created or written.
@@ -109,15 +112,18 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved so far."""
+        """Return the number of bytes reserved so far."""
         return self._end
 
     def create(self, label: str, nbytes: int) -> Extent:
-        """Reserve space for a tensor.
+        """Reserve disk space for a tensor.
 
         Args:
-            label: name for messages.
-            nbytes: size in bytes; its space on the disk is rounded up to `ALIGNMENT`.
+            label: name of the tensor for error messages.
+            nbytes: size in bytes; rounded up to a multiple of `ALIGNMENT` on the disk.
+
+        Returns:
+            Extent that must be written before it can be read.
 
         Raises:
             StorageError: the disk is full, or another process has truncated the file.
@@ -135,24 +141,42 @@ class Disk:
         return extent
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
-        """Start writing a contiguous CPU tensor of the extent's size; it must not change until `wait` returns."""
+        """Start an asynchronous write.
+
+        Args:
+            extent: extent to write.
+            source: contiguous CPU tensor of the extent's size; must not change until `Transfer.wait` returns.
+
+        Raises:
+            UsageError: the tensor is unsuitable, the disk is closed, or another transfer was not waited for.
+            StorageError: another process has truncated the file.
+        """
         return self._start(extent, source, True)
 
     def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
-        """Start reading into a contiguous CPU tensor of the extent's size."""
+        """Start an asynchronous read.
+
+        Args:
+            extent: extent to read.
+            into: contiguous CPU tensor of the extent's size; must not be used until `Transfer.wait` returns.
+
+        Raises:
+            UsageError: as in `write`, or nothing was written to the extent yet.
+            StorageError: another process has truncated the file, or the last write of the extent failed.
+        """
         return self._start(extent, into, False)
 
     def preflight(self, need_bytes: int) -> float:
-        """Check that `need_bytes` are available, measure the disk, and log the expected time per step.
+        """Check the free disk space, measure the disk's throughput, and log the expected time per training step.
 
         Args:
-            need_bytes: all bytes that this rank will store, including those already reserved.
+            need_bytes: number of bytes that this rank will store, including those already reserved.
 
         Returns:
-            Measured MB/s: the bytes of one write and one read over their total time.
+            Measured throughput in MB/s (1e6 bytes per second): the harmonic mean of writing and reading.
 
         Raises:
-            StorageError: less than `need_bytes` are free.
+            StorageError: less than `need_bytes` are free, or a transfer of the measurement failed.
         """
         free = self._file.free()
         if free + self._end < need_bytes:
@@ -171,25 +195,29 @@ class Disk:
         return 2 / (1 / write + 1 / read) / 1e6
 
     def close(self) -> None:
-        """Wait for transfers in progress and free the space; repeated calls do nothing."""
+        """Wait for transfers in progress and free the disk space; repeated calls do nothing."""
         self._close()
 
     def failure(self, verb: str, extent: Extent, cause: str) -> StorageError:
-        """Return an error with the tensor, the file and the usage of the disk."""
+        """Build an error whose message contains the tensor, the file and the free disk space.
+
+        Args:
+            verb: failed operation, such as "writing".
+            extent: extent of the tensor.
+            cause: end of the sentence, such as "failed: No space left on device".
+        """
         return StorageError(
             f"{verb} '{extent.label}' ({extent.nbytes} bytes at {extent.offset} of {self._file.name}) {cause}. "
             f"{self._file.disk_state()}. See to the disk, then start again from the last checkpoint"
         )
 
     def cut(self) -> str:
-        """Describe a wrong length of the file; "" if it is right.
-
-        After a truncation any tensor may be damaged, even if a later write has extended the file with zeros.
-        """
+        """Return a message if another process has truncated the file, else ""."""
         size = self._file.size()
         return "" if size >= self._end else f"somebody truncated the file to {size} bytes of {self._end}"
 
     def _start(self, extent: Extent, tensor: torch.Tensor, writing: bool) -> Transfer:
+        """Check the state of disk, extent and tensor, and start a transfer."""
         verb = "writing" if writing else "reading"
         if not self._close.alive:
             raise UsageError(f"{verb} '{extent.label}': this disk was closed")
@@ -209,7 +237,7 @@ class Disk:
         return Transfer(self, extent, job, writing)
 
     def _measure(self, nbytes: int) -> tuple[float, float]:
-        """Measure bytes per second of writing and of reading, with temporary extents."""
+        """Measure the throughput of writes and of reads, in bytes per second, with temporary extents."""
         each = min(nbytes, _TRIAL_BUFFER)
         trials = [self.create("a trial of the disk", each) for _ in range(-(-nbytes // each))]
         buffer = aligned_bytes(each)  # one buffer for all: the values do not matter
@@ -225,10 +253,11 @@ class Disk:
 
 
 disks: Replaceable[type[Disk]] = Replaceable(Disk)
-"""Class of the disk for a folder; simulations replace it."""
+"""Class that opens a disk; a simulation replaces it by `SimulatedDisk`."""
 
 
 def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the object but not its threads
+    """Stop the queue and close the file, but not in a forked child, which does not have the queue's threads."""
+    if os.getpid() == owner:
         queue.stop()
         file.close()

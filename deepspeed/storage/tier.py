@@ -1,4 +1,4 @@
-"""Interface of a tier: it stores flat tensors, which are acquired for computation and released afterwards."""
+"""Interface of storage tiers: places (device, host, disk) for flat tensors, acquired for use and then released."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class StoredTensor(ABC):
-    """Flat tensor in a tier.
+    """Flat (1-D) tensor in a storage tier.
 
-    Contract of every tier (checked by `tests/unit/storage/test_tier_contract.py`): a new tensor holds zeros. Values
-    written between `acquire` and `release(changed=True)` are returned by every later `acquire`. Nested calls of
+    Contract of every tier (checked by `tests/unit/storage/test_tier_contract.py`): the elements of a new tensor are 0.
+    Values written between `acquire` and `release(changed=True)` are returned by every later `acquire`. Nested calls of
     `acquire` return the same memory. Acquired memory is contiguous and keeps its values until it is released.
 
     Args:
@@ -35,63 +35,73 @@ class StoredTensor(ABC):
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:
-        """Hint that the tensor will be acquired soon: start slow transfers."""
+        """Hint that the tensor will be acquired soon, so that a slow tier starts to read it."""
         return None
 
     @abstractmethod
     def acquire(self, read: bool = True) -> torch.Tensor:
-        """Return the values in memory for computation: 1-D, valid until `release`.
+        """Return the values as a 1-D tensor on `Tier.lends_on`, valid until `release`.
 
         Args:
-            read: False if the caller overwrites everything; the values are then unspecified.
+            read: False if the caller overwrites all elements; the returned values are then unspecified.
         """
 
     @abstractmethod
     def release(self, changed: bool) -> None:
-        """End one `acquire`; with `changed`, new values are stored."""
-
-    def bring(self, into: torch.Tensor) -> bool:
-        """Start to fill `into` directly from the stored values, until `brought`; False: unsupported, use `acquire`.
+        """End the use of one `acquire`.
 
         Args:
-            into: contiguous, of the stored size and dtype; must not be used until `brought`.
+            changed: whether the caller has written to the tensor, so that the new values must be stored.
+        """
+
+    def bring(self, into: torch.Tensor) -> bool:
+        """Start to read the stored values directly into a tensor of the caller; `brought` waits for the end.
+
+        Args:
+            into: contiguous tensor of the stored size and dtype; must not be used until `brought` returns.
+
+        Returns:
+            False if nothing was started because a direct read is not possible; use `acquire` then.
         """
         return False
 
     def brought(self) -> None:
-        """Wait for the transfer of `bring`; raises StorageError if it failed."""
+        """Wait for the read that `bring` started; raises StorageError if it failed."""
         return None
 
     def replace(self, values: torch.Tensor) -> None:
-        """Replace all values.
+        """Overwrite all elements.
 
         Args:
-            values: 1-D, of the stored size and dtype.
+            values: 1-D tensor of the stored size and dtype, on any device.
         """
         with self.borrowed(changed=True, read=False) as lent:
             lent.copy_(values)
 
     def use_until(self, copying: Copying) -> None:
-        """Register a copy of acquired memory that continues after `release`; call this before `release`."""
+        """Register an asynchronous copy from acquired memory that may end after `release`; call before `release`."""
         self._in_use = copying
 
     def end_use(self) -> Copying | None:
-        """Return a registered copy that may still be in progress; the caller must wait for it."""
+        """Return and unregister the copy of `use_until`, which the caller must wait for; None if there is none."""
         copying, self._in_use = self._in_use, None
         return copying
 
     @abstractmethod
     def drop(self) -> None:
-        """Discard the values."""
+        """Discard the values and free their memory or disk space; the tensor must not be used afterwards."""
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """Memory of the stored values; None if they are not in memory."""
+        """Return the tensor in which the values are stored; None if they are not in memory."""
         return None
 
     @contextlib.contextmanager
     def borrowed(self, changed: bool = False, read: bool = True) -> Iterator[torch.Tensor]:
-        """Context that acquires and releases; after an error, the values count as unchanged."""
+        """Acquire the tensor for a `with` block and release it afterwards; see `acquire` and `release`.
+
+        If the block raises, the tensor is released with `changed=False`.
+        """
         lent = self.acquire(read)
         copying = self.end_use() if changed else None
         if copying is not None:
@@ -105,12 +115,12 @@ class StoredTensor(ABC):
 
 
 class Tier(ABC):
-    """Place where tensors are stored.
+    """Storage place for tensors: device, host memory or disk.
 
     Attributes:
-        name: name in the JSON (`offload_optimizer.device`): "none", "cpu" or "nvme".
-        moves: whether acquired memory differs from the stored memory, so that addresses change between uses.
-        pool: host buffers, for tiers outside of the device.
+        name: value of `offload_optimizer.device` that selects the tier: "none", "cpu" or "nvme".
+        moves: whether the address of a tensor can differ from one `acquire` to the next.
+        pool: pool of host buffers; None for the device tier.
     """
 
     name: str
@@ -119,8 +129,15 @@ class Tier(ABC):
 
     @abstractmethod
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
-        """Create a flat tensor of zeros in this tier; `device` is the device of the parameters."""
+        """Create a tensor of zeros in this tier.
+
+        Args:
+            label: name for error messages.
+            numel: number of elements.
+            dtype: dtype of the elements.
+            device: device of the parameters; the device tier allocates there.
+        """
 
     @abstractmethod
     def lends_on(self, device: torch.device) -> torch.device:
-        """Return the device of acquired tensors, for parameters on `device`."""
+        """Return the device of the tensors that `acquire` returns, given the device of the parameters."""

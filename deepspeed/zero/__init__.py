@@ -1,4 +1,4 @@
-"""ZeRO: sharding of parameters, gradients and optimizer state."""
+"""ZeRO (arXiv:1910.02054): sharding of optimizer state, gradients and parameters over data-parallel ranks."""
 
 from __future__ import annotations
 

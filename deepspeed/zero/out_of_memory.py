@@ -1,4 +1,4 @@
-"""Out-of-memory errors that name helpful keys."""
+"""Detection of out-of-memory errors, and their replacement by an error that suggests offload settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import MemoryExhaustedError
 
-_MUCH = 0.1  # of what torch holds of a device, in pieces
+_MUCH = 0.1  # fraction of the device memory reserved by torch that is unused, from which fragmentation is reported
 _WORDS = (
     "can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory",
     "can't start new thread",  # there is no room for its stack
@@ -20,7 +20,7 @@ _WORDS = (
 
 
 def is_exhaustion(error: BaseException | None) -> bool:
-    """Return whether an error means that memory ran out: of the device, of the host, or of a process limit."""
+    """Return whether an error was caused by exhausted device memory, host memory or a memory limit of the process."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -29,14 +29,22 @@ def is_exhaustion(error: BaseException | None) -> bool:
 
 
 def raise_if_exhausted(doing: str, error: BaseException) -> None:
-    """Raise an error that suggests offload if memory ran out; do nothing for any other error."""
+    """Replace an out-of-memory error by one that suggests offload settings; do nothing for any other error.
+
+    Args:
+        doing: operation for the message, such as "building the engine".
+        error: error that was caught.
+
+    Raises:
+        MemoryExhaustedError: `is_exhaustion(error)`, unless it is a MemoryExhaustedError already.
+    """
     if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
 
 
 @contextlib.contextmanager
 def behind(error: BaseException | None) -> Iterator[None]:
-    """Ignore further out-of-memory errors during clean-up after such an `error`."""
+    """Suppress out-of-memory errors of the `with` block if `error` is a MemoryExhaustedError (used for clean-up)."""
     try:
         yield
     except RuntimeError as trouble:
@@ -45,6 +53,7 @@ def behind(error: BaseException | None) -> Iterator[None]:
 
 
 def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
+    """Build the error that suggests offload settings; see `raise_if_exhausted` for the arguments."""
     return MemoryExhaustedError(
         f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
         f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
@@ -54,7 +63,7 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
 
 
 def _advice_on_pieces() -> str:
-    """Return advice if much of torch's reserved memory is too fragmented to be used."""
+    """Return advice for the message if fragmentation leaves much of torch's reserved device memory unused, else ""."""
     accelerator = get_accelerator()
     held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

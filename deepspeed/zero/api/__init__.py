@@ -1,1 +1,1 @@
-"""User interface of ZeRO, and the view of the training state for engines and checkpoints."""
+"""User interface of ZeRO, and the access of engines and checkpoints to the training state."""

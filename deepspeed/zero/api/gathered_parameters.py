@@ -1,4 +1,4 @@
-"""`GatheredParameters`, and parameters that are used outside of their own module."""
+"""`GatheredParameters`, and registration of parameters that are used outside of their own module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 
 class GatheredParameters:
-    """A context in which the parameters are gathered on every rank. Entering it is collective.
+    """Context in which sharded parameters are gathered on every rank. All ranks with the parameters must enter it.
 
     Args:
-        params: a parameter, or an iterable of parameters; parameters without an engine are ignored.
-        modifier_rank: the global rank whose in-place changes are broadcast on exit; None: at stage 3, changes are lost.
-        fwd_module: a module that uses the parameters in its forward; its forward gathers them from now on.
-        enabled: False: the context does nothing.
+        params: parameter, or iterable of parameters; None and parameters without an engine are ignored.
+        modifier_rank: global rank whose in-place changes are broadcast on exit; None: changes are lost at stage 3.
+        fwd_module: module that uses the parameters of other modules: its forward gathers them from now on.
+        enabled: if False, the context does nothing.
+
+    Raises:
+        ArgumentError: `params` is not made of tensors, or (on entry) `modifier_rank` has no shard of them.
 
     Example:
         >>> with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
@@ -83,11 +86,11 @@ class GatheredParameters:
                 group.reshard(edits_allowed=True)
 
     def _take_over(self) -> set[int]:
-        """Broadcast the values of the modifier rank; returns the ids of the groups with the parameters."""
+        """Broadcast the values of the modifier rank; returns the ids of the changed groups."""
         changed = set()
         for member in self._members:
             group = member.group
-            if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
+            if group.state is State.SHARDED:  # freed by a step in the context, which found no change
                 continue
             member.restore_view()
             editor = group.ranks.position(self.modifier_rank or 0)
@@ -98,11 +101,14 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that `module` uses `parameter` of another module in its forward.
+    """Declare that a module uses a parameter of another module, so that its forward gathers the parameter.
 
     Args:
-        module: the module that uses the parameter.
-        parameter: the parameter; no effect if no engine manages it.
+        module: module that uses the parameter in its forward.
+        parameter: parameter of another module; no effect if it is not sharded.
+
+    Raises:
+        ArgumentError: `parameter` is not a `torch.nn.Parameter`.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise ArgumentError(f"register_external_parameter needs a Parameter, got {type(parameter).__name__}")
@@ -113,7 +119,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter`."""
+    """Undo `register_external_parameter` for the same arguments; no effect if they were not registered."""
     if is_managed(parameter):
         group = parameter._ds_member.group  # type: ignore[attr-defined]
         if group.lifecycle is not None:
@@ -122,13 +128,15 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Generator[nn.Module, None, None]:
-    """A context in which an engine's module is gathered and has no hooks, for fast generation.
+    """Return a context for fast generation: all parameters are gathered, and the ZeRO hooks are removed.
+
+    All ranks must enter the context.
 
     Args:
-        model: an engine at any stage. Entering the context is collective.
+        model: engine (not its module), at any ZeRO stage.
 
     Yields:
-        The engine's module.
+        Module of the engine.
     """
     lifecycle = model._components.lifecycle
     with GatheredParameters(list(model.module.parameters())):

@@ -1,8 +1,8 @@
-"""`zero.Init`: shards each module's parameters as they are created.
+"""`zero.Init`: context in which each module's parameters are sharded as soon as they are created.
 
-Inside the context, the `__init__` of each nn.Module subclass ends by sharding the parameters that it created: every
-parameter becomes a separate group, with rank 0's values. `initialize` later moves them into the final groups, one at a
-time.
+In the context, the `__init__` of each nn.Module subclass is wrapped and ends by sharding the parameters that it
+created, with the values of rank 0. At first each parameter is a group of its own; `initialize` later moves the
+parameters into their final groups, one at a time.
 """
 
 from __future__ import annotations
@@ -41,14 +41,20 @@ from deepspeed.zero.parameters.record import Tiers
 
 
 class _Patches:
-    """Wrappers of torch's module classes and tensor constructors while a context is open."""
+    """Patches of torch's module classes and tensor constructors while an `Init` context is open."""
 
     def __init__(self) -> None:
         self._inits: list[tuple[type, Callable[..., None]]] = []
         self._constructors: dict[str, Any] = {}
 
     def apply(self, wraps_apply: bool, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Wrap `__init__` of every existing module class, and of classes defined while the context is open."""
+        """Wrap `__init__` of all module classes, including those defined later in the context, and constructors.
+
+        Args:
+            wraps_apply: also replace `nn.Module.apply`, so that it gathers parameters.
+            dtype: dtype of the parameters; None: that of the model.
+            device: default device of new tensors.
+        """
 
         def visit(cls: type) -> None:
             for sub in cls.__subclasses__():
@@ -77,7 +83,7 @@ class _Patches:
         @functools.wraps(original)
         def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
+            # Only the outermost __init__ of an object shards, since a subclass may change its base class's parameters.
             if _open and type(self).__init__ is init:
                 _open[-1].shard(self)
                 _open[-1].shard_late(self)
@@ -100,31 +106,41 @@ class _Patches:
             setattr(torch, name, original)
 
 
-# Freed bytes after which unused pages are given back; memory would otherwise peak far above what is held.
+# Number of freed bytes after which unused pages are returned to the system, to limit peak memory.
 _TRIM_AFTER = 1 << 25
 
 _CONSTRUCTORS = ("arange", "empty", "eye", "full", "ones", "tensor", "zeros")
-_orig_torch_arange = torch.arange  # Transformers tells it from the others by this name
+_orig_torch_arange = torch.arange  # Transformers accesses the original function by this name
 
-# The contexts that are open, outermost first: the innermost shards new modules.
+# Open contexts, outermost first; the innermost one shards new modules.
 _open: list[Init] = []
 
 
 class Init:
     """Context in which modules are sharded as they are created (ZeRO stage 3).
 
+    All ranks must create the same modules in the same order. The values are those of the first rank. Starts
+    `torch.distributed` if necessary.
+
     Args:
-        module: an existing module to shard now.
-        data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: tier of the shards from creation on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
-            the device; None: the tier of `offload_param`.
-        config_dict_or_path: the JSON, for the dtype; may still contain "auto".
+        module: existing module, to be sharded by the constructor; None: only modules created in the context.
+        data_parallel_group: process group to shard over; None: all ranks that have the same part of the model.
+        mem_efficient_linear: accepted without effect.
+        remote_device: place of the shards: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for the device;
+            None: the device of `offload_param` in the configuration.
+        pin_memory: use pinned (page-locked) memory for shards in host memory.
+        config_dict_or_path: configuration (dict or path of a JSON file) with dtype and offload; may contain "auto".
         config: another name of `config_dict_or_path`.
-        enabled: False: the context does nothing.
-        dtype: dtype of floating-point parameters; None: the JSON's, else the model's.
-        mpu: a client's unit with `get_data_parallel_group`.
-        pin_memory: use page-locked memory for shards on the host.
-        mem_efficient_linear: has no effect; arguments that are not listed here are not available yet.
+        enabled: if False, the context does nothing.
+        dtype: dtype of floating-point parameters; None: fp16 or bf16 if the configuration enables it, else the model's.
+        mpu: model-parallel unit of Megatron, with `get_data_parallel_group`.
+        zero_param_parallel_group: not available, as all arguments after this one.
+
+    Raises:
+        NotAvailableError: an argument that is not available was passed.
+        ArgumentError: `remote_device` is unknown, or is "nvme" without a configured path.
+        UsageError: a parameter is created on the meta device.
+        MemoryExhaustedError: the model does not fit in memory (at the end of the context).
 
     Example:
         >>> with deepspeed.zero.Init(config_dict_or_path=config):
@@ -170,7 +186,7 @@ class Init:
         parsed = DeepSpeedConfig.for_init(source) if source is not None else None
         if data_parallel_group is not None:
             self.axis: Axis = group_axis("dp", data_parallel_group, self.device)
-        else:  # ranks of all pipeline stages make the same model, unless a client's unit says that it cuts them
+        else:  # ranks of all pipeline stages create the same model, unless an `mpu` divides them
             stages = ("pp",) if mpu is None else ()
             self.axis = find_mesh(parsed, mpu, None, self.device).axis(*REPLICATED, *stages)
         self.dtype = dtype
@@ -180,14 +196,14 @@ class Init:
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches, self._pages = _Patches(), contextlib.ExitStack()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
-        self._born: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have been made here
+        self._born: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that were created in the context
         if module is not None:
             for child in module.modules():
                 self.shard(child)
 
     @staticmethod
     def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
-        """Return the storage tier of shards from creation on."""
+        """Return the storage tier of the shards."""
         section = config.zero.offload_param if config is not None else None
         where = remote_device or (section.device if section is not None else "none")
         if where in ("none", get_accelerator().device_name()) and where != "cpu":
@@ -206,10 +222,10 @@ class Init:
 
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> Init:
-        """Create a context that shards over the given ranks.
+        """Create a context that shards over a process group, without a configuration.
 
         Args:
-            axis: the ranks, which create the same model.
+            axis: process group; all its ranks create the same model.
             device: device of the parameters.
         """
         context = cls(enabled=False)
@@ -240,19 +256,23 @@ class Init:
             raise exhausted("a model was made under zero.Init", error) from error
 
     def shard_late(self, module: nn.Module) -> None:
-        """Shard parameters that were added to modules below `module` after their `__init__`, as by `weight_norm`."""
+        """Shard parameters that submodules of `module` got after their own `__init__`, for example by `weight_norm`."""
         self._born.add(module)
         for child in module.modules():
             if child in self._born and child is not module:
                 self._shard_parameters(child)
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters that `module` itself owns, with the values of axis rank 0."""
+        """Shard the parameters of `module` without those of its children, and broadcast its buffers from rank 0.
+
+        Raises:
+            UsageError: a parameter is on the meta device.
+        """
         self._shard_parameters(module)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
-        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
+        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # on a device, torch's allocator reuses them
             self._unshared = 0
             get_accelerator().empty_cache()
 
@@ -260,8 +280,8 @@ class Init:
         for name, param in module._parameters.items():
             if param is None or is_managed(param):
                 continue
-            # Keras shows torch the variables of a layer in a dictionary: a frozen one may be a statistic or a seed,
-            # which every rank has whole. `initialize` shards what is a frozen weight after all.
+            # Keras registers the variables of a layer in a ParameterDict: a frozen one may be a statistic or a seed,
+            # which must not be sharded. `initialize` shards frozen weights later.
             if isinstance(module, nn.ParameterDict) and not param.requires_grad:
                 continue
             if param.device.type == "meta":
@@ -280,12 +300,12 @@ class Init:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    """Wrap a tensor constructor to create tensors on the device; Transformers replaces this function by its own.
+    """Wrap a tensor constructor so that its default device is `target_device`. Transformers patches this function.
 
     Args:
-        fn: the constructor.
-        target_fp_dtype: dtype of the parameters; not used here, since buffers keep the model's dtype.
-        target_device: device on which modules are sharded.
+        fn: constructor, such as `torch.empty`.
+        target_fp_dtype: accepted without effect, since buffers keep the model's dtype.
+        target_device: default device; if it is the CPU, `fn` is returned unchanged.
     """
     if target_device.type == "cpu":
         return fn
@@ -300,7 +320,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """Run `Module.apply` with whole parameters; changes of each parameter's first rank are broadcast."""
+    """Run `Module.apply` with gathered parameters, and broadcast the changes of each parameter's first rank."""
     for child in self.children():
         child.apply(fn)
     by_rank: dict[int, list[torch.Tensor]] = {}
@@ -315,9 +335,19 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 
 
 def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write to a parameter that was sharded with a child of the module; the result of axis rank 0 is broadcast.
+    """Gather a sharded parameter, write to it, and broadcast the first rank's values. All ranks must call this.
 
-    The write may be to a part, such as Transformers' write to an embedding's padding row.
+    Used when a module initializes parameters of its children. A write to a view is possible too, such as that of
+    Transformers to the padding row of an embedding.
+
+    Args:
+        name: name of the operation.
+        func: function that writes to its first argument.
+        args: arguments; the first one is the parameter or a view of it.
+        kwargs: keyword arguments of `func`.
+
+    Returns:
+        First argument.
     """
     member, target = args[0]._ds_member, args[0]
     with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
@@ -325,7 +355,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
             member.param.copy_(args[1])
         else:
             whole = member.param
-            if isinstance(target, ReadView):  # of a dense copy, whose elements lie as in the parameter
+            if isinstance(target, ReadView):  # view of a dense copy with the strides of the parameter
                 if target.dtype != whole.dtype or target.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
                     reject_write(name, member)
                 offset = whole.storage_offset() + target.storage_offset()
@@ -337,7 +367,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Suspend all contexts inside: `initialize` creates helper modules that must not be sharded."""
+    """Return a context in which new modules are not sharded; `initialize` creates helper modules in it."""
     paused = _open[:]
     _open.clear()
     try:

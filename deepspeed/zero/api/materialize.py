@@ -1,10 +1,10 @@
-"""Materialization of a model from the meta device, module by module and sharded.
+"""Materialization of a model from the meta device: modules are initialized and sharded one after another.
 
-Each module is initialized by the `_init_weights(module)` of the nearest enclosing model (as in Transformers), or by its
-own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values are those of the same model
-materialized whole by `to_empty`, with the same ties and calls. Tensors that `_init_weights` leaves unwritten are reset
-without changing those that it wrote; `_init_weights` is then called again, since it may scale values of the class.
-Values that existed before, such as loaded ones, are kept.
+Each module is initialized by the `_init_weights(module)` of the nearest enclosing model (as in Transformers), called
+the rule in the code, or by its own `reset_parameters()`. Modules are visited in the order of `Module.apply`, so random
+values are the same as with `to_empty` on the unsharded model. For tensors that `_init_weights` does not write,
+`reset_parameters` is called in addition, and does not change the others; `_init_weights` then runs again, since it may
+scale the values of `reset_parameters`. Values that existed before, such as loaded ones, are not changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from deepspeed.zero.api.init_context import Init, write_whole
 from deepspeed.zero.parameters.parameter import init_writers, is_managed
 
 Rule = Callable[[nn.Module], Any]
-# A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
+# Attribute of a module: its allocated but unwritten tensors, by name, with their versions. It remains after an error.
 _UNWRITTEN = "_ds_unwritten"
-_NOBODYS = 0xA5  # bytes of integers and truth values that nobody has written
-_STOPPED = "_ds_stopped"  # a model's mark: where an error left it with values of which some may be written half
+_NOBODYS = 0xA5  # byte with which unwritten integer and bool tensors are filled
+_STOPPED = "_ds_stopped"  # attribute of a model: module in which an error interrupted the initialization
 
 
 def is_without_values(model: nn.Module) -> bool:
-    """Return whether some of a model's parameters are, or were, on the meta device and have no values yet."""
+    """Return whether some parameters have no values: they are on the meta device, or `materialize` failed on them."""
     if any({_UNWRITTEN, _STOPPED} & vars(module).keys() for module in model.modules()):
         return True
     return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())
@@ -43,17 +43,18 @@ def is_without_values(model: nn.Module) -> bool:
 def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Initialize a model's meta tensors, and shard its parameters as `zero.Init` does.
 
-    All ranks of the axis must call this. No rank holds more than one whole module besides its shards.
+    All ranks of the process group must call this. Besides its shards, a rank has at most one unsharded module in
+    memory.
 
     Args:
         model: changed in place; parameters keep their identity, except in recurrent layers.
-        axis: ranks that have created the same model; the values of the first rank are used.
+        axis: process group; its ranks have created the same model, and the values of the first rank are used.
         device: target device.
 
     Raises:
-        UsageError: a tensor has no initialization rule; all ranks raise, and the message names it. The model remains
-            without values, and can be passed again. Or an earlier call failed within a rule, and the model is lost.
-        Exception: the error of a rule; the other ranks raise too.
+        UsageError: a tensor has no initialization rule (the message names it, all ranks raise, and the call can be
+            repeated), or an earlier call failed within a rule (the model must be created anew).
+        Exception: error of an initialization rule; the other ranks raise too.
     """
     where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
     if where is not None:
@@ -75,25 +76,27 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
 
 
 class _Materializer:
+    """State of one call of `materialize`."""
+
     def __init__(self, context: Init, device: torch.device) -> None:
         self._context, self._device = context, device
-        self._met: set[nn.Module] = set()
-        self._given: set[nn.Parameter] = set()
-        self._ruled: set[nn.Parameter] = set()  # of those, what a rule wrote
+        self._met: set[nn.Module] = set()  # visited modules
+        self._given: set[nn.Parameter] = set()  # initialized parameters
+        self._ruled: set[nn.Parameter] = set()  # those of them that a rule wrote
         self._doing = ""  # "rule", "reset" or "again", while one is called
-        self.at = "the model"  # the module that is being given values
-        self._count = 0  # of tensors that have been given values
-        self._places: dict[str, tuple[nn.Module, str]] = {}
-        self._owed: dict[str, int] = {}  # where, version: not written as yet
+        self.at = "the model"  # module that is being initialized
+        self._count = 0  # number of initialized tensors
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # module and name of each tensor, by path
+        self._owed: dict[str, int] = {}  # versions of tensors that were not written yet, by path
 
     def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
-        """Initialize children before their parent, like `Module.apply`."""
+        """Initialize and shard a module after its children, in the order of `Module.apply`."""
         if module in self._met:
             return
         self._met.add(module)
         own_rule, before = getattr(module, "_init_weights", None), self._count
         if callable(own_rule) and not isinstance(own_rule, nn.Module):
-            with contextlib.suppress(TypeError):  # it cannot be called with a module alone
+            with contextlib.suppress(TypeError):  # its signature is not `_init_weights(module)`
                 inspect.signature(own_rule).bind(module)
                 rule = own_rule
         for name, child in module.named_children():
@@ -103,7 +106,10 @@ class _Materializer:
         self._context.shard(module)
 
     def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write to a parameter of another module, unless it has values or this is a reset after a rule's write."""
+        """Write to a sharded parameter of another module; do nothing if the present call must not change it.
+
+        Writes are ignored if the parameter had values before, in the second run of a rule, and in a reset after a rule.
+        """
         param = args[0]._ds_member.param
         if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
             return args[0]
@@ -112,10 +118,10 @@ class _Materializer:
         return write_whole(name, func, args, kwargs)
 
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
-        """Initialize a module's own tensors; tensors of its children that already have values may change."""
-        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of an earlier call that failed
+        """Allocate and initialize a module's own tensors; the rule may also change initialized tensors of children."""
+        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # unwritten tensors of an earlier, failed call
         names, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
-        # Those of another module, which has been sharded by now: tied weights are initialized by both.
+        # Tied weights, already sharded with another module, are initialized by both modules.
         shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]
         self._count += len(names) + len(earlier) + sum(param in self._given for param in shared)
         if self._count == before:
@@ -138,7 +144,7 @@ class _Materializer:
 
     @contextlib.contextmanager
     def _keeping(self, module: nn.Module, names: list[str]) -> Iterator[None]:
-        """Preserve the values of tensors that were initialized before."""
+        """Return a context that restores the values of tensors that existed before materialization."""
         originals = {
             name: tensor.detach().clone()
             for name, tensor in _own(module).items()
@@ -177,7 +183,7 @@ class _Materializer:
             _own(module)[name].detach()[written] = values
 
     def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
-        """Call the rule again, since it may read values that the class has set; the random state does not advance."""
+        """Call the rule again, since it may use values that `reset_parameters` set; the random state is restored."""
         before = {name: _own(module)[name].detach().clone() for name in blank}
         kind = self._device.type
         with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
@@ -200,10 +206,10 @@ class _Materializer:
             if param is None or is_managed(param) or param.device.type != "meta":
                 continue
             parameter = nn.Parameter(_blank(param, self._device), param.requires_grad)
-            marks = dict(vars(param))  # of the client's, such as its row of the table of placements
+            marks = dict(vars(param))  # attributes set by other code
             try:
                 swap_tensors(param, parameter)
-            except RuntimeError:  # somebody has a weak reference, as recurrent layers have: they hear of a new one
+            except RuntimeError:  # weak references exist; recurrent layers have them, and update them in `__setattr__`
                 setattr(module, name, parameter)
                 param = parameter
             vars(param).update(marks)
@@ -217,9 +223,9 @@ class _Materializer:
         return names
 
     def check(self) -> None:
-        """Raise for tensors that neither their module nor an enclosing one initialized. All ranks must call this."""
+        """Raise UsageError if a tensor was initialized by no module. All ranks must call this."""
         lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
-        lost = self._of_any(lost)  # a buffer is each rank's own
+        lost = self._of_any(lost)  # buffers may differ between ranks
         for module in self._met:
             marks: dict[str, int] = vars(module).pop(_UNWRITTEN, {})
             left = {name: marks.get(name, 0) for owner, name in map(self._places.get, lost) if owner is module}  # type: ignore[misc]
@@ -233,7 +239,7 @@ class _Materializer:
             )
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
-        """Return the union over all ranks, in one order, since a rule may write on one rank only."""
+        """Return the union of the ranks' paths, in the same order on all ranks; a rule may write on one rank only."""
         everywhere = {
             where for rank_places in all_gather_objects(self._context.axis, list(places)) for where in rank_places
         }
@@ -247,11 +253,12 @@ class _Materializer:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters and buffers of a module without its children."""
     return {name: value for name, value in {**module._buffers, **module._parameters}.items() if value is not None}
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Fill with NaN, or with improbable bytes, so that unwritten elements are detected."""
+    """Create a tensor filled with NaN (integers: an improbable value), by which unwritten elements are detected."""
     if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
     tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -260,20 +267,20 @@ def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the elements as bytes."""
+    """Return the elements as a flat uint8 tensor, without a copy if they are contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _written(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask of elements that are not NaN; None for integers and bools, which cannot be NaN."""
+    """Return the mask of elements that are not NaN; None for integers and bools, which cannot be NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
+    small = tensor.is_floating_point() and tensor.itemsize == 1  # torch cannot compare fp8
     return ~(tensor.float() if small else tensor).isnan()
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Return whether some elements are unwritten. NaN decides before the version, since `.data` writes do not count."""
+    """Return whether some elements are unwritten: NaN in floats; in integers, the fill value at the same version."""
     written = _written(tensor)
     if written is not None:
         return not written.all()

@@ -1,4 +1,4 @@
-"""Estimates of a model's memory under ZeRO."""
+"""Estimates of the memory for parameters, gradients and optimizer state with ZeRO (arXiv:1910.02054, section 3)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PREFETCH_BUCKET = 50_000_000
 FP32 = 4
 
 
-# Where state can rest.
+# Places of training state.
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of training state on one rank before the step, by place.
+    """Bytes of training state on one rank; each dict has the places `DEVICE`, `HOST` and `NVME` as keys.
 
     Args:
-        params: parameters.
-        optimizer: master copies and moments.
-        gradients: accumulators.
+        params: bytes of the parameters.
+        optimizer: bytes of master weights and optimizer state.
+        gradients: bytes of the gradient accumulators.
     """
 
     params: dict[str, float]
@@ -51,17 +51,17 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class GroupState:
-    """Sizes that determine the bytes of a group's state on one rank.
+    """Sizes from which the bytes of a parameter group's state on one rank are computed.
 
     Args:
-        numel: elements of the group.
-        own: elements that this rank updates.
+        numel: number of elements of the group.
+        own: number of elements that this rank updates.
         gathered: whether parameters are sharded too (stage 3).
         itemsize: bytes per element of the parameters.
-        master: bytes per element of the master; 0 if the group is not trained.
-        accumulator: bytes per element of the gradient sums.
+        master: bytes per element of the master weights; 0 if the group is not trained.
+        accumulator: bytes per element of the gradient accumulators.
         moments: bytes of optimizer state per element.
-        sums_whole: whether gradients are accumulated unsharded (stage 0, stage 1 with accumulation).
+        sums_whole: whether gradients are accumulated unsharded (stage 0, or stage 1 with gradient accumulation).
     """
 
     numel: float
@@ -77,14 +77,27 @@ class GroupState:
     def of(
         cls, policy: Policy, numel: float, own: float, widths: tuple[int, int, int], moments: float, accumulates: bool
     ) -> GroupState:
-        """Create the sizes for a stage's policy; `widths`: bytes per element of parameters, master and accumulator."""
+        """Create the sizes for a ZeRO stage.
+
+        Args:
+            policy: sharding policy of the stage.
+            numel: see the class.
+            own: see the class.
+            widths: bytes per element of parameters, master weights and accumulators.
+            moments: see the class.
+            accumulates: whether an update has several micro-batches.
+        """
         whole = not policy.owns_a_shard or (accumulates and not policy.reduces_as_gradients_arrive)
         return cls(numel, own, policy.gathers_before_use, *widths, moments, whole)
 
     def rest_bytes(self, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
-        """Return the bytes of a group's state; estimates, predictions and documentation use this formula.
+        """Return the bytes of the group's state.
 
-        Parameters need no separate master if they have its width and are stored in the optimizer's place.
+        Parameters with the dtype of the master weights need no separate ones if both are stored in the same place.
+
+        Args:
+            optimizer: place of the optimizer state.
+            parameters: place of the parameters; used at stage 3 only.
         """
         rests = parameters if self.gathered else DEVICE
         params = {rests: (self.own if self.gathered else self.numel) * self.itemsize}
@@ -106,25 +119,26 @@ def state_bytes(
     optimizer: str = DEVICE,
     parameters: str = DEVICE,
 ) -> StateBytes:
-    """Return the state bytes per parameter on each of `world` ranks, with Adam and fp32 accumulators.
+    """Return the bytes of training state per model parameter on each rank, with Adam and fp32 accumulators.
 
-    Low precision: 2-byte parameters, fp32 master and two moments (12), fp32 accumulator (4). fp32: the parameters are
-    the master (4), two moments (8), accumulator (4). Stage 1 splits the second, stage 2 also the third, stage 3 all;
-    stage 1 keeps whole accumulators only while it accumulates.
+    In bf16 or fp16, a parameter takes 2 bytes, its optimizer state 12 (fp32 master weight and two moments) and its
+    gradient 4. In fp32, it takes 4 bytes, its optimizer state 8 (two moments) and its gradient 4. Stage 1 divides the
+    optimizer state by `world`, stage 2 also the gradients, stage 3 also the parameters. At stage 1 the gradients are
+    divided too, unless they are accumulated.
 
     Args:
         stage: 0 to 3 (`zero_optimization.stage`).
-        world: number of ranks that share the states.
-        low_precision: compute in bf16 or fp16.
-        accumulating: `gradient_accumulation_steps` above 1.
+        world: number of ranks over which the state is sharded.
+        low_precision: compute in bf16 or fp16 instead of fp32.
+        accumulating: whether `gradient_accumulation_steps` is above 1.
         optimizer: `DEVICE`, `HOST` or `NVME` (`offload_optimizer`).
         parameters: `DEVICE`, `HOST` or `NVME` (`offload_param`, stage 3).
 
     Returns:
-        The bytes of parameters, optimizer and gradients.
+        Bytes of parameters, optimizer state and gradients by place.
 
     Raises:
-        ArgumentError: an unknown stage.
+        ArgumentError: the stage is unknown.
     """
     if stage not in range(4):
         raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
@@ -135,7 +149,7 @@ def state_bytes(
 
 
 def _sharing(ranks: int, model_parallel: int) -> int:
-    """Return the number of ranks that share the states of one model slice."""
+    """Return the number of ranks over which the state of one model slice is sharded."""
     if model_parallel < 1 or ranks % model_parallel:
         raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
     return ranks // model_parallel
@@ -152,26 +166,29 @@ def estimate_zero2_model_states_mem_needs(
     reduce_bucket_size: int = REDUCE_BUCKET,
     model_parallel: int = 1,
 ) -> tuple[int, int]:
-    """Estimate the memory at stage 2 with 2-byte parameters and Adam.
+    """Estimate the memory for training at stage 2 with 2-byte parameters and Adam.
 
     Args:
-        total_params: parameters of the model.
-        num_gpus_per_node: ranks per node.
+        total_params: number of parameters of the model (with model parallelism: of one slice).
+        num_gpus_per_node: number of ranks per node.
         num_nodes: number of nodes.
-        cpu_offload: whether optimizer states and accumulators are in host memory (`offload_optimizer`).
-        additional_buffer_factor: safety factor on host memory.
-        activation_bytes: activations of one micro-batch on one rank.
-        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
-        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
+        cpu_offload: whether optimizer state and accumulators are in host memory (`offload_optimizer`).
+        additional_buffer_factor: safety factor on the host memory.
+        activation_bytes: bytes of the activations of one micro-batch on one rank.
+        reduce_bucket_size: number of elements (`zero_optimization.reduce_bucket_size`).
+        model_parallel: number of tensor-parallel slices times pipeline stages of the model.
 
     Returns:
         Bytes of host memory per node, bytes of device memory per rank.
+
+    Raises:
+        ArgumentError: `model_parallel` does not divide the number of ranks.
     """
     world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
     parts = state_bytes(2, world, optimizer=HOST if cpu_offload else DEVICE)
     device = parts.at(DEVICE) * total_params + activation_bytes
     device += FP32 * min(total_params, reduce_bucket_size)
-    # Every rank makes the whole fp32 model before the states are split.
+    # Each rank creates the unsharded fp32 model first.
     host = num_gpus_per_node * total_params * max(FP32, parts.at(HOST))
     return int(host * additional_buffer_factor), int(device)
 
@@ -191,21 +208,26 @@ def estimate_zero3_model_states_mem_needs(
     model_parallel: int = 1,
     max_live_parameters: int = LIVE_PARAMETERS,
 ) -> tuple[int, int, int]:
-    """Estimate the memory at stage 3 with 2-byte parameters and Adam; other arguments as for stage 2.
+    """Estimate the memory for training at stage 3 with 2-byte parameters and Adam.
+
+    Arguments that are not listed are those of `estimate_zero2_model_states_mem_needs`.
 
     Args:
-        largest_layer_params: parameters of the largest layer, which are gathered together.
-        cpu_offload_params: whether parameters are in host memory too (`offload_param`).
-        zero_init: whether the model is created under `zero.Init`.
-        max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
+        largest_layer_params: number of parameters of the largest layer, which are gathered together.
+        cpu_offload_params: whether parameters are in host memory too (`offload_param`); needs `cpu_offload`.
+        zero_init: whether the model is created in `zero.Init`.
+        max_live_parameters: number of elements (`zero_optimization.stage3_max_live_parameters`).
 
     Returns:
         Bytes of host memory per node, bytes of device memory per rank, fp32 bytes of the largest layer.
+
+    Raises:
+        ArgumentError: `model_parallel` does not divide the number of ranks.
     """
     world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
     optimizer = HOST if cpu_offload else DEVICE
     parts = state_bytes(3, world, optimizer=optimizer, parameters=optimizer if cpu_offload_params else DEVICE)
-    # Two layers at least: the one in use and the one that is fetched; more when the limit lets them stay.
+    # At least two layers are gathered, the current and the prefetched one; more if the limit allows it.
     gathered = min(total_params, max(2 * largest_layer_params, max_live_parameters + PREFETCH_BUCKET))
     device = parts.at(DEVICE) * total_params + 2 * gathered + activation_bytes
     device += FP32 * min(total_params, reduce_bucket_size + largest_layer_params)
@@ -221,15 +243,15 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 2 table for a model.
+    """Print the memory estimates of stage 2 for a model, with and without offload.
 
     Args:
-        model: the model.
-        num_gpus_per_node: ranks per node.
+        model: model whose parameters are counted.
+        num_gpus_per_node: number of ranks per node.
         num_nodes: number of nodes.
-        additional_buffer_factor: safety factor on host memory.
-        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: from the placements of its
-            parameters and the mesh) of `estimate_zero2_model_states_mem_needs`.
+        additional_buffer_factor: safety factor on the host memory.
+        sizes: `activation_bytes`, `reduce_bucket_size` and `model_parallel` of
+            `estimate_zero2_model_states_mem_needs`; the default of the last is the mesh's size for a sliced model.
     """
     total, _ = _model_sizes(model, sizes)
     estimate_zero2_model_states_mem_needs_all_cold(
@@ -244,7 +266,15 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 2 table for a number of parameters; arguments as in `..._all_live`."""
+    """Print the memory estimates of stage 2 for a number of parameters, with and without offload.
+
+    Args:
+        total_params: number of parameters of the model.
+        num_gpus_per_node: number of ranks per node.
+        num_nodes: number of nodes.
+        additional_buffer_factor: safety factor on the host memory.
+        sizes: further keyword arguments of `estimate_zero2_model_states_mem_needs`.
+    """
     _print_table(
         lambda **options: estimate_zero2_model_states_mem_needs(
             total_params,
@@ -267,7 +297,15 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 3 table for a model; arguments as for stage 2, with `max_live_parameters` among the sizes."""
+    """Print the memory estimates of stage 3 for a model, for each kind of offload.
+
+    Args:
+        model: model whose parameters and layers are counted.
+        num_gpus_per_node: number of ranks per node.
+        num_nodes: number of nodes.
+        additional_buffer_factor: safety factor on the host memory.
+        sizes: further keyword arguments of `estimate_zero3_model_states_mem_needs`.
+    """
     total, largest = _model_sizes(model, sizes)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
@@ -282,7 +320,16 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
     **sizes: Any,
 ) -> None:
-    """Print the stage 3 table for a number of parameters; arguments as in `..._all_live`."""
+    """Print the memory estimates of stage 3 for a number of parameters, for each kind of offload.
+
+    Args:
+        total_params: number of parameters of the model.
+        largest_layer_params: number of parameters of the largest layer.
+        num_gpus_per_node: number of ranks per node.
+        num_nodes: number of nodes.
+        additional_buffer_factor: safety factor on the host memory.
+        sizes: further keyword arguments of `estimate_zero3_model_states_mem_needs`.
+    """
     options = [
         {"cpu_offload_params": params, "cpu_offload": optimizer, "zero_init": born_split}
         for params, optimizer in ((True, True), (False, True), (False, False))
@@ -325,7 +372,7 @@ def _print_table(
 
 
 def _model_sizes(model: nn.Module, sizes: dict[str, Any]) -> tuple[int, int]:
-    """Return the total parameters and those of the largest unit that stage 3 gathers; sets `model_parallel`."""
+    """Count the parameters of a model and of its largest layer; sets the default of `sizes["model_parallel"]`."""
     layers: Counter[nn.Module] = Counter()
     for param, unit in units_of(model).items():
         layers[unit] += param.numel()

@@ -1,7 +1,7 @@
-"""Resharding of parameters over other ranks, one at a time, or release of parameters.
+"""Resharding of parameters of `zero.Init` over other ranks, one parameter at a time.
 
-`zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to its own stage; a
-rank never holds more than its stage's parameters and its shards of the others.
+`zero.Init` shards a pipeline's model over the ranks of all stages. This module moves each parameter to the ranks of its
+own stage, so a rank never has more in memory than the parameters of its stage and its shards of the others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def is_sharded_by_init(model: nn.Module) -> bool:
-    """Return whether `zero.Init` has sharded some of a model's parameters."""
+    """Return whether any parameter of a model is sharded, as by `zero.Init`."""
     return any(is_managed(param) for param in model.parameters())
 
 
 def check_not_served(model: nn.Module) -> None:
-    """Raise for a parameter that belongs to another engine."""
+    """Check that no parameter of a model belongs to another engine; raises UsageError if one does."""
     for name, param in model.named_parameters():
         member = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
         if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
@@ -41,9 +41,12 @@ def check_not_served(model: nn.Module) -> None:
 
 
 def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], axis: Axis | None) -> None:
-    """Shard parameters of `zero.Init` over the ranks of `axis`. Collective over all ranks that hold shards.
+    """Reshard parameters of `zero.Init` over a process group. All ranks with shards of them must call this.
 
-    With axis None, parameters become whole; those not in `unchanged` become empty tensors.
+    Args:
+        params: parameters by name; those that are not sharded are left alone.
+        unchanged: parameters that this rank needs; all others become empty tensors.
+        axis: process group of the new shards; None: the parameters stay unsharded.
     """
     stay = set(unchanged)
     for name, param in params.items():
@@ -55,12 +58,19 @@ def shard_over(params: Mapping[str, Parameter], unchanged: Iterable[Parameter], 
             param.data = param.data.new_empty(0)
         elif axis is not None and (axis.size > 1 or tiers.parameters is not RESIDENT):
             shard_parameter(param, name, axis, tiers)
-    if any(param.device.type == "cpu" for param in params.values()):  # the pages of many small buffers
+    if any(param.device.type == "cpu" for param in params.values()):  # return the memory of many small buffers
         get_accelerator().empty_cache()
 
 
 def shard_parameter(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
-    """Shard a plain parameter as `zero.Init` does. Collective over the axis, with equal values on all ranks."""
+    """Shard a parameter as `zero.Init` does. All ranks of the process group must call this.
+
+    Args:
+        param: unsharded parameter, with equal values on all ranks.
+        name: name for messages.
+        axis: process group.
+        tiers: storage tiers; None: the device.
+    """
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)
         ShardGroup(alone(axis), policy_for(3), layout, [ParamRecord(param, name)], tiers=tiers)

@@ -1,6 +1,6 @@
 """Training state of an engine as named ranges of elements, for checkpoints.
 
-Only this module knows the storage of values, optimizer state and gradients of a parameter.
+Checkpoints access parameters, optimizer state and gradients only by this module, which hides how they are stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
-# The names by which checkpoints state how a layout cuts.
+# Names of the layout rules in checkpoints.
 BETWEEN_PARAMETERS = "between"
 LAYOUT_RULES = {"equal": by_group, BETWEEN_PARAMETERS: by_owner, "first": by_first}
 
@@ -38,7 +38,12 @@ COMPRESSION = "compression."
 
 
 class Hold:
-    """Context that brings the offloaded state of a group into memory."""
+    """Factory of contexts in which the offloaded state of a parameter group is in memory.
+
+    Args:
+        view: state of the engine.
+        group: parameter group.
+    """
 
     def __init__(self, view: StateView, group: ShardGroup) -> None:
         self._view, self._group = view, group
@@ -56,16 +61,16 @@ class Hold:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Elements [start, stop) of one field of a parameter or buffer, on this rank.
+    """Elements [start, stop) of a parameter, buffer, gradient or state tensor on this rank.
 
     Args:
         name: name of the parameter or buffer.
-        box: region of the global tensor on this rank.
-        start: first element in this rank's flattened tensor.
-        stop: one past the last element.
+        box: region of the unsharded tensor of which this rank has the flattened elements.
+        start: index of the first element in the flattened region.
+        stop: index after the last element.
         dtype: dtype of the elements.
-        values: returns the values, 1-D and in place: writes persist.
-        hold: context to enter while `values` and its result are in use; None: the values are in memory.
+        values: returns the 1-D values without a copy, so that writes persist.
+        hold: context in which `values` may be called and its result used; None: the values are in memory.
     """
 
     name: str
@@ -78,14 +83,14 @@ class StateRange:
 
 
 class WindowView:
-    """Gradients of an unfinished accumulation window."""
+    """Access to the gradients that were accumulated since the last update; a base class of `StateView`."""
 
     members: dict[str, ParamRecord]
     reducer: Reducer | None
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether the window holds gradients; equal on all ranks."""
+        """Return whether gradients were accumulated since the last update; the result is the same on all ranks."""
         return self.reducer is not None and not self.reducer.clean
 
     def bucket(self, group: ParameterGroup) -> Bucket:
@@ -97,10 +102,13 @@ class WindowView:
         return [] if self.reducer is None else self.reducer.buckets
 
     def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Wait for gradients in flight; `agree` all-gathers a list. All ranks must call this.
+        """Wait for reductions in progress. All ranks must call this.
 
-        Open rounds stay open, so that saving does not change the sums of a run. Only if ranks have launched different
-        numbers of rounds, as branches can cause, the missing rounds are sent.
+        Gradients whose reduction has not started stay as they are, so that a checkpoint does not change the sums of the
+        run; but if ranks have started different numbers of reductions, all gradients are reduced.
+
+        Args:
+            agree: function that all-gathers a list over the ranks.
         """
         if self.reducer is None or self.reducer.clean:
             return
@@ -114,15 +122,20 @@ class WindowView:
             self.reducer.finish()
 
     def filled(self, group: ShardGroup) -> bool:
-        """Return whether a group's window has a reduced part."""
+        """Return whether the group's accumulator contains reduced gradients."""
         return self.has_gradients and self.bucket(group).filled
 
     def touched(self) -> list[str]:
-        """Return the names of parameters for which this rank had a gradient in the window."""
+        """Return the names of parameters for which this rank had a gradient since the last update."""
         return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
 
     def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
-        """Yield gradients that this rank has not sent: (group, factor still to apply, fresh, gradients by name)."""
+        """Yield the gradients of which this rank has not started the reduction (open rounds), by group.
+
+        Yields:
+            Parameter group, factor to apply to the sum, indices of the parameters with a gradient from the current
+            micro-batch, and flat gradients by parameter name (views of the round's buffer).
+        """
         for bucket in self._buckets():
             current = bucket.round
             if current is not None:
@@ -134,7 +147,18 @@ class WindowView:
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
     ) -> dict[str, torch.Tensor]:
-        """Open a round as it was saved; returns the buffers of its gradients by name."""
+        """Recreate an open round from a checkpoint; see `rounds`.
+
+        Args:
+            group: parameter group.
+            dtype: dtype of the gradients.
+            at_owner: factor to apply to the sum.
+            names: names of the parameters with a gradient.
+            fresh: indices of the parameters with a gradient from the current micro-batch.
+
+        Returns:
+            Flat tensors by name, into which the caller copies the gradients.
+        """
         bucket = self.bucket(group)
         if self.reducer is None:
             return {}
@@ -145,9 +169,9 @@ class WindowView:
         return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
 
     def fill(self, group: ShardGroup) -> None:
-        """Mark the reduced part of a group's window as present; `gradient` gives access to its elements."""
+        """Zero the group's accumulator and mark it as filled; the caller then writes to the ranges of `gradient`."""
         bucket = self.bucket(group)
-        if bucket.sum is None:  # nothing of it is trained
+        if bucket.sum is None:  # no parameter is trained
             return
         if self.reducer is not None:
             for member in bucket.group.members:
@@ -157,7 +181,12 @@ class WindowView:
         bucket.filled = True
 
     def resume_window(self, touched: list[str], deferred: bool) -> None:
-        """Continue a window after its gradients were restored."""
+        """Continue gradient accumulation after the gradients were restored.
+
+        Args:
+            touched: names of the parameters for which this rank had a gradient.
+            deferred: value of `AccumulationWindow.deferred`.
+        """
         if self.reducer is None:
             return
         for name in touched:
@@ -168,7 +197,7 @@ class WindowView:
 
 
 class PlacedView:
-    """Regions of the global tensors that this rank holds."""
+    """Regions of the unsharded tensors that this rank has; a base class of `StateView`."""
 
     groups: list[ShardGroup]
     members: dict[str, ParamRecord]
@@ -178,7 +207,7 @@ class PlacedView:
     _boxes: dict[str, Region]
 
     def box(self, name: str) -> Region:
-        """Return the region of a parameter or buffer that this rank holds."""
+        """Return the region of a parameter or buffer that this rank has, given its name."""
         if name not in self._boxes:
             tensor = self._tensors[name]
             shape = self.members[name].shape if name in self.members else tensor.shape
@@ -187,11 +216,11 @@ class PlacedView:
 
     @property
     def cut(self) -> bool:
-        """Return whether this rank holds less than the whole of any tensor."""
+        """Return whether this rank has only a tensor-parallel slice of any parameter or buffer."""
         return any(not self.box(name).whole for name in self._tensors)
 
     def alone_along(self, name: str) -> frozenset[str]:
-        """Return the mesh axes along which no other rank has a copy."""
+        """Return the names of the mesh axes along which no other rank has the parameter or buffer."""
         tensor = self._tensors[name]
         relations = dict(placement_of(tensor).relations)
         if name not in self.buffers:
@@ -199,12 +228,15 @@ class PlacedView:
         return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
 
     def counts(self, name: str) -> bool:
-        """Return whether the sum over ranks includes this rank's gradient; of equal gradients, one counts."""
+        """Return whether this rank's gradient counts in a norm: of replicas, only the first along each axis does."""
         relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
         return not any(relation is Relation.REPLICATE and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
-        """Return the groups and cuts of this rank; private state of another run fits if they are equal."""
+        """Return groups, numbers of ranks and regions of this rank, for comparison.
+
+        Per-rank state of another run can be loaded if its topology is equal.
+        """
         return [
             [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
             for group in self.groups
@@ -212,7 +244,16 @@ class PlacedView:
 
 
 class StateView(WindowView, PlacedView):
-    """All parameters, buffers and optimizer state of an engine's model."""
+    """Access to all parameters, buffers, gradients and optimizer state of an engine.
+
+    Args:
+        module: model of the engine.
+        groups: parameter groups.
+        world: process group of all ranks with the same model slice; None: a single rank.
+        optimizer: ZeRO optimizer; None without one.
+        reducer: gradient reducer; None without one.
+        coordinates: this rank's index on each mesh axis; None: 0 on all.
+    """
 
     def __init__(
         self,
@@ -246,7 +287,7 @@ class StateView(WindowView, PlacedView):
         self._boxes: dict[str, Region] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
-        """Return the optimizer's shards of a group."""
+        """Return the optimizer's shard of a parameter group, as a list that is empty without an optimizer."""
         return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
 
     def _moves(self, group: ShardGroup) -> bool:
@@ -254,21 +295,21 @@ class StateView(WindowView, PlacedView):
         return any(stored.memory is None for stored in (group.updated, *sums))
 
     def hold_of(self, group: ParameterGroup) -> Hold | None:
-        """Return the context to enter before reading values of a group; None if they are in memory."""
+        """Return the factory of contexts in which a group's values are in memory; None if they always are."""
         return self._holds.get(id(group))
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------------------------
 
     def trained(self, member: ParamRecord) -> bool:
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
-        """Return the ranges of a group that this rank can store, as (member, start, stop)."""
+        """Return the ranges of a group that this rank writes to a checkpoint, as (parameter, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
     def held_ranges(self, group: ParameterGroup) -> list[tuple[ParamRecord, int, int]]:
-        """Return the ranges of a group whose master values this rank has, as (member, start, stop)."""
+        """Return the ranges of a group of which this rank has the master weights, as (parameter, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
@@ -276,19 +317,19 @@ class StateView(WindowView, PlacedView):
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
-        """Return the optimizer state of a fragment, including the masks' tensors."""
+        """Return the optimizer state of a fragment by name, including the tensors of pruning masks."""
         if self.optimizer is None:
             return {}
         state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
         return state if masks is None else {**state, **(masks.arriving(fragment) or masks.fragment_state(fragment))}
 
     def group_numbers(self) -> dict[int, int]:
-        """Return the optimizer group of each leaf on this rank, by the leaf's identity."""
+        """Return the index of the optimizer group of each leaf on this rank, by `id(leaf)`."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {id(leaf): number for number, group in enumerate(groups) for leaf in group["params"]}
 
     def optimizer_order(self) -> dict[int, int]:
-        """Return the position of each parameter in the optimizer, by the member's uid."""
+        """Return the position of each parameter in the optimizer, by `ParamRecord.uid`."""
         return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
 
     def optimizer_names(self) -> list[str]:
@@ -296,17 +337,17 @@ class StateView(WindowView, PlacedView):
         names = {order[member.uid]: name for name, member in self.members.items() if member.uid in order}
         return [names[place] for place in sorted(names)]
 
-    # -- slots --------------------------------------------------------------------------------------------------------
+    # -- ranges -------------------------------------------------------------------------------------------------------
 
     def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Return a range of a parameter's master values; [start, stop) must be on this rank."""
+        """Return a range of a parameter's master weights; the elements [start, stop) must be on this rank."""
         group, shard_offset = member.group, member.offset - member.group.low
         span = slice(shard_offset + start, shard_offset + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: self._peek(group.updated)[span])
 
     @staticmethod
     def _peek(stored: StoredTensor) -> torch.Tensor:
-        """Return the values, which are in memory or already borrowed; a repeated borrow returns the same memory."""
+        """Return the memory of values that are in memory or already acquired (nested calls return the same memory)."""
         if stored.memory is not None:
             return stored.memory
         lent = stored.acquire()
@@ -319,19 +360,26 @@ class StateView(WindowView, PlacedView):
         return StateRange(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
 
     def plain_value(self, name: str) -> StateRange:
-        """Return a buffer, or a whole parameter that is not updated."""
+        """Return all elements of a buffer, or of a parameter that is not managed, by name."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
         return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 
     def write_back(self, slot: StateRange) -> None:
-        """Copy values that were written to a `plain_value` back to the tensor, unless it is a view."""
+        """Copy values that were written to a `plain_value` back to its tensor, if they are not a view of it."""
         tensor = self._tensors[slot.name]
-        if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
+        if not tensor.is_contiguous():  # transposed or channels last: the flattened tensor is a copy
             with torch.no_grad():
                 tensor.copy_(slot.values().view(tensor.shape))
 
     def state(self, fragment: Fragment, key: str, start: int, stop: int) -> StateRange:
-        """Return a tensor of the optimizer state that is sharded like the parameter."""
+        """Return a range of a state tensor that is sharded like the parameter.
+
+        Args:
+            fragment: this rank's part of the parameter.
+            key: name of the state tensor.
+            start: index of the first element in the flattened parameter.
+            stop: index after the last element.
+        """
         low, high = start - fragment.range.start, stop - fragment.range.start
 
         def values() -> torch.Tensor:
@@ -340,13 +388,18 @@ class StateView(WindowView, PlacedView):
         return self._slot(fragment.member, (start, stop), self.state_of(fragment)[key].dtype, values)
 
     def whole_state(self, fragment: Fragment, key: str) -> StateRange:
-        """Return a tensor of the optimizer state that has its own shape."""
+        """Return all elements of a state tensor whose shape is not that of the parameter.
+
+        Args:
+            fragment: this rank's part of the parameter.
+            key: name of the state tensor.
+        """
         tensor = self.state_of(fragment)[key]
         values = lambda: self.state_of(fragment)[key].detach().reshape(-1)  # noqa: E731
         return self._slot(fragment.member, (0, tensor.numel()), tensor.dtype, values)
 
     def gradient(self, member: ParamRecord, start: int, stop: int) -> StateRange:
-        """Return the reduced part of the window's gradient."""
+        """Return a range of a parameter's accumulated, reduced gradient; see `value` for the arguments."""
         bucket = self.bucket(member.group)
         bucket_offset = member.offset - bucket.low
         span = slice(bucket_offset + start, bucket_offset + stop)
@@ -355,21 +408,21 @@ class StateView(WindowView, PlacedView):
     # -- before a save and after a load -------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Import the user's in-place changes, so that masters and parameters agree."""
+        """Copy the user's in-place changes of parameters into the master weights."""
         for member in self.members.values():
             if self.optimizer is not None:
                 self.optimizer.import_edits(member)
 
     def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer state of a fragment with these keys; existing tensors that fit are reused.
+        """Create the optimizer state of a fragment, reusing present tensors of the right shape.
 
         Args:
-            fragment: a parameter's part in the optimizer.
-            sliced: dtypes of the tensors with the fragment's shape.
-            rest: all other entries.
+            fragment: this rank's part of a parameter.
+            sliced: dtypes, by name, of the tensors with the fragment's shape.
+            rest: all other entries, by name.
 
         Returns:
-            The state; values of tensors in `sliced` are not set yet.
+            State by name; the caller sets the values of the tensors in `sliced`.
         """
         old = self.state_of(fragment)
 
@@ -385,12 +438,12 @@ class StateView(WindowView, PlacedView):
             )
         for key, value in rest.items():
             there = live(key, value.shape) if isinstance(value, torch.Tensor) else None
-            # What the optimizer holds of a state that rests elsewhere is a placeholder.
+            # A meta tensor is the placeholder of offloaded state.
             state[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
         return state
 
     def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
-        """Set the optimizer state of a fragment; an empty state removes the entry."""
+        """Set the optimizer state of a fragment, including entries of pruning masks; an empty dict removes it."""
         if self.optimizer is None:
             return
         masks = self.optimizer.masks
@@ -404,18 +457,18 @@ class StateView(WindowView, PlacedView):
             self.optimizer.state.pop(fragment.leaf, None)
 
     def note_state(self, member: ParamRecord, exists: bool) -> None:
-        """Record, on ranks without a part of a parameter, whether other ranks have state of it."""
+        """Record whether other ranks have optimizer state of a parameter of which this rank has no elements."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
             view.note(exists)
 
     def share_counters(self) -> None:
-        """Send the outline of the loaded state to ranks without a part of a parameter. All ranks must call this."""
+        """Share step counters and names of state entries over the ranks; see `ZeroOptimizer.share_counters`."""
         if self.optimizer is not None:
             self.optimizer.share_counters()
 
     def all_gather_masters(self) -> None:
-        """All-gather loaded masters into the parameters of every rank. All ranks must call this."""
+        """Round loaded master weights to the model's dtype and all-gather them. All ranks must call this."""
         all_gather_updated(self.groups)
         for group in self.groups:
             for member in group.members:
@@ -426,7 +479,11 @@ class StateView(WindowView, PlacedView):
 
 
 def layout_rule(layout: ShardLayout) -> str:
-    """Return the name of a layout's rule in `deepspeed.zero.layout.layout`: `equal`, `between` or `first`."""
+    """Return the name of the rule by which a layout divides a group: a key of `LAYOUT_RULES`.
+
+    Raises:
+        ValueError: the layout follows none of the rules.
+    """
     for name, rule in LAYOUT_RULES.items():
         if rule(layout.numels, layout.ranks) == layout:
             return name

@@ -1,7 +1,8 @@
-"""Access to training state by parameter: `safe_get_*` and `safe_set_*`.
+"""Access to the training state of a parameter: `safe_get_*` and `safe_set_*`.
 
-All full-tensor functions are collectives over the ranks that share the parameter, including those that hold other
-slices of it; gradients exist between backward and step. For a parameter without an engine the functions return None.
+All functions for full tensors are collective over the ranks with shards or tensor-parallel slices of the parameter.
+Gradients exist between backward and step. For a parameter without an engine, getters return None (`safe_get_full_grad`:
+`param.grad`), and setters raise (`safe_set_local_fp32_param`: no effect).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 
 class _Access:
-    """A managed parameter, its optimizer, and this rank's fragments of it."""
+    """Managed parameter with its optimizer and this rank's fragments of it."""
 
     def __init__(self, member: ParamRecord) -> None:
         self.member, owner = member, member.owner
@@ -44,7 +45,11 @@ class _Access:
 
     @classmethod
     def with_value(cls, param: torch.nn.Parameter, value: torch.Tensor) -> tuple[_Access, torch.Tensor]:
-        """Return the access and this rank's part of a value of the global shape; padding is zero."""
+        """Return the access and this rank's slice of a value of the unsharded shape; padding is zero.
+
+        Raises:
+            ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        """
         access = cls.to(param)
         if access is None:
             raise ArgumentError("the parameter belongs to no engine; change it directly")
@@ -65,7 +70,7 @@ class _Access:
         return Region.of(placement_of(self.member.param), self.member.shape)
 
     def at_hand(self, changed: bool = False) -> AbstractContextManager[None]:
-        """Load the leaves and optimizer state of the parameter's group inside the context."""
+        """Return a context in which leaves and optimizer state of the parameter's group are in memory."""
         return nullcontext() if self.owner is None else self.owner.shard_of(self.member).at_hand(changed)
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
@@ -78,7 +83,12 @@ class _Access:
         state[key].copy_(values.view(state[key].shape))
 
     def assemble(self, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
-        """All-gather the result of `pick` for each rank's fragments, as float32; NaN where no rank has a value."""
+        """All-gather `pick(fragment)` of all ranks to a float32 tensor; NaN where no rank has a value.
+
+        Args:
+            pick: returns the values of a fragment, or None.
+            label: name of the collective for messages.
+        """
         member, group = self.member, self.member.group
         shard = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
         with self.at_hand():
@@ -91,10 +101,7 @@ class _Access:
         return group.assemble(member, shard, READ, label).view(member.shape)
 
     def join_slices(self, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
-        """Join the tensor-parallel slices of all ranks to the global tensor; a rank without a slice counts as zeros.
-
-        None if no rank has a slice. Collective over all ranks that hold slices.
-        """
+        """Join the tensor-parallel slices of the parameter to the unsharded tensor; see `join_slices`."""
         axis = group_of(self.member).ranks.slices
         if axis is None or not placement_of(self.member.param).cuts:
             return local
@@ -102,15 +109,19 @@ class _Access:
 
 
 def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
-    """Join the slices of all ranks of an axis to the global tensor; None if there are none. All ranks must call this.
+    """All-gather tensor-parallel slices and join them to the unsharded tensor. All ranks must call this.
 
     Args:
-        box: the region of the global tensor that this rank has.
-        local: its elements; None counts as zeros.
-        label: for reports.
+        axis: process group of the ranks with slices.
+        box: region of the unsharded tensor that this rank has.
+        local: tensor with the elements of the region; None: zeros.
+        label: name of the collective for messages.
+
+    Returns:
+        Unsharded tensor; None if `local` is None on all ranks.
 
     Raises:
-        UsageError: the ranks' regions leave out an element.
+        UsageError: no rank has a certain element.
     """
     kinds = all_gather_objects(axis, (box, None if local is None else (local.dtype, local.device.type)))
     known = next((kind for _, kind in kinds if kind is not None), None)
@@ -132,14 +143,14 @@ def join_slices(axis: Axis, box: Region, local: torch.Tensor | None, label: str)
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the master values of a parameter.
+    """Return a copy of a parameter's master weights. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
+        param: parameter of an engine's model.
 
     Returns:
-        float32 tensor of the global shape, a copy; None for a parameter that no optimizer updates. Slices that only
-        Megatron's attributes mark (`zero/layout/placement`) are not joined, since their position is unknown.
+        float32 tensor of the unsharded shape; None if no optimizer updates the parameter. Slices that are marked only
+        by Megatron's attributes (`zero/layout/placement`) are not joined, since their position is unknown.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:
@@ -151,13 +162,14 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the mean gradient of the window so far, or None if there is none.
+    """Return a copy of a parameter's gradient. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
+        param: parameter of an engine's model.
 
     Returns:
-        float32 tensor of the global shape.
+        float32 tensor of the unsharded shape; None if there is no gradient. It is the mean since the last update,
+        without the loss scale; at stages 0 and 1, until the last micro-batch, it is the gradient of this rank only.
     """
     access, gradient = _Access.to(param), param.grad
     if access is None:
@@ -167,14 +179,17 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return one tensor of a parameter's optimizer state.
+    """Return a copy of one tensor of a parameter's optimizer state. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
-        optim_state_key: `exp_avg`, `momentum_buffer`, …
+        param: parameter of an engine's model.
+        optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
 
     Returns:
-        float32 tensor of the global shape; None before the first step or for an unmanaged parameter.
+        float32 tensor of the unsharded shape; None before the first step, without such a state, or without an engine.
+
+    Raises:
+        UsageError: the state was moved by `engine.offload_states`.
     """
     access = _Access.to(param)
     if access is None or access.owner is None:
@@ -191,11 +206,14 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the values of a parameter: master and compute copy, on every rank.
+    """Replace a parameter's values and its master weights. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
-        value: floating-point tensor of the global shape, the same on all ranks.
+        param: parameter of an engine's model.
+        value: floating-point tensor of the unsharded shape, equal on all ranks.
+
+    Raises:
+        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
     """
     access, value = _Access.with_value(param, value)
     access.member.group.write(access.member, value)
@@ -203,22 +221,30 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the window's mean gradient of a parameter.
+    """Replace a parameter's gradient. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
-        value: floating-point tensor of the global shape, the same on all ranks.
+        param: parameter of an engine's model.
+        value: floating-point tensor of the unsharded shape, equal on all ranks; scaled like `safe_get_full_grad`.
+
+    Raises:
+        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        UsageError: the parameter is frozen.
     """
     _, param.grad = _Access.with_value(param, value)
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace one tensor of a parameter's optimizer state.
+    """Replace one tensor of a parameter's optimizer state. All ranks with the parameter must call this.
 
     Args:
-        param: a parameter of an engine's model.
-        value: floating-point tensor of the global shape, the same on all ranks.
-        optim_state_key: `exp_avg`, `momentum_buffer`, …
+        param: parameter of an engine's model.
+        value: floating-point tensor of the unsharded shape, equal on all ranks.
+        optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
+
+    Raises:
+        ArgumentError: the parameter belongs to no engine, or the shape is wrong.
+        UsageError: there is no such state (before the first step, there is none).
     """
     access, value = _Access.with_value(param, value)
     if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a fragment
@@ -230,7 +256,15 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's fragment of the master values, 1-D, a view if it is in memory; None if there is none."""
+    """Return this rank's shard of a parameter's master weights.
+
+    Args:
+        param: parameter of an engine's model.
+
+    Returns:
+        1-D tensor in the dtype of the master weights: a view if they are in memory, else a copy. None if this rank has
+        no elements, or no optimizer updates the parameter.
+    """
     access = _Access.to(param)
     if access is None or access.owner is None or not access.fragments:
         return None
@@ -242,7 +276,18 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's fragment of the mean gradient, in the accumulator's dtype. All ranks must call this."""
+    """Return this rank's shard of a parameter's gradient. All ranks with the parameter must call this.
+
+    Args:
+        param: parameter of an engine's model.
+
+    Returns:
+        1-D tensor in the dtype of the master weights, a view if the accumulator is in memory and has this dtype; None
+        if there is no gradient, or this rank has no elements.
+
+    Raises:
+        UsageError: ranks disagree about the gradients; see `Reducer.finish`.
+    """
     access = _Access.to(param)
     if access is None or access.reducer is None or access.reducer.clean:
         return None
@@ -255,7 +300,18 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's fragment of one optimizer state tensor, a view if it is in memory."""
+    """Return this rank's shard of one tensor of a parameter's optimizer state.
+
+    Args:
+        param: parameter of an engine's model.
+        optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
+
+    Returns:
+        1-D tensor, a view if the state is in memory; None if there is no such state, or this rank has no elements.
+
+    Raises:
+        UsageError: the state was moved by `engine.offload_states`.
+    """
     access = _Access.to(param)
     if access is None or not access.fragments:
         return None
@@ -268,11 +324,11 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the values. All ranks must call this, each for its own fragment.
+    """Replace this rank's shard of a parameter's values and master weights. All ranks must call this.
 
     Args:
-        param: a parameter of an engine's model.
-        value: 1-D, shaped like the result of `safe_get_local_fp32_param`.
+        param: parameter of an engine's model; without an engine, nothing happens.
+        value: tensor with as many elements as `safe_get_local_fp32_param` returns; ignored if this rank has none.
     """
     access = _Access.to(param)
     if access is not None:
@@ -287,7 +343,15 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the mean gradient. All ranks must call this."""
+    """Replace this rank's shard of a parameter's gradient. All ranks with the parameter must call this.
+
+    Args:
+        param: parameter of an engine's model.
+        value: tensor with as many elements as `safe_get_local_grad` returns; ignored if this rank has none.
+
+    Raises:
+        ArgumentError: the parameter belongs to no engine.
+    """
     access = _Access.to(param)
     if access is None or access.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
@@ -299,7 +363,17 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's fragment of one optimizer state tensor."""
+    """Replace this rank's shard of one tensor of a parameter's optimizer state.
+
+    Args:
+        param: parameter of an engine's model.
+        value: tensor with as many elements as `safe_get_local_optimizer_state` returns; ignored if this rank has none.
+        optim_state_key: name of the state tensor, such as "exp_avg" or "momentum_buffer".
+
+    Raises:
+        ArgumentError: the parameter belongs to no engine.
+        UsageError: there is no such state.
+    """
     access = _Access.to(param)
     if access is None:
         raise ArgumentError("the parameter belongs to no engine")

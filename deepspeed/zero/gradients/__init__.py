@@ -1,1 +1,1 @@
-"""Gradients from autograd to the reduced shard. Independent of the optimizer."""
+"""Gradient accumulation and reduce-scatter: from autograd hooks to this rank's shard of the gradient sum."""

@@ -1,12 +1,13 @@
-"""Gradient accumulation: the micro-batches between two updates, and the checks over ranks before one.
+"""Gradient accumulation: state between two optimizer updates, and the comparison of this state over ranks.
 
-The driver of training (an engine, a pipeline's schedule) holds one window and reports the end of each micro-batch and
-each backward pass. The window tells the gradient reducer (`zero/gradients/reducer`) the factor of a gradient and
-whether it is reduced now, and the optimizer the divisor of the sum.
+A window is the sequence of micro-batches between two optimizer updates. The engine or the pipeline schedule owns one
+`AccumulationWindow` and reports each backward pass and the end of each micro-batch to it. From the window, the gradient
+reducer (`zero/gradients/reducer`) reads the factor of a gradient and whether to reduce it now, and the optimizer reads
+the divisor of the sum.
 
-[Note: agreement] Every rank sets counts, boundary, ways of counting, loss scale and hyperparameters locally. They are
-part of the row that `Reducer.finish` exchanges anyway. If they differ, every rank raises the same `UsageError`, the
-window is dropped on all ranks, and no parameter has changed: a difference is never silent, and costs no message.
+[Note: agreement] Counts, accumulation boundary, loss weighting, loss scale and hyperparameters are set on each rank
+separately. `Reducer.finish` exchanges them in the message that it sends anyway. If they differ, every rank raises the
+same `UsageError`, drops the gradients of the window, and leaves the parameters unchanged.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from deepspeed.errors import ArgumentError, UsageError
 
 
 class Way(enum.IntFlag):
-    """Weighting of losses in the mean gradient of a window."""
+    """Weighting of losses in an accumulated gradient; flags combine the weightings of several backward passes."""
 
     NONE = 0
-    MEAN = 1  # over micro-batches and ranks: the plain backward
-    SUM = 2  # over ranks only (`scale_wrt_gas=False`)
-    ITEMS = 4  # of sums over items (`num_items`)
-    SAMPLES = 8  # over real samples (`engine.loop`)
+    MEAN = 1  # mean over micro-batches and ranks: the plain backward
+    SUM = 2  # mean over ranks, sum over micro-batches (`scale_wrt_gas=False`)
+    ITEMS = 4  # sum divided by the global number of items, such as tokens (`num_items`)
+    SAMPLES = 8  # mean over samples, without padding samples (`engine.loop`)
 
     def describe(self) -> str:
         return " with ".join(words for way, words in _WORDS.items() if self & way) or "no backward"
 
     @property
     def mixture(self) -> str:
-        """Describe weightings of a window that cannot form one mean; empty if they can."""
+        """Return a description of the weightings if they cannot be combined in one update, else ""."""
         counting = int(self) & _BY_COUNT
         alone = counting == int(self) and counting != _BY_COUNT
         return self.describe() if counting and not alone else ""
@@ -54,7 +55,7 @@ _WORDS = {
 
 
 class Purpose(enum.IntEnum):
-    """Reason for a synchronization of ranks."""
+    """Call for which the ranks synchronize their gradients."""
 
     STEP = 0
     FLUSH = 1
@@ -69,12 +70,12 @@ _CALLS = ("step()", "flush()", "zero_grad()", "a read of a gradient", "a change 
 
 @dataclass(frozen=True)
 class Agreed:
-    """Agreement of the ranks on a window.
+    """Values on which all ranks agree before an update; result of `Reducer.finish`.
 
     Args:
-        items: items or samples of all ranks.
-        ways: every weighting that some rank used.
-        known: whether every rank has computed the gradient norm, and nothing has changed since.
+        items: number of items or samples, summed over the ranks; the divisor of the gradient if `ways` counts them.
+        ways: union of the weightings that the ranks used.
+        known: whether all ranks have the global gradient norm of the current gradients.
     """
 
     items: float
@@ -83,7 +84,7 @@ class Agreed:
 
     @classmethod
     def of(cls, table: Sequence[Sequence[float]]) -> Agreed:
-        """Combine the rows of all ranks; see `AccumulationWindow.row`."""
+        """Combine the rows of all ranks, as returned by `AccumulationWindow.row`."""
         ways = 0
         for row in table:
             ways |= int(row[1])
@@ -92,15 +93,15 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _BackwardPass:
-    """A backward pass that a driver has announced."""
+    """Backward pass and the weighting of its loss."""
 
     way: Way
     by_window: bool
     scaled: bool
-    task: int | None = None  # the pass of autograd it is bound to; None: until it is closed
+    task: int | None = None  # id of autograd's graph task to which it applies; None: all until it is closed
 
 
-_BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward() of the user's own
+_BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward(), called by the user
 
 
 class AccumulationWindow:
@@ -109,43 +110,43 @@ class AccumulationWindow:
     Args:
         steps: micro-batches per update (`gradient_accumulation_steps`).
         micro: samples per rank and micro-batch.
-        ranks: divisor of the sum over ranks: their number (if gradients are summed, the number of ranks that share a
-            sequence), since all of them differentiate the loss.
-        scaler: loss scaler; None if losses are not scaled.
-        refuses_bare: reason why every backward pass must be announced; empty if that is not required.
+        ranks: divisor of the gradient sum over the data- and sequence-parallel ranks: their number, or, if gradients
+            are to be summed over data-parallel ranks, only the number of ranks per sequence.
+        scaler: loss scaler (`optim.loss_scale.LossScaler`); None if losses are not scaled.
+        refuses_bare: error message for gradients of a plain `loss.backward()`; "" to allow it.
     """
 
     def __init__(self, steps: int, micro: int, ranks: int, scaler: Any = None, refuses_bare: str = "") -> None:
         self.steps, self.micro, self.ranks, self.scaler = steps, micro, ranks, scaler
         self.seen = 0  # micro-batches that have ended
         self.refuses_bare = refuses_bare
-        self.forced: bool | None = None  # the boundary, where a driver decides it
+        self.forced: bool | None = None  # the boundary, if set explicitly
         self.holding = False  # gradients are not to be reduced (`no_sync`)
-        self.flushing = False  # the update that comes is that of a window that is not full
-        self.samples: float | None = None  # real samples of the micro-batch, when a loop counts them
+        self.flushing = False  # the next update is of an incomplete window
+        self.samples: float | None = None  # samples of the micro-batch without padding, if `engine.loop` counts them
         self._rates: Callable[[], list[float]] = list  # hyperparameters of the optimizer, see `set_rates`
         self.leaf_writes = 0  # in-place changes of the optimizer's own parameters between updates
-        self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
+        self.ways, self.items = 0, 0.0  # plain numbers for speed: read for every gradient
         self._travel: float | None = None
-        self.deferred = steps > 1  # it holds micro-batches that are summed before they travel
-        self.revision = 0  # changes with each `refresh`: what is formed from the above can be kept until then
+        self.deferred = steps > 1  # several micro-batches are summed before the reduction
+        self.revision = 0  # changes with each `refresh`; values derived from the window may be cached until then
         self._pass = _BARE
         self.refresh()
 
-    # -- what a gradient is multiplied by -----------------------------------------------------------------------------
+    # -- factors of gradients -----------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor on the loss (1 if losses are not scaled)."""
+        """Return the factor by which losses are multiplied (1 without a scaler)."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     @property
     def boundary(self) -> bool:
-        """Return whether the running micro-batch is the last of its window."""
+        """Return whether the current micro-batch is the last one before an update."""
         return (self.seen + 1) % self.steps == 0 if self.forced is None else self.forced
 
     def refresh(self) -> None:
-        """Recompute, after a change, the values that are read for each gradient."""
+        """Recompute the cached values (`factor`, `way`, `reduce_now`, …) after the state has changed."""
         self.revision += 1
         self.reduce_now = self.boundary and not self.holding
         self.deferred |= not self.reduce_now
@@ -157,22 +158,27 @@ class AccumulationWindow:
             self._travel = self.factor
 
     def _factor(self, of: _BackwardPass) -> float:
-        """Return the factor of a gradient that is added to the accumulator; the only scaling rule."""
+        """Return the factor by which a gradient of this pass is multiplied when it is accumulated."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
             return self.micro / scale
         if of.way is Way.ITEMS:
-            return 1.0 / scale  # the division comes in `step`, when their global count is known
+            return 1.0 / scale  # `step` divides by the global number of items, which is not known before
         return 1.0 / (self.ranks * (self.steps if of.by_window else 1) * scale)
 
     @property
     def travel_factor(self) -> float:
-        """Return the factor for the cast of sums to the communication dtype: that of the last pass."""
+        """Return the factor of the last backward pass; used when sums are cast to the communication dtype."""
         return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
-        """Declare that gradients inside the context belong to a loss that includes the loss scale."""
+        """Set the weighting of gradients that arrive in the `with` block; their loss must include the loss scale.
+
+        Args:
+            way: weighting of the loss.
+            by_window: divide the gradients by the number of micro-batches per update.
+        """
         before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
@@ -182,7 +188,10 @@ class AccumulationWindow:
             self.refresh()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times the loss scale, for a user's own backward; the factor applies to that pass only."""
+        """Return the fp32 product of `loss` and the loss scale, on which the user calls `backward`.
+
+        Gradients of that backward pass, and no others, are divided by the loss scale when they are accumulated.
+        """
         scaled_loss = loss.float() * self.loss_scale
 
         def opened(_grad: torch.Tensor) -> None:
@@ -198,7 +207,11 @@ class AccumulationWindow:
         self.refresh()
 
     def entering(self) -> None:
-        """Check and count a gradient before it is added to the accumulator."""
+        """Record the weighting of a gradient that is about to be accumulated.
+
+        Raises:
+            UsageError: the gradient is from a plain `loss.backward()`, which `refuses_bare` forbids.
+        """
         task = self._pass.task
         if task is not None and task != torch._C._current_graph_task_id():  # that pass was ended by an exception
             self._close()
@@ -209,7 +222,16 @@ class AccumulationWindow:
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def count(self, way: Way, items: float | None = None) -> None:
-        """Count a backward pass; `items` is its share of the window's divisor, with `ITEMS` and `SAMPLES`."""
+        """Record a backward pass.
+
+        Args:
+            way: weighting of its loss.
+            items: number of items or samples on this rank, with `ITEMS` and `SAMPLES`; added to the divisor.
+
+        Raises:
+            ArgumentError: `items` is not a number, is negative, or is not finite.
+            UsageError: the weighting cannot be combined with an earlier one since the last update.
+        """
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
         if mixture := Way(self.ways | int(way)).mixture:
@@ -218,7 +240,7 @@ class AccumulationWindow:
         self.items += items or 0.0
 
     def end_micro_batch(self) -> bool:
-        """Count a micro-batch; returns whether the update follows."""
+        """Count a micro-batch as finished; returns whether the optimizer update follows."""
         boundary = self.boundary
         self.seen += 1
         self._pass, self.samples = _BARE, None
@@ -227,7 +249,7 @@ class AccumulationWindow:
         return boundary
 
     def forget(self) -> None:
-        """Drop the window's counts of gradients; micro-batches stay counted."""
+        """Reset weightings and item counts, but not the number of finished micro-batches."""
         self.ways, self.items, self._travel = 0, 0.0, None
         if self.samples is not None:
             self.ways, self.items = int(Way.SAMPLES), self.samples
@@ -235,7 +257,13 @@ class AccumulationWindow:
         self.refresh()
 
     def resume(self, seen: int, ways: int, items: float) -> None:
-        """Continue in the middle of a window, from a checkpoint."""
+        """Restore the state of gradient accumulation from a checkpoint.
+
+        Args:
+            seen: number of finished micro-batches.
+            ways: flags of `Way` that were used.
+            items: number of items or samples on this rank.
+        """
         self.seen, self.ways, self.items = seen, ways, items
         self.refresh()
 
@@ -244,18 +272,18 @@ class AccumulationWindow:
         self.forget()
 
     def hold(self, holding: bool) -> None:
-        """Start or stop deferring the reduction of gradients in all micro-batches (`no_sync`)."""
+        """Start (True) or stop (False) deferring the reduction of gradients (`no_sync`)."""
         self.holding = holding
         self.refresh()
 
     def force(self, boundary: bool | None) -> None:
-        """Set the boundary explicitly; None: count micro-batches again."""
+        """Set explicitly whether an update follows the current micro-batch; None: decide by counting."""
         self.forced = boundary
         self.refresh()
 
     @contextlib.contextmanager
     def flush(self) -> Iterator[None]:
-        """Allow an update with an incomplete window inside the context."""
+        """Return a context in which an update may follow fewer micro-batches than `steps`."""
         self.flushing = True
         try:
             yield
@@ -263,7 +291,14 @@ class AccumulationWindow:
             self.flushing = False
 
     def weigh(self, samples: float | None) -> None:
-        """Weight the next micro-batch by its number of samples; None: equal weights."""
+        """Weight the next micro-batch by its number of samples.
+
+        Args:
+            samples: number of samples on this rank, without padding samples; None: equal weights of micro-batches.
+
+        Raises:
+            UsageError: there are gradients of another weighting since the last update.
+        """
         if samples is not None:
             self.count(Way.SAMPLES, samples)
         self.samples = samples
@@ -274,7 +309,7 @@ class AccumulationWindow:
         self.refresh()
 
     def set_rates(self, rates: Callable[[], list[float]]) -> None:
-        """Compare the result of `rates`, this rank's hyperparameters, over the ranks before each update."""
+        """Set the function that returns this rank's hyperparameters, which ranks compare before each update."""
         self._rates = rates
 
     def set_micro(self, micro: int) -> None:
@@ -293,14 +328,23 @@ class AccumulationWindow:
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
     def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
-        """Return the row of numbers that this rank exchanges; see [Note: agreement]."""
+        """Return the numbers that this rank exchanges; see [Note: agreement].
+
+        Args:
+            purpose: call for which ranks synchronize.
+            detail: index of the parameter whose gradient is read or written; else 0.
+            edits: number of gradients that the user has changed in place since the last update.
+            rates: include the hyperparameters, before an update.
+            known: whether this rank has the global norm of the current gradients.
+        """
         rates_row = tuple(self._rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates_row) % (1 << 52)), float(self.leaf_writes), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
+        """Return the factor on the accumulated gradient sum that makes it the gradient of the update."""
         if agreed.ways & _BY_COUNT:
-            return 1.0 / agreed.items if agreed.items else 1.0  # the count knows a partial window by itself
+            return 1.0 / agreed.items if agreed.items else 1.0  # right for an incomplete window as well
         return self.steps / self.seen if self.flushing and not agreed.ways & Way.SUM else 1.0
 
 
@@ -319,7 +363,14 @@ _COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 
 
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
-    """Describe differences between the rows of all ranks; None if there are none."""
+    """Compare the rows of all ranks (`AccumulationWindow.row`).
+
+    Args:
+        table: one row per rank, in rank order.
+
+    Returns:
+        Description of the differences for an error message; None if there are none.
+    """
     rows = [row[2:_COMPARED] for row in table]
     if any(row != rows[0] for row in rows):
         return "; ".join(

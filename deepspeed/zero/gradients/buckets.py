@@ -1,20 +1,21 @@
-"""Gradient buckets: the open round, the accumulator, a cache of its sum of squares, and row-sparse gradients.
+"""Gradient buckets: transfer buffer, accumulator, cached sum of squares, and row-sparse embedding gradients.
 
-[Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched immediately
-if the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks may
-run different branches, so a rank may have launched fewer rounds of a group than others; `finish`, which all ranks call
-in `step`, compares the counts, and a rank that is behind contributes zeros. Message tags contain the group and the
-round, so the order of launches may differ.
+[Note: rounds] A round is one reduce-scatter of a bucket, with at most one gradient per parameter of the group. A
+complete round is launched at once in the last micro-batch of a window (in each micro-batch if the sharding stage
+reduces gradients as they arrive), and all other rounds are launched by `Reducer.finish`. Ranks may take different
+branches of the model, so a rank may launch fewer rounds of a group than others. All ranks call `finish` before an
+update; it compares the numbers of rounds, and a rank with fewer rounds sends zeros. Message tags contain group and
+round, so the order of launches may differ between ranks.
 
-The dense gradient of a table with a large vocabulary is as large as the table, and nearly all of it is zeros. If a
-driver knows the rows that are looked up (as a pipeline does), autograd returns only these rows, and they are added to
-the accumulator at their positions. Gradients summed in their own precision are first summed by row and then added once:
-in fp32, with one lookup of the table in a micro-batch, sums have the bits of dense gradients. If the accumulator is
-wider, every row is added to it separately, without rounding.
+[Note: row-sparse gradients] The dense gradient of an embedding is as large as its table, and nearly all rows are zero.
+If the number of looked-up rows is known to be small (as in a pipeline stage), autograd returns only these rows, which
+are added to the accumulator at their positions. If gradient and accumulator have the same dtype, repeated rows are
+summed first; in fp32, with one lookup per micro-batch, the sums are bitwise equal to those of dense gradients. If the
+accumulator's dtype is wider, each row is added separately.
 
-[Note: known norm] `gradient_norms` reads every sum, and its ranks exchange the squares. If no rank has added or written
-anything since, all ranks know the norm of the update. Each rank reports this in the row of the agreement with which the
-update begins (`accumulation.AccumulationWindow.row`), which saves a message.
+[Note: known norm] `gradient_norms` computes the sums of squares and exchanges them. If no rank has changed a gradient
+since, the update can use this norm and skip its own exchange. Each rank reports whether that holds in the row that
+ranks exchange before the update (`accumulation.AccumulationWindow.row`).
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ class ReduceSettings:
     """Settings of gradient reduction.
 
     Args:
-        accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
+        accumulates: whether an update has several micro-batches (`gradient_accumulation_steps` > 1).
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
-        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: the gradients' dtype.
+        comm_dtype: dtype of gradients in collectives (`communication_data_type`); None: no conversion.
         overlap: reduce while backward runs (`zero_optimization.overlap_comm`).
-        in_flight: maximum number of elements in flight.
-        prescale: factor on low-precision gradients before the reduction (`prescale_gradients`); None: after it.
-        in_rank_order: sum fp32 in rank order even if the backend has its own reduction (`deterministic_reduction`).
-        watch_ranks: allow finding the rank that sent non-finite values.
+        in_flight: maximum number of elements in collectives in progress; a single bucket may exceed it.
+        prescale: factor on low-precision gradients before the reduction (`prescale_gradients`); None: 1.
+        in_rank_order: sum in rank order, also where the backend has a faster reduction (`deterministic_reduction`).
+        watch_ranks: keep a checksum of each sent round, with which `explain_overflow` names the rank that sent
+            non-finite values.
     """
 
     accumulates: bool = False
@@ -69,23 +71,33 @@ class ReduceSettings:
 
 @dataclass(slots=True)
 class ReductionRound:
-    """Gradients of one group that have not been sent yet."""
+    """Gradients of one group for one reduce-scatter; see [Note: rounds].
+
+    Args:
+        buffer: flat tensor of the group's padded size with the gradients.
+        post_reduce_scale: factor to apply to the sum over ranks.
+        pooled: whether `buffer` is from the pool of transfer buffers; else it is the bucket's accumulator.
+        expected: number of gradients of a complete round (the trained parameters of the group).
+        arrived: indices of the parameters whose gradient is in `buffer`.
+        shared: whether the sum over ranks is complete and its all-gather has started (stage 0).
+        fresh: indices of the parameters whose gradient arrived in the micro-batch that launches the round.
+    """
 
     buffer: torch.Tensor
-    post_reduce_scale: float  # factor still to be applied to the sum
+    post_reduce_scale: float
     pooled: bool
-    expected: int = 0  # gradients that make it complete
+    expected: int = 0
     arrived: set[int] = field(default_factory=set)
-    shared: bool = False  # the sum is formed, and goes to everybody
-    fresh: set[int] = field(default_factory=set)  # of the micro-batch that sends it; `expected` of them complete it
+    shared: bool = False
+    fresh: set[int] = field(default_factory=set)
 
 
 class BucketRow(NamedTuple):
-    """One rank's row of numbers for a bucket, for comparison."""
+    """State of a bucket on one rank, as exchanged before an update."""
 
-    launches: tuple[int, int]  # below 0: frozen there
-    factor: float
-    touched: bytes
+    launches: tuple[int, int]  # rounds launched in low precision and in the accumulator's; -1: frozen on that rank
+    factor: float  # `Bucket.factor`
+    touched: bytes  # per parameter: 1 if it had a gradient
 
     @classmethod
     def unpack(cls, row: bytes, members: int) -> BucketRow:
@@ -94,7 +106,14 @@ class BucketRow(NamedTuple):
 
 
 class Bucket:
-    """Gradients of one group."""
+    """Gradient bucket of one parameter group: its open round and its accumulator.
+
+    Args:
+        group: parameters, which are reduced together.
+        accumulator: dtype of the accumulator.
+        sums_locally: allow an accumulator of the whole group, which sums micro-batches before the reduction.
+        any_order: allow the backend to sum over ranks in any order.
+    """
 
     def __init__(
         self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
@@ -104,22 +123,22 @@ class Bucket:
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
         self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
-        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the sum is what this rank collects
+        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the local sum needs no reduction
         self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
-        self._places: list[torch.Tensor] | None = None  # views of it, one for each parameter
-        self.sum: StoredTensor | None = None  # made when the first parameter of the group is listened to
-        self.filled = False  # whether `sum` holds anything
-        self._leaving: Handle | None = None  # the last round, while it leaves the device
+        self._places: list[torch.Tensor] | None = None  # views of `local`, one for each parameter
+        self.sum: StoredTensor | None = None  # allocated by `prepare`
+        self.filled = False  # whether `sum` contains gradients; else its values are undefined
+        self._leaving: Handle | None = None  # copy of the last round to the host, while in progress
         self.round: ReductionRound | None = None
-        self.order: LaunchOrder | None = None  # where messages carry no tags
+        self.order: LaunchOrder | None = None  # fixed order of launches, if messages have no tags
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
         self.factor = 0.0  # of low-precision rounds, applied to their sum; 0: none yet; below 0: a hash of several
         self.touched = bytearray(len(group.members))
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
     def prepare(self) -> None:
-        """Allocate the accumulators. A frozen group has none until one of its parameters is unfrozen."""
+        """Allocate the accumulators, if not done yet; called for the first trained parameter of the group."""
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
@@ -127,20 +146,28 @@ class Bucket:
         if self.sums_locally:
             self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
         if self.local is not None and tier is RESIDENT:
-            # Where gradients are summed before they travel, the reduced sum takes the place of the own part.
+            # The reduced sum overwrites this rank's part of the local sum.
             self.sum = Resident(label, self.local[self.low : self.high])
         else:
             self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
 
     @property
     def total(self) -> StoredTensor:
-        """Return the accumulator of a trained group."""
+        """Return the accumulator: the reduced sum of this rank's shard. Raises RuntimeError if the group is frozen."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
         return self.sum
 
     def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
-        """Add scale * (the sum of `parts` in rank order) to the accumulator; returns a pending copy to the host."""
+        """Add `scale` times the sum of `parts` to the accumulator, or overwrite an empty one.
+
+        Args:
+            parts: one flat tensor per rank, of the accumulator's size.
+            scale: factor on the sum.
+
+        Returns:
+            Handle of the copy to the host if the accumulator is offloaded, else None.
+        """
         if self._leaving is not None:
             self._leaving.wait()
         total = self.total.acquire(read=self.filled)
@@ -154,7 +181,13 @@ class Bucket:
         return self._leaving
 
     def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
-        """Sum on the device and copy the sum to the borrowed accumulator, which is released after the copy."""
+        """Sum `parts` on the device and start the copy of the sum to an offloaded accumulator.
+
+        Args:
+            parts: see `add`.
+            scale: see `add`.
+            total: acquired memory of the accumulator; released when the returned handle has finished.
+        """
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
         sum_in_rank_order(parts, gone, scale, False, self._any_order)
         pool = self.group.tiers.optimizer.pool
@@ -170,7 +203,7 @@ class Bucket:
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
     def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the slice of a round's buffer for a parameter's gradient, in the parameter's shape."""
+        """Return the view of a round's buffer for the gradient of parameter `index`, in the parameter's shape."""
         if buffer is self.local:
             if self._places is None:
                 self._places = [self._view(buffer, member) for member in self.group.members]
@@ -182,14 +215,14 @@ class Bucket:
         return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
 
     def own(self, total: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the borrowed sum; at stage 0, where every rank has all of it, an equal part."""
+        """Return this rank's part of the accumulator's values: the shard, or an equal part of the whole at stage 0."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
         low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
         return total if low == 0 and high == total.numel() else total[low:high]
 
     @property
     def counted(self) -> bool:
-        """Return whether this rank adds its part of the bucket to the norm."""
+        """Return whether this rank's part of the bucket counts in the gradient norm (one rank of its copies does)."""
         return self.filled and self.group.ranks.counted
 
     def is_finite(self, member: ParamRecord) -> bool:
@@ -201,7 +234,7 @@ class Bucket:
             return bool(torch.isfinite(total[low - self.low : high - self.low]).all())
 
     def note_factor(self, factor: float) -> None:
-        """Record the factor of a low-precision round, which the owner applies to the sum."""
+        """Record the factor that is applied to the sum of a low-precision round, for comparison over ranks."""
         if self.factor in (0.0, factor):
             self.factor = factor
         else:
@@ -212,7 +245,7 @@ class Bucket:
         return _ROW.size + -(-len(self.touched) // 8) * 8
 
     def row(self) -> bytes:
-        """Return the values that ranks compare before using gradients: launches, factor, parameters with a gradient."""
+        """Return the state that ranks compare before an update, packed; see `BucketRow`."""
         launches = self.launches if self.sum is not None else (-1, -1)
         return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
@@ -224,13 +257,13 @@ class Bucket:
 
 
 class SumOfSquaresCache:
-    """Sums of squares of a window's gradients: this rank's, and the exchanged total; see [Note: known norm]."""
+    """Cache of the gradients' sums of squares: this rank's, and the total over ranks; see [Note: known norm]."""
 
     def __init__(self) -> None:
-        self.buckets: list[Bucket] = []  # whose norm an update forms
-        self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
-        self.total: float | None = None  # of all ranks that hold one copy of the model; None: not exchanged
-        self._revision = -1  # of the gradients when they were read
+        self.buckets: list[Bucket] = []  # buckets of which an update computes the norm
+        self.lends_views = False  # users have views of the sums, and writes through `.data` cannot be detected
+        self.total: float | None = None  # sum over all ranks of one model copy; None: not exchanged
+        self._revision = -1  # revision of the gradients for which `_read` was computed
         self._read: dict[int, tuple[tuple[int, int] | None, float]] = {}  # by bucket: state of its sum, own part
 
     def begin(self, revision: int) -> None:
@@ -240,7 +273,7 @@ class SumOfSquaresCache:
         self._read[id(bucket)] = self._state(bucket), own
 
     def own(self, revision: int) -> float | None:
-        """Return this rank's part of the norm; None if gradients have changed since or were not read."""
+        """Return this rank's sum of squares; None if it was not computed or gradients have changed since."""
         if revision != self._revision:
             return None
         parts = []
@@ -254,22 +287,25 @@ class SumOfSquaresCache:
         return math.fsum(parts) if parts else None
 
     def hold(self, revision: int) -> bool:
-        """Return whether `total` is still valid as far as this rank knows."""
+        """Return whether `total` is known and no gradient of this rank has changed since."""
         return self.total is not None and self.own(revision) is not None
 
     def _state(self, bucket: Bucket) -> tuple[int, int] | None:
-        """Return address and version of the sum, which change with a write; None if a write would not be detected."""
+        """Return address and version counter of the sum; None if writes to it cannot be detected."""
         memory = bucket.total.memory
         if memory is None or memory.is_inference() or self.lends_views:
             return None
         return memory.data_ptr(), memory._version
 
 
-_FEW = 4  # a table is large if it has more than this many times the rows looked up
+_FEW = 4  # an embedding is large if its rows are more than this multiple of the integers in the batch
 
 
 def tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the embedding tables on the host whose gradient could be row-sparse."""
+    """Return the embeddings on the CPU that support row-sparse gradients, for `by_rows`.
+
+    Embeddings with `sparse`, `scale_grad_by_freq` or `max_norm` are left out.
+    """
     return [
         module
         for module in model.modules()
@@ -281,9 +317,11 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 @contextmanager
 def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
-    """Make tables that are large compared with the batch return row-sparse gradients inside the context.
+    """Return a context in which the gradients of large embeddings are row-sparse.
 
-    Tables with a user's gradient hook keep dense gradients.
+    Args:
+        embeddings: result of `tables`; those with a gradient hook of the user keep dense gradients.
+        batch: pytree of the inputs; its integers bound the number of rows that are looked up.
     """
     most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
     large = []
@@ -292,7 +330,7 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
         if not most or table.num_embeddings <= _FEW * most:
             continue
         if isinstance(weight, ManagedParameter) and weight.requires_grad:
-            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # one of them is the reducer's
+            hooks = getattr(weight, "_post_accumulate_grad_hooks", None)  # the reducer has registered one
             if not weight._backward_hooks and hooks is not None and len(hooks) == 1:
                 large.append(table)
     for table in large:
@@ -305,13 +343,26 @@ def by_rows(embeddings: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
 
 
 def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
-    """Return whether `add_rows` accepts this gradient for an accumulator of `dtype`."""
+    """Return whether `add_rows` supports a gradient.
+
+    Args:
+        gradient: gradient of a parameter, of any layout.
+        dtype: dtype of the accumulator.
+        padded: whether the parameter is stored with padding, which is not supported.
+    """
     fits = dtype in (gradient.dtype, torch.float32)
     return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
 
 
 def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
-    """Add the rows of a gradient to `place`; `again=False` overwrites it."""
+    """Add a row-sparse gradient to a part of an accumulator.
+
+    Args:
+        place: dense tensor in the shape of the parameter.
+        gradient: sparse COO tensor for which `can_add` is true.
+        factor: factor on the gradient.
+        again: add to the values of `place`; False: overwrite them.
+    """
     if not again:
         place.zero_()
     rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()

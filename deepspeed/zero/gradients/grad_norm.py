@@ -1,4 +1,4 @@
-"""Global gradient norm over shards, and the search for parameters that overflowed."""
+"""Global L2 norm of sharded gradients, and diagnosis of non-finite gradients."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LABEL = "agreement on the gradient norm"
 def global_norm(
     buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
 ) -> tuple[float, list[list[float]]]:
-    """Compute the L2 norm of all accumulated gradients; every part is added by one rank. All ranks must call this.
+    """Compute the L2 norm of all accumulated gradients of the model. Collective: all ranks must call this.
 
     Args:
-        buckets: this rank's accumulators; a rank without any still takes part.
-        exact: see `sum_of_squares`.
+        buckets: this rank's buckets; may be empty.
+        exact: compute in float64 even where float32 is faster; see `optim.grad_norm.sum_of_squares`.
         reducer: reducer of the buckets.
-        tag: message tag on the axis of one model copy.
-        along: numbers that are sent with the exchange; their count is equal on every rank.
+        tag: message tag, unique on the process group `model_replica_group`.
+        along: further numbers to exchange in the same message, equally many on every rank.
 
     Returns:
-        The norm (NaN or infinity if a gradient is not finite), and the `along` of each rank.
+        Norm (NaN or infinity if a gradient is not finite), and the numbers `along` of each rank, in rank order.
     """
     adding = [bucket for bucket in buckets if bucket.counted]
     known = reducer.squares.own(reducer.revision) if adding else None
@@ -41,7 +41,7 @@ def global_norm(
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
-    """Return this rank's part of the sum of squares; offloaded accumulators are read one after the other."""
+    """Return this rank's sum of squares; reads offloaded accumulators one at a time, prefetching the next."""
     totals = [bucket.total for bucket in buckets]
     if all(total.memory is not None for total in totals):  # one native call
         native = native_sums_of_squares([b.own(total.acquire()) for b, total in zip(buckets, totals, strict=True)])
@@ -56,7 +56,7 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
             native = native_sums_of_squares([own])
             by_device[total.device].append(sum_of_squares(own, exact) if native is None else native[0])
     whole = 0.0
-    for squares in by_device.values():  # in one order, whether they are numbers or 0-d float64 tensors
+    for squares in by_device.values():  # numbers and 0-d float64 tensors are summed in one order
         first = next((square for square in squares if isinstance(square, torch.Tensor)), None)
         if first is None:
             whole += scalars.current.value(torch.tensor(math.fsum(squares), dtype=torch.float64))  # type: ignore[arg-type]
@@ -67,7 +67,15 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
 
 
 def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
-    """Return the result of `global_norm` if every rank already knows it after `finish`; else None on all of them."""
+    """Return the cached gradient norm, so that `global_norm` need not be called; see [Note: known norm] in `buckets`.
+
+    Args:
+        reducer: reducer whose `squares.total` has been set.
+        agreed: result of `Reducer.finish`, so that all ranks take the same decision.
+
+    Returns:
+        Norm; None, on all ranks alike, if some rank does not have it.
+    """
     total = reducer.squares.total
     return _root(total) if agreed.known and total is not None and reducer.axes.whole_model_agrees else None
 
@@ -77,7 +85,11 @@ def _root(total: float) -> float:
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
-    """Return this rank's sum of squares of each parameter's gradient; 0 if only other ranks have its elements."""
+    """Compute this rank's part of the sum of squares of each parameter's gradient, and cache the sums per bucket.
+
+    Returns:
+        Sums by parameter name; 0 for a parameter with a gradient whose elements are all on other ranks.
+    """
     by_name: dict[str, float] = {}
     reducer.squares.begin(reducer.revision)
     for bucket in reducer.buckets:
@@ -103,9 +115,16 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """Name the first parameter whose gradient is not finite, and the rank that sent it. All ranks must call this.
+    """Find the first parameter, in the order of backward, with a non-finite gradient. All ranks must call this.
 
-    The first one in the order of backward is the cause: it makes all later gradients non-finite.
+    This parameter is reported since non-finite values propagate to the parameters after it.
+
+    Args:
+        reducer: reducer after `finish`.
+        tags: two message tags, unique on the process group `dp_sp_group`.
+
+    Returns:
+        Description with the parameter, its module and, with `ReduceSettings.watch_ranks`, the ranks that sent it.
     """
     device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])

@@ -1,7 +1,7 @@
-"""Comparison of numbers over the ranks that share a group, before gradients are used.
+"""Comparison of the gradient state over ranks, before gradients are used.
 
-`accumulation.AccumulationWindow.row` returns a rank's numbers for its window. For each group, the row continues with
-the number of rounds sent, the factor of low-precision rounds, and a flag for each parameter with a gradient.
+Each rank sends one row: the numbers of `accumulation.AccumulationWindow.row`, and for each bucket the number of
+launched rounds (see [Note: rounds] in `buckets`), their factor, and one flag per parameter: whether it had a gradient.
 """
 
 from __future__ import annotations
@@ -26,25 +26,39 @@ from deepspeed.zero.parameters.shard_group import group_of
 
 @dataclass(eq=False)
 class RankComparison:
-    """Ranks that have the same parameters, and the buckets whose rows they compare."""
+    """Process group whose ranks have the same parameters, and the buckets whose state they compare.
+
+    Args:
+        axis: process group.
+        channel: number of the message channel, part of each tag.
+        buckets: buckets of the parameters.
+        count: number of tags used so far.
+        order: launch order of buckets whose messages have no tags; None if all have.
+        sent: bucket rows that this rank sent last.
+        as_of: revision of the reducer at which `sent` was packed; -1: never.
+    """
 
     axis: Axis
     channel: int
     buckets: list[Bucket] = field(default_factory=list)
     count: int = 0
     order: LaunchOrder | None = None
-    sent: bytes = b""  # the row of the buckets that this rank sent last
-    as_of: int = -1  # the reducer's revision then
+    sent: bytes = b""
+    as_of: int = -1
     _known: tuple[int, list[bytes]] | None = None
 
     def put_in_order(self, depart: Callable[[Bucket, ReductionRound, int], None]) -> None:
-        """Launch rounds in a fixed order if messages have no tags."""
+        """Set a fixed launch order, equal on all ranks, for buckets whose messages have no tags.
+
+        Args:
+            depart: function that launches a round of a bucket, given its sequence number.
+        """
         untagged = [
             bucket
             for bucket in self.buckets
             if any(not axis.tagged and axis.group is not None for axis in bucket.group.ranks.summing)
         ]
-        # Backward goes through the model from its end, and a group is complete with the first of its parameters.
+        # Backward visits parameters in reverse order, so the first parameter of a group completes it.
         untagged.sort(key=lambda bucket: min(member.place for member in bucket.group.members), reverse=True)
         if untagged:
             self.order = LaunchOrder(untagged, depart)
@@ -52,11 +66,11 @@ class RankComparison:
             bucket.order = self.order
 
     def knows(self, rows: Rows, revision: int) -> bool:
-        """Return whether nothing has changed on any rank since the last `learn`."""
+        """Return whether rows and revision are those of the last `learn`, so that nothing need be done."""
         return self._known == (revision, rows.tails)
 
     def learn(self, rows: Rows, revision: int) -> None:
-        """Record that the ranks agree on these rows, at this revision of this rank's gradients."""
+        """Record rows that the ranks have compared, and this rank's revision of the gradients."""
         self._known = (revision, rows.tails)
 
     def tag(self) -> int:
@@ -65,18 +79,18 @@ class RankComparison:
 
 
 class Rows(NamedTuple):
-    """Rows of all ranks, in rank order."""
+    """Result of `GradAgreement.exchange`: rows of all ranks, in rank order."""
 
-    heads: list[list[float]]  # of the window
-    tails: list[bytes]  # of the buckets, one after the other
+    heads: list[list[float]]  # numbers of the window
+    tails: list[bytes]  # packed rows of the buckets, concatenated
 
     @property
     def equal(self) -> bool:
-        """Return whether all rows of the buckets are equal."""
+        """Return whether the bucket rows of all ranks are equal."""
         return all(tail == self.tails[0] for tail in self.tails)
 
     def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
-        """Yield the rows of all ranks for each bucket."""
+        """Yield, for each bucket, the rows of all ranks; `buckets` must be those that were packed."""
         offset = 0
         for bucket in buckets:
             size = bucket.row_bytes
@@ -84,7 +98,10 @@ class Rows(NamedTuple):
             offset += size
 
     def mismatch(self, buckets: Sequence[Bucket]) -> str | None:
-        """Describe a difference that zero rounds cannot compensate; None if there is none."""
+        """Return a description of differences that must raise an error; None if there are none.
+
+        Different numbers of rounds are no error: ranks with fewer send zeros.
+        """
         if self.equal:
             return None
         for bucket, table in zip(buckets, self.by_bucket(buckets), strict=True):
@@ -102,14 +119,21 @@ class Rows(NamedTuple):
 
 
 class GradAgreement:
-    """Compares the windows and buckets of an engine's ranks before gradients are used."""
+    """Comparison of the state of gradient accumulation over the ranks of an engine.
+
+    Args:
+        axes: process groups of the engine.
+        buckets: buckets of this rank.
+        window: gradient accumulation state of this rank.
+        device: device for collectives.
+    """
 
     def __init__(
         self, axes: ParallelGroups, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device
     ) -> None:
         self._window, self._device = window, device
         self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
-        # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
+        # A group's state is compared over all ranks with its parameters. All ranks use the process groups in one order.
         where = {axes.dp_sp_group, *(bucket.group.ranks.everyone for bucket in buckets)}
         self._meetings = [RankComparison(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in buckets:
@@ -118,7 +142,7 @@ class GradAgreement:
         self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
-        """Return all comparisons, or that of the ranks that have a parameter."""
+        """Return all comparisons (`of=None`), or a list with that of the ranks that have a parameter."""
         if of is None:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).ranks.everyone]
@@ -132,7 +156,16 @@ class GradAgreement:
         revision: int,
         known: bool = False,
     ) -> Rows:
-        """All-gather the rows. Bucket rows are packed again only if gradients have changed."""
+        """All-gather the rows over the ranks of one comparison.
+
+        Args:
+            meeting: element of `meetings`.
+            purpose: call for which ranks synchronize.
+            of: parameter whose gradient is read or written; None: all.
+            edits: number of gradients that the user has changed in place since the last update.
+            revision: revision of this rank's gradients; bucket rows are packed again only if it has changed.
+            known: whether this rank has the global norm of the current gradients.
+        """
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
             if purpose in (Purpose.STEP, Purpose.FLUSH):
@@ -149,7 +182,15 @@ class GradAgreement:
         return Rows([array("d", row[:cut]).tolist() for row in rows], [row[cut:] for row in rows])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
-        """All-reduce an error over the slices and stages of a model, so that all ranks continue or stop."""
+        """Exchange errors over all tensor- and pipeline-parallel ranks, so that either all raise or none.
+
+        Args:
+            trouble: error message of this rank; None: no error.
+            purpose: call for which ranks synchronize.
+
+        Returns:
+            Own error message, or one that refers to the failed ranks; None if no rank has an error.
+        """
         meeting = self._everyone
         if meeting is None:
             return trouble

@@ -1,4 +1,7 @@
-"""Reduce-scatter of gradient buckets: transfer buffers, messages and sums."""
+"""Reduce-scatter of gradient buckets: transfer buffers, collectives and accumulation.
+
+A round is one reduce-scatter of a bucket; see [Note: rounds] in `buckets`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,21 @@ from deepspeed.foundation.log import warn_once
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.buckets import Bucket, ReduceSettings, ReductionRound
 
-# How long a rank waits for a buffer to come back before it takes a fresh one: ranks whose branches differ may
-# complete a round only in `finish`, so waiting for ever would be a deadlock.
+# Seconds for which a rank waits for a buffer in flight before it allocates another: a rank that took another branch
+# of the model may complete its round only in `finish`, so waiting without a limit could deadlock.
 _PATIENCE_S = 2.0
-# Rounds looked at when another is launched: the cost of a launch does not grow with what is in flight.
+# Number of rounds checked for completion at a launch: a limit, so that launches cost the same with many in flight.
 _GLANCE = 8
 
 
 class GradReduceScatter:
-    """Sends rounds of gradients and accumulates the received parts."""
+    """Reduce-scatter of gradient rounds, asynchronous to backward; accumulates the sums that this rank owns.
+
+    Args:
+        settings: settings of gradient reduction.
+        largest: maximum number of elements of a group, the size of transfer buffers.
+        device: device of the gradients.
+    """
 
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
@@ -32,16 +41,16 @@ class GradReduceScatter:
         self._in_flight: OrderedDict[int, tuple[Handle, Bucket, ReductionRound]] = (
             OrderedDict()
         )  # by identity of the handle
-        self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
-        self._elements = 0  # in flight
+        self._rounds: Counter[int] = Counter()  # number of rounds in flight, by identity of the bucket
+        self._elements = 0  # number of elements in flight
         self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
-        self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
-        self._settling: list[Bucket] = []  # whose rounds are being waited for right now
-        doorbell.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
+        self._lent: set[int] = set()  # addresses of receive buffers in use
+        self._settling: list[Bucket] = []  # buckets whose rounds are being waited for
+        doorbell.groups.workers.add(self)  # `progress` runs whenever this rank waits, as peers may wait for its rounds
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return every transit buffer, idle or in flight."""
+        """Return all transfer buffers, idle or in flight."""
         idle = [buffer for pool in (*self._pool.values(), *self._received.values()) for buffer in pool]
         return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
 
@@ -50,9 +59,17 @@ class GradReduceScatter:
         return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))
 
     def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return a transit buffer for a round; waits for one if too much is in flight."""
+        """Return a transfer buffer for a round; waits if the in-flight limit is reached.
+
+        Args:
+            bucket: bucket of the round.
+            dtype: dtype of the buffer.
+
+        Returns:
+            1-D tensor of the group's size with undefined values; `release` returns it to the pool.
+        """
         axis, numel = bucket.group.axis, bucket.group.numel
-        if bucket.order is None:  # else where it departs, which is the same place on all ranks
+        if bucket.order is None:  # else `depart` waits, at the same point of the order on all ranks
             self._make_room(numel)
         free = self._pool[axis, dtype]
         for index, buffer in enumerate(free):
@@ -64,7 +81,7 @@ class GradReduceScatter:
         """Wait until `numel` more elements fit into the in-flight limit."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
-            # A round of several stages waits for theirs, which come elsewhere in their schedule.
+            # A round shared by several pipeline stages cannot be waited for: they launch it later in their schedules.
             first = next(
                 (flight for flight in self._in_flight.values() if not flight[1].group.ranks.across_stages), None
             )
@@ -77,6 +94,7 @@ class GradReduceScatter:
                 self._settle(*self._land(first))
 
     def _fly(self, entry: tuple[Handle, Bucket, ReductionRound]) -> None:
+        """Add `entry` to the rounds in flight."""
         self._in_flight[id(entry[0])] = entry
         self._rounds[id(entry[1])] += 1
         self._elements += entry[2].buffer.numel()
@@ -89,20 +107,20 @@ class GradReduceScatter:
         return entry
 
     def release(self, bucket: Bucket, round_: ReductionRound) -> None:
-        """Return the transit buffer of a round to the pool."""
+        """Return the transfer buffer of a round to the pool."""
         if round_.pooled:
             base = round_.buffer._base
             self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a receive buffer, valid until `_finished`."""
+        """Borrow a receive buffer of the shape and dtype of `like`, until `_finished`."""
         free = self._received[like.dtype, like.numel()]
         buffer = free.pop() if free else torch.empty_like(like)
         self._lent.add(buffer.data_ptr())
         return buffer
 
     def _finished(self, parts: list[torch.Tensor]) -> None:
-        """Return the buffers of summed parts to the pool."""
+        """Return the receive buffers among `parts` to the pool, after they were summed."""
         for part in parts:
             if part.data_ptr() in self._lent:
                 self._lent.discard(part.data_ptr())
@@ -110,9 +128,14 @@ class GradReduceScatter:
                 self._received[whole.dtype, whole.numel()].append(whole)
 
     def launch(self, bucket: Bucket, current: ReductionRound) -> None:
-        """Send a round; parameters without a gradient count as zero."""
+        """Start the reduction of a round, or queue it if the bucket has a launch order.
+
+        Args:
+            bucket: bucket of the round.
+            current: round; the gradients of parameters that are not in `arrived` are set to zero.
+        """
         if self._in_flight and not current.pooled and bucket.order is None:
-            self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
+            self._make_room(current.buffer.numel())  # needs receive buffers even though it has no send buffer
         group, layout = bucket.group, bucket.group.layout
         if len(current.arrived) < len(group.members):
             for member in group.members:
@@ -134,14 +157,20 @@ class GradReduceScatter:
             bucket.order.add((bucket, current, seq), usual)
 
     def depart(self, bucket: Bucket, current: ReductionRound, seq: int) -> None:
-        """Send a queued round."""
+        """Start the reduction of a round now.
+
+        Args:
+            bucket: bucket of the round.
+            current: round with all gradients.
+            seq: sequence number for message tags: 2 * (number of earlier rounds of its kind), + 1 if exact.
+        """
         if bucket.order is not None:
             self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             flying = [entry[1] for entry in self._in_flight.values()]
             here = [flying_bucket for flying_bucket in flying if not flying_bucket.group.ranks.across_stages]
-            # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
+            # Rounds shared with another pipeline stage are left out: it may send its part only after this micro-batch.
             self.settle(None if len(here) == len(flying) else here)
         elif bucket.group.axis.shared is not None:
             doorbell.groups.drain()
@@ -150,7 +179,7 @@ class GradReduceScatter:
     def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
         """Accumulate a round on an axis with one rank, without communication."""
         if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
-            bucket.filled = True  # it was collected where it rests
+            bucket.filled = True  # the gradients were collected in the accumulator itself
             return
         leaving = bucket.add([current.buffer], current.post_reduce_scale)
         if leaving is None:
@@ -159,6 +188,7 @@ class GradReduceScatter:
             self._fly((leaving, bucket, current))
 
     def _send(self, bucket: Bucket, current: ReductionRound, seq: int) -> Handle:
+        """Start the collective for a round: reduce-scatter or all-reduce, with or without replicas."""
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)
@@ -172,14 +202,14 @@ class GradReduceScatter:
 
         copies = group.ranks.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
-            # Both sums are started here: a late rank keeps their order too.
+            # Both sums are started here, so that their order is the same on all ranks.
             copies, scale = copies.reductions, current.post_reduce_scale
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )
         if not bucket.whole:
             return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
-        # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
+        # All-reduce in place if the buffer is the accumulator: it must not be written while peers read it.
         exact = current.post_reduce_scale == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
         if exact and axis.can_all_reduce(buffer.dtype):
             tags = (tag, tag_of(group.channel, SPREAD, seq))
@@ -189,7 +219,7 @@ class GradReduceScatter:
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
-        """Sum the contributions of all ranks into the owner's accumulator."""
+        """Sum the contributions of all ranks for this rank's shard, and add the sum to the accumulator."""
         if bucket.group.ranks.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(
@@ -202,7 +232,7 @@ class GradReduceScatter:
         return leaving
 
     def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
-        """Sum over the ranks with the same shard (hybrid sharding, tied weights); each adds all partial sums."""
+        """All-gather `total` over the ranks with the same shard (hybrid sharding, tied weights) and add the parts."""
         channel = bucket.group.copies_channel
         n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)
@@ -215,7 +245,7 @@ class GradReduceScatter:
         return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
 
     def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle:
-        """All-gather the owners' sums (stage 0 on more than two ranks)."""
+        """Sum this rank's part and all-gather the sums (stage 0 on more than two ranks)."""
         group = bucket.group
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
@@ -230,16 +260,16 @@ class GradReduceScatter:
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
         """Add the whole sum of a round to the accumulator."""
-        if total.data_ptr() == bucket.total.acquire().data_ptr():  # nothing moves where everything is whole
+        if total.data_ptr() == bucket.total.acquire().data_ptr():  # all-reduced in place; never offloaded at stage 0
             bucket.filled = True
         else:
             bucket.add([total], 1.0)
 
     def progress(self, most: int | None = None) -> None:
-        """Process rounds whose messages have arrived, without waiting.
+        """Process rounds whose messages have arrived, without waiting; peers can then reuse their send buffers.
 
-        Peers can reuse their send buffers only afterwards. Rounds of one bucket are processed in order. `most`: number
-        of rounds to check; None: all.
+        Args:
+            most: number of rounds to check, oldest first; None: all. Rounds of one bucket are processed in order.
         """
         seen = {id(bucket) for bucket in self._settling}
         for entry in list(itertools.islice(self._in_flight.values(), most)):
@@ -251,14 +281,15 @@ class GradReduceScatter:
                 self._settle(*self._land(entry))
 
     def _settle(self, handle: Handle, bucket: Bucket, current: ReductionRound) -> None:
+        """Wait for one phase of a round; then start its next phase, or release its buffer."""
         self._settling.append(bucket)
         following = handle.advance()
         self._settling.remove(bucket)
         if following is None:
             self.release(bucket, current)
             return
-        # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
-        # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
+        # The next phase goes to the end of the queue, since peers need the first phase of every round first. Later
+        # rounds of this bucket stay behind it: ranks that process them in different orders would deadlock.
         later = [entry for entry in self._in_flight.values() if entry[1] is bucket] if self.busy(bucket) else []
         for entry in later:
             self._land(entry)
@@ -266,7 +297,7 @@ class GradReduceScatter:
             self._fly(entry)
 
     def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for the rounds of these buckets, or for all rounds."""
+        """Wait until the rounds of these buckets (None: of all) are reduced and accumulated."""
         if not self._in_flight:
             return
         if buckets is None:
@@ -277,17 +308,18 @@ class GradReduceScatter:
             self._settle(*self._land(entry))
 
     def _share_first(self) -> None:
-        """Start all-gathers of sums first between devices, so that other rounds are summed meanwhile."""
+        """Form the stage-0 sums between devices first, so that their all-gathers overlap with other rounds."""
         while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
-            for entry in unformed:  # by one phase each: over hosts a sum is formed in two
+            for entry in unformed:  # one phase each; a sum over several hosts has two
                 self._settle(*self._land(entry))
 
     def _is_unformed(self, bucket: Bucket, current: ReductionRound) -> bool:
+        """Return whether a stage-0 round between devices still waits for its sum."""
         alone = self._rounds[id(bucket)] == 1
         return bucket.whole and bucket.group.between_devices and not current.shared and alone
 
     def forget_buffers(self) -> None:
-        """Free the idle transit buffers."""
+        """Free the idle transfer buffers."""
         self._pool.clear()
         self._received.clear()
 

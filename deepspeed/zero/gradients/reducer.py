@@ -1,4 +1,8 @@
-"""Collection of gradients from autograd hooks into buckets, and their reduction."""
+"""Gradient reducer: collects gradients from autograd hooks in buckets, and reduces them over ranks.
+
+A round is one reduce-scatter of a bucket (see [Note: rounds] in `buckets`), and a window the sequence of micro-batches
+between two optimizer updates.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +41,30 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 class GradScale(NamedTuple):
-    """Dtype and factors for gradients of a bucket."""
+    """Dtype and factors with which a gradient is reduced."""
 
-    dtype: torch.dtype  # of the round
-    exact: bool  # that is the accumulator's
+    dtype: torch.dtype  # dtype of the round's buffer
+    exact: bool  # whether `dtype` is that of the accumulator
     pre_reduce_scale: float  # factor on the gradient
     post_reduce_scale: float  # factor on the sum
-    sends_now: bool  # the round is sent when it is complete
+    sends_now: bool  # launch the round as soon as it is complete
 
 
 class GradScales:
-    """Dtype and factors for gradients of each kind of bucket, computed once per state of the window."""
+    """Cache of `GradScale` by kind of bucket, valid until the state of the window changes.
+
+    Args:
+        settings: settings of gradient reduction.
+        window: gradient accumulation state.
+    """
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
-        self._made: dict[tuple[torch.dtype, bool], GradScale] = {}  # by kind of bucket, of one revision of the window
+        self._made: dict[tuple[torch.dtype, bool], GradScale] = {}  # by kind of bucket, for `_revision`
         self._revision = window.revision
 
     def of(self, bucket: Bucket) -> GradScale:
-        """Return the scaling of a gradient that arrives now."""
+        """Return dtype and factors for a gradient of `bucket` in the current state of the window."""
         if self._revision != self._window.revision:
             self._revision = self._window.revision
             self._made.clear()
@@ -79,7 +88,7 @@ class GradScales:
         return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
-        """Return whether several micro-batches are summed before the reduction."""
+        """Return whether the bucket sums several micro-batches before the reduction."""
         return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     @property
@@ -89,7 +98,15 @@ class GradScales:
 
 
 class Reducer:
-    """Collects, reduces and accumulates the gradients of an engine."""
+    """Gradient reducer of an engine: collects, reduces and accumulates the gradients of its parameters.
+
+    Args:
+        axes: process groups of the engine.
+        groups: sharded parameter groups, each of which gets one bucket.
+        settings: settings of gradient reduction.
+        window: gradient accumulation state.
+        on_complete: called with a group when all its gradients of a micro-batch have arrived, before the reduction.
+    """
 
     def __init__(
         self,
@@ -105,8 +122,8 @@ class Reducer:
         ]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
-        self.revision = 0  # changes whenever what ranks compare may have changed
-        self._launched = -1  # at this revision no round was open
+        self.revision = 0  # changes with each change of the gradients or of the state that ranks compare
+        self._launched = -1  # last revision for which all rounds were launched
         self.squares = SumOfSquaresCache()
         self._wait_timer: Callable[[], AbstractContextManager[object]] = nullcontext
         self._on_complete = on_complete
@@ -120,7 +137,7 @@ class Reducer:
         self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out = GradViewTracker()
         self._hooks: dict[int, Any] = {}
-        self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
+        self.muted = False  # ignore arriving gradients, while backward is rerun for diagnosis
         self._entries = GradScales(settings, window)
         self.replaced = Replaced(self.listen, self.arrived)
         for group in groups:
@@ -131,7 +148,12 @@ class Reducer:
     # -- arrival --------------------------------------------------------------------------------------------------
 
     def listen(self, member: ParamRecord, anew: bool = False) -> None:
-        """Register the gradient hook of a parameter (`anew`: again, because the parameter has a new tensor)."""
+        """Register the gradient hook of a parameter if it is trained, and allocate its accumulator.
+
+        Args:
+            member: parameter.
+            anew: replace the hook, because the parameter has a new tensor.
+        """
         if anew and member.uid in self._hooks:
             self._hooks.pop(member.uid).remove()
             param: Any = member.param
@@ -142,7 +164,7 @@ class Reducer:
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_GradHook(member))
 
     def arrived(self, member: ParamRecord) -> None:
-        """Take a gradient that autograd has finished."""
+        """Move a parameter's new gradient from autograd to its bucket, and launch the round if it is complete."""
         gradient = raw_grad(member.param)
         if gradient is None:
             return
@@ -161,7 +183,7 @@ class Reducer:
             warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
         bucket = self._of[id(member.group)]
         bucket.touched[member.index] = 1
-        if gradient.requires_grad:  # `create_graph=True`: what is summed over ranks has no graph
+        if gradient.requires_grad:  # `create_graph=True`: the sum over ranks is not differentiable
             gradient = gradient.detach()
         entry = self._entries.of(bucket)
         if gradient.layout != torch.strided and not can_add(gradient, entry.dtype, member.padded):
@@ -175,7 +197,7 @@ class Reducer:
                 self._launch(bucket)
 
     def _enter(self, bucket: Bucket, member: ParamRecord, gradient: torch.Tensor, how: GradScale) -> ReductionRound:
-        """Copy or add one gradient to the open round."""
+        """Copy or add one gradient to the open round, and return the round; opens one if needed."""
         current, index = bucket.round, member.index
         if current is not None:
             again = not how.exact and index in current.arrived  # a sum in low precision would round
@@ -204,6 +226,7 @@ class Reducer:
         return current
 
     def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> ReductionRound:
+        """Open a round, in the bucket's accumulator if it is empty and idle, else in a transfer buffer."""
         expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.reduce_scatter.busy(bucket):
@@ -211,7 +234,7 @@ class Reducer:
         return ReductionRound(self.reduce_scatter.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Send the open round of a bucket."""
+        """Launch the open round of a bucket, if there is one."""
         current, bucket.round = bucket.round, None
         if current is not None:
             current = self._narrowed(bucket, current)
@@ -220,7 +243,7 @@ class Reducer:
             self.reduce_scatter.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
-        """Return the round in the communication dtype; converts a round that was summed in another dtype."""
+        """Return the round, converted to the communication dtype if its buffer has another dtype."""
         dtype = self.settings.comm_dtype
         if dtype is None or current.buffer.dtype == dtype:
             return current
@@ -233,7 +256,21 @@ class Reducer:
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
-        """Send open rounds, send missing rounds as zeros, and wait. Collective over ranks with `of` (None: all)."""
+        """Complete the reduction: launch open rounds, compare the state over ranks, and wait for the sums.
+
+        Collective: all ranks must call this (with `of`, all ranks that have the parameter).
+
+        Args:
+            purpose: call for which ranks synchronize.
+            of: parameter whose gradient is needed; None: all.
+
+        Returns:
+            Values of the window on which all ranks agree.
+
+        Raises:
+            UsageError: ranks have made different calls, or a gradient was changed in place too late after its read. All
+                gradients since the last update are discarded.
+        """
         if self._handed_out.used:
             self._adopt_edits(of)
         self._launch_open()
@@ -268,16 +305,16 @@ class Reducer:
         return agreement
 
     def _reject_window(self, trouble: str) -> None:
-        """Drop the window and raise the same error on all ranks."""
+        """Drop the gradients of the window and raise UsageError, on all ranks alike."""
         self.reduce_scatter.settle()
         self.clear()
         self.window.restart()
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
     def _launch_open(self) -> None:
-        """Send the open rounds."""
+        """Launch the open rounds of all buckets."""
         if self._launched == self.revision:
-            return  # one read of a gradient after another
+            return
         if self._handed_out.used:
             self._handed_out.close(own=True)
         for bucket in self.buckets:
@@ -288,7 +325,7 @@ class Reducer:
         self._launched = self.revision
 
     def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
-        """Send zeros for rounds that only other ranks have launched, and send the queued rounds."""
+        """Launch rounds of zeros where other ranks have launched more rounds, and launch the queued rounds."""
         if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
         else:
@@ -299,16 +336,23 @@ class Reducer:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 
     def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
-        """Send zero rounds until this rank has launched as many rounds of a bucket as any other."""
+        """Launch rounds of zeros until this rank has launched as many rounds of a bucket as any other rank."""
         factor = max(row.factor for row in table)
         for exact in (0, 1):
             while bucket.launches[exact] < max(row.launches[exact] for row in table):
-                bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
+                bucket.prepare()  # no effect unless the group is frozen on this rank only; then all ranks raise
                 self.send_zeros(bucket, exact, factor)
         columns = zip(*(row.touched for row in table), strict=True)
         self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
 
     def send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
+        """Launch a round of zeros.
+
+        Args:
+            bucket: bucket of the round.
+            exact: 1: in the accumulator's dtype; 0: in the communication dtype.
+            factor: factor on the sum of a low-precision round, as on the other ranks.
+        """
         low = self.settings.comm_dtype or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
@@ -316,16 +360,16 @@ class Reducer:
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
-        """Return one mark per parameter of a group for which any rank had a gradient; valid after `finish`."""
+        """Return one byte per parameter of a bucket: 1 if any rank had a gradient. None before `finish`."""
         return self._touched_anywhere.get(id(bucket))
 
     def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
-        """Return whether any rank had a gradient for `member` in the window; valid after `finish`."""
+        """Return whether any rank had a gradient of the parameter since the last update; valid after `finish`."""
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
     def _adopt_edits(self, of: ParamRecord | None = None) -> None:
-        """Add in-place changes of read gradients to the accumulator; no gradient was added since the read."""
+        """Write gradients that the user has read and changed in place back to the accumulator or the open round."""
         for member, tensor, own in self._handed_out.take_edited(of):
             current = self.bucket_of(member.group).round
             if not own:
@@ -334,7 +378,7 @@ class Reducer:
                 current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
-        """Reset the window; the next gradients overwrite its sums."""
+        """Discard all gradients; the next ones overwrite the accumulators."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
@@ -345,14 +389,14 @@ class Reducer:
         self.window.forget()
 
     def drop(self) -> None:
-        """Drop the gradients of the window (`zero_grad`). All ranks must call this."""
+        """Synchronize the ranks and discard all gradients (`zero_grad`). All ranks must call this."""
         if not self.clean:
             self.finish(Purpose.ZERO_GRAD)
             self.clear()
         self.window.forget()
 
     def time_waits(self, timer: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter `timer()` around each wait for gradients in flight."""
+        """Set a factory of context managers, one of which is entered around each wait for reductions."""
         self._wait_timer = timer
 
     def set_accumulates(self, accumulates: bool) -> None:
@@ -364,13 +408,20 @@ class Reducer:
         self._hooks.clear()
         self.reduce_scatter.close()
 
-    # -- what users see -------------------------------------------------------------------------------------------
+    # -- access of users ------------------------------------------------------------------------------------------
 
     def bucket_of(self, group: ParameterGroup) -> Bucket:
         return self._of[id(group)]
 
     def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
-        """Return the mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
+        """Return a copy of a parameter's accumulated gradient; see `ManagedParameter.grad`.
+
+        Before the reduction this is this rank's gradient, afterwards the reduced one, which all ranks with the
+        parameter must request.
+
+        Returns:
+            Tensor in the parameter's shape, tracked so that in-place changes take effect; None if there is no gradient.
+        """
         if self.clean:
             return None
         bucket, low, high = self.bucket_of(member.group), member.offset, member.offset + member.numel
@@ -384,7 +435,7 @@ class Reducer:
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
-            whole = bucket.total.acquire()  # where everything is whole, nothing rests elsewhere
+            whole = bucket.total.acquire()  # no release needed: never offloaded
             values = whole[low:high].view(member.shape)
             return self._handed_out.add(member, values.clone(), values)
         with bucket.total.borrowed() as total:
@@ -392,11 +443,19 @@ class Reducer:
         return self._handed_out.add(member, dense.view(member.shape))
 
     def forget_reads(self, member: ParamRecord) -> None:
-        """Stop tracking reads of a sum that is about to be replaced."""
+        """Stop tracking the reads of a parameter's gradient, since it is about to be replaced."""
         self._handed_out.forget(member)
 
     def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
-        """Replace the window's gradient of `member` by `value` (None: no gradient). All ranks must call this."""
+        """Replace a parameter's accumulated gradient. All ranks must call this.
+
+        Args:
+            member: parameter.
+            value: gradient in the parameter's shape; None: no gradient.
+
+        Raises:
+            UsageError: the parameter's group is frozen, or ranks have made different calls.
+        """
         bucket = self.bucket_of(member.group)
         if bucket.sum is None:
             if value is None:
@@ -414,6 +473,7 @@ class Reducer:
             self._write(member, value)
 
     def _write(self, member: ParamRecord, value: torch.Tensor | None) -> None:
+        """Write this rank's part of a gradient to the accumulator; None: zeros."""
         bucket = self.bucket_of(member.group)
         flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
@@ -431,7 +491,7 @@ class Reducer:
 
 
 class _GradHook:
-    """Gradient hook of a parameter; holds weak references, since garbage collection does not see torch's hooks."""
+    """Gradient hook of a parameter; has a weak reference, since the garbage collector cannot see torch's hooks."""
 
     def __init__(self, member: ParamRecord) -> None:
         self._member = weakref.ref(member)
@@ -443,7 +503,7 @@ class _GradHook:
 
 
 def _leave_to_agreement(reducer: Reducer, bucket: Bucket) -> None:
-    """Do nothing: other stages may have gradients for this copy, and `Reducer._catch_up` then sends zeros."""
+    """Do nothing for a tied weight without gradients; if other pipeline stages have some, `_catch_up` sends zeros."""
 
 
 unlaunched_copies: Replaceable[Callable[[Reducer, Bucket], None]] = Replaceable(_leave_to_agreement)

@@ -1,1 +1,1 @@
-"""Position of each element of the training state. Moves no tensor."""
+"""Assignment of the elements of parameters to ranks: shard layouts, placements, regions and stages."""

@@ -1,4 +1,4 @@
-"""Elements of a group that each rank owns; checkpoints, all-gathers and accessors use the same spans."""
+"""Shard layout of a parameter group: the elements of the concatenated parameters that each rank owns."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-# Slices begin at multiples of this many elements, so that vector loads stay aligned.
+# Alignment of shard boundaries, in elements, for vectorized loads.
 ALIGN = 8
 
 
 @dataclass(frozen=True)
 class ParamRange:
-    """The part of one parameter in one rank's shard.
+    """Range of elements of one parameter in a shard.
 
     Args:
         index: index of the parameter in the group.
-        start: first element in the flattened parameter.
-        stop: one past the last element in the flattened parameter.
-        group_start: first element in the group.
+        start: index of the first element in the flattened parameter.
+        stop: index after the last element in the flattened parameter.
+        group_start: index of the first element in the group's concatenated parameters.
     """
 
     index: int
@@ -35,11 +35,12 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The concatenated parameters of a group, and the boundaries of its shards.
+    """Sizes of a group's concatenated parameters, and boundaries of its shards.
 
     Args:
-        numels: elements of each parameter, in order.
-        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]). Elements past the parameters are padding.
+        numels: number of elements of each parameter, in order.
+        cuts: (number of ranks) + 1 boundaries: rank r owns [cuts[r], cuts[r + 1]). Elements after the last parameter
+            are padding.
     """
 
     numels: tuple[int, ...]
@@ -47,17 +48,17 @@ class ShardLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return the first element of each parameter in the group."""
+        """Return the index in the group of the first element of each parameter."""
         return (0, *accumulate(self.numels))[:-1]
 
     @cached_property
     def numel(self) -> int:
-        """Return the elements of all parameters, without padding."""
+        """Return the number of elements of all parameters, without padding."""
         return sum(self.numels)
 
     @cached_property
     def padded(self) -> int:
-        """Return the elements of the full buffer, with padding."""
+        """Return the number of elements of the full buffer, with padding."""
         return max(self.cuts[-1], self.numel)
 
     @property
@@ -68,29 +69,34 @@ class ShardLayout:
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def ranges(self, rank: int) -> list[ParamRange]:
-        """Return the ranges of parameters in a rank's shard, in order."""
+        """Return the range of each parameter that has elements in a rank's shard, in order."""
         return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
-        """Return the ranges of parameters in [low, high) of the group."""
-        first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
+        """Return the range of each parameter that has elements in [low, high) of the group, in order."""
+        first = max(bisect_right(self.offsets, low) - 1, 0)  # parameter with element `low`
         ranges = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
         return [range_ for range_ in ranges if range_ is not None]
 
     def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
-        """Return the range of one parameter in [low, high) of the group; None if it is empty."""
+        """Return the range of parameter `index` in [low, high) of the group; None if it has no elements there."""
         offset = self.offsets[index]
         start, stop = max(low, offset), min(high, offset + self.numels[index])
         return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
-        """Return the shard boundaries within one flattened parameter."""
+        """Return the shard boundaries within the flattened parameter `index`: rank r has [c[r], c[r + 1])."""
         offset, numel = self.offsets[index], self.numels[index]
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 
 
 def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut the concatenation into equal shards (padding at the end)."""
+    """Divide a group into equal shards, with padding at the end.
+
+    Args:
+        numels: number of elements of each parameter.
+        ranks: number of ranks.
+    """
     total = sum(numels)
     step = -(-total // ranks)
     if total >= ranks * ALIGN:
@@ -99,7 +105,10 @@ def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor)."""
+    """Divide a group between parameters only, into shards of similar size; arguments as in `by_group`.
+
+    For optimizers whose update of a parameter needs all its elements (Muon, LAMB, Adafactor).
+    """
     edges = [0, *accumulate(numels)]
     total, cuts = edges[-1], [0]
     for r in range(1, ranks):
@@ -111,5 +120,8 @@ def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
 
 
 def by_first(numels: Sequence[int], ranks: int) -> ShardLayout:
-    """Assign all parameters to rank 0, for optimizers whose updates depend on all parameters (Prodigy, SAM)."""
+    """Assign all parameters to rank 0; arguments as in `by_group`.
+
+    For optimizers whose update of a parameter depends on all parameters (Prodigy, SAM).
+    """
     return ShardLayout(tuple(numels), (0, *[sum(numels)] * ranks))

@@ -1,7 +1,8 @@
-"""Placement of a parameter on the mesh: its part of the global tensor, and the relation of its copies.
+"""Placement of a parameter on the device mesh: its slice of the global tensor, and its copies on other ranks.
 
-Gradient sums, norm, overflow, edits, checkpoints, estimators and public accessors read a parameter's row of this table.
-Layers that split a model set it with `place`; all other parameters have the default row.
+The global tensor is the tensor of the unsplit model. Layers that split a model (tensor, pipeline, expert parallelism)
+set the placement with `place`; all other parameters have the default. Gradient reduction, norms, checkpoints, memory
+estimates and `safe_get_*` depend on it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ _MARK = "ds_placement"
 
 
 class Relation(enum.Enum):
-    """Relation of a parameter's copies on the ranks of one axis."""
+    """Relation between the tensors that the ranks along one mesh axis have of a parameter."""
 
-    SHARDED_STATE = "zero"  # one tensor, split by ZeRO or summed over the ranks as data parallelism does
-    SHARD = "cut"  # each rank has another box of the global tensor
-    PARTIAL = "partial"  # copies whose gradients are parts: to be summed over the axis
-    REPLICATE = "equal"  # copies with equal gradients: nothing to do
-    ABSENT = "absent"  # the other ranks have no copy
+    SHARDED_STATE = "zero"  # data parallelism: one tensor, sharded by ZeRO, with gradients summed over the ranks
+    SHARD = "cut"  # each rank has another slice of the global tensor
+    PARTIAL = "partial"  # copies with different gradients, which are summed over the ranks
+    REPLICATE = "equal"  # copies with equal gradients
+    ABSENT = "absent"  # only this rank has the parameter
 
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's segments of one dim of the global tensor.
+    """Segments that this rank has of one dimension of the global tensor.
 
     Args:
-        dim: the dim.
-        size: length of the global tensor along the dim.
-        segments: (start in the global dim, length), in local order. A start of -1 is padding, which is not part of the
-            global tensor: it has no gradient, and does not count in norms, sizes or checkpoints.
+        dim: index of the dimension.
+        size: size of the global tensor along the dimension.
+        segments: pairs (start in the global dimension, length), in the order of the local tensor. A start of -1 is
+            padding, which has no gradient and does not count in norms, sizes or checkpoints.
+
+    Raises:
+        ArgumentError: a segment exceeds the dimension.
     """
 
     dim: int
@@ -51,24 +55,25 @@ class Cut:
 
     @property
     def local_size(self) -> int:
-        """Return the length of this rank's tensor along the dim, padding included."""
+        """Return the size of this rank's tensor along the dimension, including padding."""
         return sum(length for _, length in self.segments)
 
     @property
     def padding(self) -> int:
-        """Return the padding in `local_size`."""
+        """Return the number of padding positions in `local_size`."""
         return sum(length for start, length in self.segments if start < 0)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of one parameter on the mesh.
+    """Placement of one parameter on the device mesh.
 
     Args:
-        cuts: at most one per dim; dims without one are whole.
-        relations: relation by mesh axis; the default is ZERO for axes of data parallelism, else EQUAL.
-        stages: pipeline stages that have a copy, if known; otherwise ranks ask each other.
-        ep: ranks of dp_shard x sp that divide the layer's experts; 1: each rank has all experts.
+        cuts: segments of each dimension that is split.
+        relations: relation by name of the mesh axis. Default: SHARDED_STATE along data-parallel axes; SHARD along `tp`
+            with `cuts`, else REPLICATE; ABSENT along `pp`.
+        stages: pipeline stages that have a copy of a tied weight, if known; else ranks exchange this.
+        ep: expert-parallel size: number of ranks over which the layer's experts are divided; 1: no division.
     """
 
     cuts: tuple[Cut, ...] = ()
@@ -80,7 +85,7 @@ class Placement:
         """Return the shape of the global tensor.
 
         Args:
-            local: shape of this rank's tensor.
+            local: shape of this rank's tensor, including padding.
 
         Raises:
             ArgumentError: the cuts do not match the shape.
@@ -100,7 +105,14 @@ WHOLE = Placement()
 
 
 def place(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Set the placement of a parameter or buffer, before `initialize`; returns the tensor.
+    """Set the placement of a parameter or buffer; call this before `deepspeed.initialize`.
+
+    Args:
+        tensor: this rank's tensor; the placement becomes an attribute of it.
+        placement: placement on the mesh.
+
+    Returns:
+        `tensor`.
 
     Raises:
         ArgumentError: the cuts do not match the tensor's shape.

@@ -1,8 +1,8 @@
-"""Regions of a global tensor: the elements that a rank holds, and the flat ranges that are stored.
+"""Regions of a global tensor: the elements that a rank has, and copies between regions, for resharding of checkpoints.
 
-A rank's tensor is a box of the global one: each dim is whole, or split into segments with padding between. ZeRO splits
-the flattened box further. `copies` computes the source of a flat range of one box in a flat range of another: a few
-strided copies for any split, never one per row.
+A rank's tensor is a region of the global one: each dimension is complete, or split into segments, possibly with padding
+between them. ZeRO shards the flattened region further. `copies` computes the strided copies from a range of one
+flattened region to a range of another; their number does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from deepspeed.zero.layout.placement import Cut, Placement
 
-Segments = tuple[tuple[int, int], ...]  # (first element in the global dim or -1, length), in local order
+Segments = tuple[tuple[int, int], ...]  # see `Cut.segments`
 
 
 @dataclass(frozen=True)
 class Region:
-    """The region of a global tensor that a rank holds.
+    """Region of a global tensor that a rank has.
 
     Args:
         shape: shape of the global tensor.
-        cuts: cuts of the dims that are not whole, by ascending dim.
+        cuts: segments of the split dimensions, sorted by dimension.
     """
 
     shape: tuple[int, ...]
@@ -35,12 +35,20 @@ class Region:
 
     @staticmethod
     def of(placement: Placement, local: Sequence[int]) -> Region:
-        """Return the region of a tensor of shape `local` with this placement."""
+        """Create the region of a tensor.
+
+        Args:
+            placement: placement of the tensor.
+            local: shape of this rank's tensor.
+
+        Raises:
+            ArgumentError: the placement does not match the shape.
+        """
         return Region(placement.global_shape(tuple(local)), tuple(Region._plain_cuts(placement.cuts)))
 
     @staticmethod
     def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
-        """Normalize cuts: sort them, join adjacent segments, omit whole dims."""
+        """Normalize cuts: sort them, join adjacent segments, omit complete dimensions."""
         for cut in sorted(cuts, key=lambda part: part.dim):
             joined: list[tuple[int, int]] = []
             for start, length in cut.segments:
@@ -63,7 +71,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Return the elements of the rank's tensor, padding included."""
+        """Return the number of elements of the rank's tensor, including padding."""
         return math.prod(self.local_shape)
 
     @property
@@ -72,14 +80,14 @@ class Region:
 
     @cached_property
     def packed(self) -> Region:
-        """Return the region without padding, as in files. Equal packed regions hold the same elements."""
+        """Return the region without padding, as in checkpoint files."""
         if all(cut.padding == 0 for cut in self.cuts):
             return self
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
         return Region(self.shape, tuple(Region._plain_cuts(real)))
 
     def packed_index(self, index: int) -> int:
-        """Return the index of flat element `index` in the packed region."""
+        """Return the number of elements before element `index` of the flattened region, without padding."""
         if self.packed is self:
             return index
         local, real = self.local_shape, [self._real(segments, None) for segments in self.segments]
@@ -93,12 +101,12 @@ class Region:
             inside = math.prod(real[dim + 1 :])
             count += self._real(self.segments[dim], coordinate) * inside
             if self._real(self.segments[dim], coordinate + 1) == self._real(self.segments[dim], coordinate):
-                break  # the index lies in padding: nothing of the dims within it counts
+                break  # the index is in padding, so inner dimensions have no elements before it
         return count
 
     @staticmethod
     def _real(segments: Segments, end: int | None) -> int:
-        """Return the non-padding elements among the first `end` of a dim; None: among all."""
+        """Count the positions of a dimension that are not padding, among the first `end` (None: among all)."""
         count = position = 0
         for start, length in segments:
             inside = length if end is None else min(max(end - position, 0), length)
@@ -108,14 +116,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Copy:
-    """A strided copy from a flat source to a flat destination.
+    """Strided copy of a block of elements from one 1-D tensor to another.
 
     Args:
-        sizes: sizes of the block of elements, outermost dim first.
+        sizes: shape of the block.
         source: index of the block's first element in the source.
-        source_strides: stride of each dim in the source, in elements.
+        source_strides: stride of each dimension in the source, in elements.
         into: index of the block's first element in the destination.
-        into_strides: stride of each dim in the destination, in elements.
+        into_strides: stride of each dimension in the destination, in elements.
     """
 
     sizes: tuple[int, ...]
@@ -130,22 +138,28 @@ class Copy:
 
     @property
     def source_end(self) -> int:
-        """Return one past the last element in the source."""
+        """Return the index after the last element in the source."""
         steps = zip(self.sizes, self.source_strides, strict=True)
         return self.source + sum((size - 1) * stride for size, stride in steps) + 1
 
     def __call__(self, source: torch.Tensor, into: torch.Tensor, add: float | None = None) -> None:
-        """Copy between 1-D tensors, or add `add` times the source."""
+        """Copy the block.
+
+        Args:
+            source: 1-D tensor.
+            into: 1-D tensor, changed in place.
+            add: factor with which the source is added to the destination; None: overwrite.
+        """
         values = self._strided(source, self.sizes, self.source_strides, self.source)
         there = self._strided(into, self.sizes, self.into_strides, self.into)
         if add is None:
             there.copy_(values)
         else:
-            there.add_(values.to(there.device), alpha=add)  # in the destination's dtype
+            there.add_(values.to(there.device), alpha=add)  # result in the destination's dtype
 
     @classmethod
     def collapsed(cls, sizes: list[int], source: int, ours: list[int], into: int, into_strides: list[int]) -> Copy:
-        """Create a copy with the minimum number of dims."""
+        """Create a copy with the minimum number of dimensions; arguments as of the class (`ours`: source strides)."""
         dims: list[list[int]] = []
         for size, a, b in zip(sizes, ours, into_strides, strict=True):
             if size == 1:
@@ -163,9 +177,17 @@ class Copy:
         return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * offset)
 
     def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Split into runs of contiguous elements: (first source index, distance, (rows, run) destination)."""
+        """Divide the copy into blocks of equidistant rows that are contiguous in the source.
+
+        Args:
+            into: 1-D destination.
+
+        Yields:
+            Index of the first element in the source, distance of the rows in the source, and destination (2-D view:
+            one row per row of the source).
+        """
         sizes, ours, into_strides = self.sizes, self.source_strides, self.into_strides
-        if ours[-1] != 1:  # single elements at a distance
+        if ours[-1] != 1:  # rows of one element
             sizes, ours, into_strides = (*sizes, 1), (*ours, 1), (*into_strides, 1)
         if len(sizes) == 1:
             sizes, ours, into_strides = (1, *sizes), (0, *ours), (0, *into_strides)
@@ -177,7 +199,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class RegionRange:
-    """Elements [start, stop) of a flattened region."""
+    """Elements [start, stop) of a flattened region, including padding."""
 
     box: Region
     start: int
@@ -189,7 +211,12 @@ class RegionRange:
 
 
 def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
-    """Yield the copies that fill a range of one region from one of another; missing source elements are skipped."""
+    """Yield the copies from a range of one region to a range of another; elements that only one has are skipped.
+
+    Args:
+        source: range that a 1-D source tensor contains.
+        into: range that a 1-D destination tensor contains.
+    """
     if source.box == into.box and source.box.packed is source.box:
         low, high = max(source.start, into.start), min(source.stop, into.stop)
         if low < high:
@@ -209,7 +236,15 @@ def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
 
 
 def extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
-    """Return the span of a flattened region that contains all elements needed for a range of another region."""
+    """Return the smallest range of a flattened region with all elements that it shares with another range.
+
+    Args:
+        box: region.
+        wanted: range of another region of the same global tensor.
+
+    Returns:
+        Start and stop; (0, 0) if they share no elements.
+    """
     every = RegionRange(wanted.box, 0, wanted.box.numel)
     return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
 
@@ -224,15 +259,15 @@ def _full_extent(box: Region, other: Region) -> tuple[int, int]:
     return _extent(box, RegionRange(other, 0, other.numel))
 
 
-_Cell = tuple[tuple[int, int, int], ...]  # by dim: first element in the source, in the destination, length
-_Rect = list[tuple[int, int]]  # by dim: first element, one past the last
+_Cell = tuple[tuple[int, int, int], ...]  # by dimension: start in the source, start in the destination, length
+_Rect = list[tuple[int, int]]  # by dimension: start, stop
 
 
 @lru_cache(maxsize=4096)
 def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
-    """Return shapes and strides of two regions in the minimum number of dims, and their common cells."""
+    """Return shapes and strides of two regions in the minimum number of dimensions, and the blocks that they share."""
     cut = {axis_cut.dim for axis_cut in (*a.cuts, *b.cuts)}
-    dims: list[tuple[int, int]] = []  # (dim, elements of each step): whole dims of both belong to the one before them
+    dims: list[tuple[int, int]] = []  # (dimension, size of following complete dimensions, which are merged into it)
     for dim, size in enumerate(a.shape):
         if dim in cut or not dims:
             dims.append((dim, 1))
@@ -240,7 +275,7 @@ def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], lis
             dims[-1] = (dims[-1][0], dims[-1][1] * size)
     segments: list[list[Segments]] = [
         [tuple((s * unit if s >= 0 else -1, n * unit) for s, n in box.segments[dim]) for dim, unit in dims]
-        or [((0, 1),)]  # a tensor without dims
+        or [((0, 1),)]  # 0-d tensor
         for box in (a, b)
     ]
     shapes = [[sum(length for _, length in of_dim) for of_dim in by_dim] for by_dim in segments]
@@ -250,7 +285,7 @@ def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], lis
 
 
 def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """Yield the overlaps of the segments of two cuts of a dim: (first element here, there, length)."""
+    """Yield the overlaps of two regions along a dimension: (start in the first, start in the second, length)."""
     here = 0
     for a, length in ours:
         there = 0
@@ -263,7 +298,7 @@ def _overlaps(ours: Segments, other_segments: Segments) -> Iterator[tuple[int, i
 
 
 def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
-    """Return the blocks of elements [start, stop) of a flattened tensor: at most two per dim."""
+    """Divide the elements [start, stop) of a flattened tensor into rectangular blocks, at most two per dimension."""
     if start >= stop:
         return []
     if len(shape) == 1:
@@ -285,7 +320,10 @@ def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
 
 
 def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]], list[int]] | None:
-    """Intersect a common cell with a block of the source and one of the destination: first elements, and sizes."""
+    """Intersect a shared block with a block of the source and one of the destination.
+
+    Returns start indices in source and destination, and the shape; None if the intersection is empty.
+    """
     here, there, counts = [], [], []
     for (ours, other_start, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
         low, high = max(0, a_low - ours, b_low - other_start), min(length, a_high - ours, b_high - other_start)
@@ -298,7 +336,14 @@ def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]],
 
 
 def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
-    """Return the first element of a tensor that no region covers; None if all are covered."""
+    """Find an element that no region contains.
+
+    Args:
+        boxes: regions of the same global tensor; at least one.
+
+    Returns:
+        Index of the first such element; None if there is none.
+    """
     edges = [
         sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
         for dim, size in enumerate(boxes[0].shape)

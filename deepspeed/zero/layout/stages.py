@@ -1,7 +1,7 @@
-"""Table of ZeRO stages: sharding of parameters, gradients and optimizer state.
+"""ZeRO stages: sharding of optimizer state, gradients and parameters.
 
-Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). This is
-the only file that defines the properties of a stage's number.
+Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054. All other files use the policy of a stage instead of its number.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from deepspeed.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Policy:
-    """Sharding of a stage. The properties are read often, so each is computed once.
+    """Sharding policy of a ZeRO stage.
 
     Args:
-        splits_parameters: each rank stores only its shard of the parameters between uses.
-        splits_gradients: each rank stores only the gradient sum of its shard.
-        splits_optimizer: each rank stores master weights and optimizer state of its shard only.
+        splits_parameters: each rank stores only its shard of the parameters between uses (stage 3).
+        splits_gradients: each rank stores only its shard of the gradient sums (stages 2 and 3).
+        splits_optimizer: each rank stores only its shard of master weights and optimizer state (stages 1 to 3).
     """
 
     splits_parameters: bool
@@ -28,22 +28,22 @@ class Policy:
 
     @cached_property
     def gathers_before_use(self) -> bool:
-        """Return whether parameters are all-gathered only around the use of their module."""
+        """Return whether parameters are all-gathered before their module runs, and resharded afterwards."""
         return self.splits_parameters
 
     @cached_property
     def reduces_as_gradients_arrive(self) -> bool:
-        """Return whether gradients are reduced in every micro-batch, not only at the accumulation boundary."""
+        """Return whether gradients are reduced in each micro-batch instead of once per update."""
         return self.splits_gradients
 
     @cached_property
     def owns_a_shard(self) -> bool:
-        """Return whether a rank's optimizer updates only its shard."""
+        """Return whether each rank updates only its shard of the parameters."""
         return self.splits_optimizer
 
     @cached_property
     def all_gathers_after_step(self) -> bool:
-        """Return whether updated shards are all-gathered after the step."""
+        """Return whether updated parameters are all-gathered after each step (stages 1 and 2)."""
         return self.splits_optimizer and not self.splits_parameters
 
 
@@ -54,19 +54,26 @@ _TABLE = {
     3: Policy(splits_parameters=True, splits_gradients=True, splits_optimizer=True),
 }
 
-# Parameters that stay whole under stage 3 (persistence threshold) live by the row above it.
+# Policy of parameters that are not sharded at stage 3 (persistence threshold).
 KEPT_WHOLE = _TABLE[2]
 
 
 def policy_for(stage: int, pipeline: int = 1) -> Policy:
-    """Return the policy of a ZeRO stage (0 to 3) in a pipeline of `pipeline` stages."""
-    # With several stages of a pipeline, ZeRO 2 reduces a window's gradients once, at its end, and so keeps them whole
-    # until then, as ZeRO 1 does: else they would be sent once per micro-batch.
+    """Return the sharding policy of a ZeRO stage.
+
+    Args:
+        stage: 0 to 3.
+        pipeline: number of pipeline stages; if more than 1, ZeRO stage 2 has the policy of stage 1, so that gradients
+            are reduced once per update instead of once per micro-batch.
+
+    Raises:
+        ArgumentError: the stage is unknown.
+    """
     if stage not in _TABLE:
         raise ArgumentError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
     return _TABLE[1 if stage == 2 and pipeline > 1 else stage]
 
 
 def stage_of(policy: Policy) -> int:
-    """Return the number of the stage that has this policy."""
+    """Return the number of the ZeRO stage with a policy (the inverse of `policy_for` without a pipeline)."""
     return next(stage for stage, row in _TABLE.items() if row == policy)

@@ -1,4 +1,4 @@
-"""Units of a module tree: modules that are all-gathered and recomputed together, and leaf modules."""
+"""Units of a model: modules that are all-gathered, resharded and recomputed as a whole at stage 3."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torch.nn import Parameter
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.module_tree import children_of, own_parameters
 
-LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
-STANDS_FOR = "_stands_for"  # in what stands for a module of another stage: that module
+LEAF_MARK = "_z3_leaf"  # attribute of modules that are marked as units (leaf_module, set_z3_leaf_modules)
+STANDS_FOR = "_stands_for"  # attribute of placeholders of other pipeline stages: the original module
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a deep model: outermost children of containers with several modules of one class."""
+    """Return the repeated blocks of a model, such as its transformer layers, in its order.
+
+    These are modules marked as units, and children, with children of their own, of a ModuleList, Sequential or
+    ModuleDict that has several modules of the same class. Blocks within blocks are not returned.
+    """
     blocks: list[nn.Module] = []
 
     def visit(parent: nn.Module) -> None:
@@ -41,7 +45,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
-    """Yield every parameter with the unit of each module that owns it, in tree order; tied ones appear repeatedly."""
+    """Yield each parameter with its unit, in the order of the model; tied parameters once per module that has them."""
     blocks = set(repeated_blocks(module))
 
     def visit(current: nn.Module, block: nn.Module | None) -> Iterator[tuple[Parameter, nn.Module]]:
@@ -54,7 +58,10 @@ def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
 
 
 def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
-    """Return the unit of each parameter: its outermost repeated block, else the module that owns it."""
+    """Return the unit of each parameter: the repeated block around it, or, without one, its own module.
+
+    Tied parameters have the first unit.
+    """
     homes: dict[Parameter, nn.Module] = {}
     for param, unit in owners_of(module):
         homes.setdefault(param, unit)
@@ -64,18 +71,19 @@ def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
 def set_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules as units.
+    """Mark modules as units, which are gathered as a whole at stage 3; call this before `deepspeed.initialize`.
 
     Args:
-        model: the root module.
-        classes_or_names: classes, class names (short or with module path), or qualified module names.
-        raise_if_not_found: raise if nothing matches.
+        model: root module.
+        classes_or_names: classes (without subclasses), class names (short or with module path), or qualified names of
+            modules.
+        raise_if_not_found: raise if no module matches.
 
     Returns:
-        The marked modules.
+        Marked modules.
 
     Raises:
-        ArgumentError: nothing matches.
+        ArgumentError: no module matches, and `raise_if_not_found` is True.
     """
     wanted = list(classes_or_names)
     leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
@@ -99,14 +107,14 @@ def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by qualified name; see `set_z3_leaf_modules`."""
+    """Mark modules as units by their qualified names; other arguments, result and errors as `set_z3_leaf_modules`."""
     return set_z3_leaf_modules(model, module_names, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark modules by the end of their qualified name; see `set_z3_leaf_modules`."""
+    """Mark modules as units by the end of their qualified names; otherwise like `set_z3_leaf_modules`."""
     suffixes = tuple(module_name_suffixes)
     names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
     return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)
@@ -115,7 +123,7 @@ def set_z3_leaf_modules_by_suffix(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the mark from modules; arguments as in `set_z3_leaf_modules`."""
+    """Remove the marks of `set_z3_leaf_modules`; arguments, result and errors as there."""
     wanted = list(classes_or_names)
     leaves = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
     if not leaves and raise_if_not_found:
@@ -126,22 +134,27 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules of a tree."""
+    """Return all modules of a model that are marked as units."""
     return [m for m in model.modules() if z3_leaf_module(m)]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """Return whether a module is marked."""
+    """Return whether a module is marked as a unit."""
     return bool(getattr(module, LEAF_MARK, False))
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
-    """Mark or unmark one module."""
+    """Mark one module as a unit (`flag=True`), or remove its mark (`flag=False`)."""
     setattr(module, LEAF_MARK, flag)
 
 
 def mark_leaves(model: nn.Module, section: Any) -> None:
-    """Apply `zero_optimization.leaf_module`: classes, names and name suffixes."""
+    """Mark the modules of the configuration as units.
+
+    Args:
+        model: root module.
+        section: `zero_optimization.leaf_module`, with `classes`, `names` and `name_suffixes`.
+    """
     classes, names, suffixes = list(section.classes or ()), list(section.names or ()), list(section.name_suffixes or ())
     for name, module in model.named_modules():
         if _matches(name, module, classes) or name in names or any(name.endswith(s) for s in suffixes):

@@ -1,1 +1,1 @@
-"""One optimizer update over shards."""
+"""ZeRO optimizer: one optimizer update over the shards of all ranks."""

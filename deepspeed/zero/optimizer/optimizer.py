@@ -1,4 +1,8 @@
-"""ZeRO optimizer: runs any torch optimizer on this rank's shards."""
+"""ZeRO optimizer: runs any torch optimizer on this rank's shards of the master weights.
+
+The optimizer that the user passed is called the inner optimizer. Its parameter groups contain leaves: one tensor per
+parameter, a view of this rank's shard of the master weights.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +52,14 @@ _HOOK_TABLES = tuple(
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings for the work between gradients and update.
+    """Settings of `ZeroOptimizer.step`.
 
     Args:
-        clip: maximum global norm (`gradient_clipping`), 0: no clipping.
-        refuse_unused: raise for a parameter without a gradient (`ignore_unused_parameters: false`).
-        norm: whether to compute the norm (`compute_grad_norm`).
-        check: skip the step if a gradient is not finite.
-        master: dtype of master copies, for parameters of a narrower dtype.
+        clip: maximum global L2 norm of the gradients (`gradient_clipping`); 0: no clipping.
+        refuse_unused: raise if no rank has a gradient for a trained parameter (`ignore_unused_parameters: false`).
+        norm: compute the global gradient norm in each step (`compute_grad_norm`).
+        check: skip the update if a gradient is not finite.
+        master: dtype of the master weights of parameters with a narrower dtype.
     """
 
     clip: float = 0.0
@@ -66,17 +70,19 @@ class StepSettings:
 
 
 class ZeroOptimizer(OptimizerSurface):
-    """A torch optimizer over the shards of this rank.
+    """Sharded optimizer: one torch optimizer on this rank's shards, then an all-gather of the updated parameters.
 
     Args:
-        inner: the client's or the JSON's optimizer. Its group dicts are kept; their `params` are replaced.
-        reducer: source of gradients.
+        inner: optimizer over the model's parameters. Its group dicts stay in use, with `params` replaced by leaves.
+        reducer: reducer that provides the gradient sums.
         settings: clipping and checks.
         scaler: loss scaler; None if losses are not scaled.
-        lifecycle: gathers and frees sharded groups; None if all parameters stay whole.
-        late: defers the all-gather of updated parameters beyond the end of `step`; None: the all-gather is complete
-            before `step` returns.
-        traits: possible splits of the inner optimizer's update; None: any split.
+        lifecycle: hooks that gather and free sharded parameters; None below stage 3.
+        late: hooks that wait for the all-gather of updated parameters in the next forward; None: `step` waits for it.
+        traits: allowed ways to split the inner optimizer's update; None: any split.
+
+    Raises:
+        OptimizerError: the inner optimizer has parameters that are not in the model, or a parameter twice.
     """
 
     def __init__(
@@ -95,9 +101,9 @@ class ZeroOptimizer(OptimizerSurface):
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self._inspect: Callable[[float | None, list[list[float]]], None] | None = None
-        self.piggyback_values: list[float] = []  # numbers all-gathered with the gradient norm
+        self.piggyback_values: list[float] = []  # numbers to all-gather in the same message as the gradient norm
         self.gathered_piggyback_values: list[list[float]] = []
-        self.optional_values: list[float] = []  # the same, where there is an exchange without them
+        self.optional_values: list[float] = []  # likewise, but they do not cause a message by themselves
         self.gathered_optional_values: list[list[float]] = []
         self._late: DeferredAllGatherHooks | None = None
         self.attach(reducer, lifecycle, late)
@@ -105,7 +111,16 @@ class ZeroOptimizer(OptimizerSurface):
     def attach(
         self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
     ) -> None:
-        """Shard the parameters in the inner optimizer's groups like the reducer's groups."""
+        """Connect the optimizer to a reducer: replace the parameters in its groups by leaves over this rank's shards.
+
+        Args:
+            reducer: see the class.
+            lifecycle: see the class; None keeps the present hooks.
+            late: see the class.
+
+        Raises:
+            OptimizerError: as for the class.
+        """
         if self._late is not None:
             self._late.detach()
         self.reducer, self._late = reducer, late
@@ -117,7 +132,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.window.set_rates(self._rates)
         self.masks: Pruner | None = None
         self.bit16_groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
+        self.groups = [bucket.group for bucket in reducer.buckets]  # parameter groups that are sharded together
         self._gathered = [group for group in self.groups if group.policy.gathers_before_use]
         self._whole = [group for group in self.groups if not group.policy.gathers_before_use]
         foreign = not self.traits.known
@@ -126,7 +141,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.fragments: dict[int, list[Fragment]] = {}
         self._stepping, self._updated = False, False
         every = [self.optimizer, *nested_optimizers(self.optimizer).values()] if foreign else [self.optimizer]
-        for each in every:  # some classes leave torch's constructor out
+        for each in every:  # some classes do not call torch's constructor
             for table in _HOOK_TABLES:
                 vars(each).setdefault(table, OrderedDict())
         if foreign:
@@ -135,7 +150,7 @@ class ZeroOptimizer(OptimizerSurface):
         follow(self)
         self._split_groups()
         for group in self._whole:
-            group.buffer_views.track_writes()  # nobody else has anything over the memory yet
+            group.buffer_views.track_writes()  # no other tensor shares the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         adopt(self)
         for shard in self.shards:
@@ -174,20 +189,20 @@ class ZeroOptimizer(OptimizerSurface):
     # -- the inner optimizer --------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Return the inner optimizer's additional public methods, such as `eval` and `train` of schedule-free ones."""
+        """Return a public method of the inner optimizer's class, such as `eval` of schedule-free optimizers."""
         inner = self.__dict__.get("optimizer")
         if inner is not None and not name.startswith("_") and callable(getattr(type(inner), name, None)):
             return getattr(inner, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def _replace_methods(self) -> None:
-        """Wrap methods of the inner optimizer that write outside of `step` (`eval` of schedule-free ones).
+        """Wrap methods of the inner optimizer, other than `step`, that write to parameters (`eval` of schedule-free).
 
-        They write to leaves over this rank's masters, so the changes must be sent to the model on all ranks.
+        They write to leaves, that is, to this rank's master weights; the wrapper then all-gathers the new values.
         """
         self._replaced: dict[str, Any] = {}
         for name, traits in self.traits.methods.items():
-            if name not in vars(self.optimizer):  # not what a user has put there
+            if name not in vars(self.optimizer):  # a method that the user has replaced is kept
                 self._replaced[name] = vars(self.optimizer)[name] = self._wrapped_method(name, traits)
 
     def _wrapped_method(self, name: str, traits: MethodTraits) -> Callable[..., Any]:
@@ -200,8 +215,19 @@ class ZeroOptimizer(OptimizerSurface):
         return method
 
     def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
-        """Call a method of the inner optimizer that writes parameters or state. All ranks must call this."""
-        if self._stepping:  # by the optimizer itself
+        """Call a method of the inner optimizer that writes parameters or state. All ranks must call this.
+
+        Args:
+            call: the method, with its arguments bound.
+            traits: effects of the method; one that uses gradients runs as a complete `step`.
+
+        Returns:
+            Result of the call.
+
+        Raises:
+            OptimizerError: the method uses gradients, and losses are scaled.
+        """
+        if self._stepping:  # called by the optimizer itself
             return call()
         if traits.reads_gradients:
             if self.scaler is not None:
@@ -234,32 +260,43 @@ class ZeroOptimizer(OptimizerSurface):
         return self._shard_of[id(member.group)]
 
     def activate(self, member: ParamRecord) -> None:
-        """Start training a parameter that was unfrozen."""
+        """Allocate master weights, leaf and gradient accumulator of a parameter that was unfrozen."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
 
     def _rates(self) -> list[float]:
-        """Return this rank's hyperparameters for comparison, since shards must be updated by equal rules."""
+        """Return this rank's hyperparameters; ranks compare them, since all shards need the same update rule."""
         rates = []
         for key, value in (entry for group in self.optimizer.param_groups for entry in group.items()):
             for number in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
                 if isinstance(number, torch.Tensor) and number.device.type == "cpu" and number.numel() == 1:
                     number = number.item()
-                if isinstance(number, (int, float)):  # NaN, which equals nothing, as a number that nobody sets
+                if isinstance(number, (int, float)):  # NaN is replaced, since it does not compare equal to itself
                     rates.append(-(2.0**-40) if number != number else float(number))
         return rates
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one update: agree, norm, check, clip, update, all-gather.
+        """Run one update. All ranks must call this.
+
+        In this order: comparison of the state over ranks, gradient norm, check for non-finite gradients, clipping,
+        update of the shards, all-gather of the parameters. If the check finds a non-finite gradient, the update is
+        skipped and `overflow` is True.
 
         Args:
-            closure: evaluated first, as in torch optimizers.
+            closure: called first, as in torch optimizers.
 
         Returns:
-            The result of the closure.
+            Result of the closure; None without one.
+
+        Raises:
+            UsageError: ranks have made different calls, a leaf was written to, a required gradient is missing, or the
+                optimizer computes gradients within its step.
+            OptimizerError: the inner optimizer's groups have gained or lost parameters.
+            LossScaleError: gradients overflowed at the minimum loss scale.
+            MemoryExhaustedError: optimizer state or update do not fit in memory.
         """
         if self.traits.how.closure:
             steps = ", ".join(f"engine.optimizer.{name}()" for name in self.traits.methods)
@@ -272,6 +309,7 @@ class ZeroOptimizer(OptimizerSurface):
         return loss
 
     def _step(self, call: Callable[[], Any] | None) -> None:
+        """Run one update with `call` (None: the inner optimizer's `step`); see `step`."""
         if self.lifecycle is not None:
             self.lifecycle.settle()
         self.window.leaf_writes = self._leaf_writes - self._writes
@@ -292,7 +330,7 @@ class ZeroOptimizer(OptimizerSurface):
                 )
         rescale = self.window.rescale(agreed)
         wanted = self.settings.norm or self.settings.check or self.settings.clip > 0
-        # What pruning has masked since is not what was read, and numbers that ride along ask for the exchange.
+        # A norm from before pruning masks is not valid, and piggyback values need the exchange in any case.
         total = None if self.masks is not None or self.piggyback_values else known_norm(self.reducer, agreed)
         if total is None and (wanted or self.piggyback_values):
             self._norms += 1
@@ -304,7 +342,7 @@ class ZeroOptimizer(OptimizerSurface):
             self.gathered_optional_values = [row[count:] for row in gathered if self.optional_values]
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
-            norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
+            norm = math.inf  # with a loss scale, NaN results from an overflow: inf - inf
         self._global_grad_norm = norm
         if self._inspect is not None:
             self._inspect(norm, self.gathered_piggyback_values)
@@ -317,11 +355,15 @@ class ZeroOptimizer(OptimizerSurface):
             self.scaler.update(self.overflow)
 
     def inspect_norm(self, inspect: Callable[[float | None, list[list[float]]], None]) -> None:
-        """Call `inspect(norm, piggyback values of all ranks)` between norm and update from now on."""
+        """Set a callback that each step calls between the gradient norm and the update.
+
+        Args:
+            inspect: called with the norm (None: not computed) and the `piggyback_values` of each rank.
+        """
         self._inspect = inspect
 
     def set_masks(self, masks: Pruner) -> None:
-        """Mask gradients and masters in each update, until the parameters get a new layout."""
+        """Apply pruning masks to gradients and master weights in each update, until the next `attach`."""
         self.masks = masks
 
     @property
@@ -329,7 +371,7 @@ class ZeroOptimizer(OptimizerSurface):
         return sum(shard.writes for shard in self.shards)
 
     def _refuse_leaf_writes(self) -> None:
-        """Raise for writes to leaves outside of `step`, on all ranks, which have compared the count."""
+        """Raise UsageError for writes to leaves outside of `step`; on all ranks, since they have compared the count."""
         if self.window.leaf_writes:
             self._writes, self.window.leaf_writes = self._leaf_writes, 0
             self._end_window()
@@ -341,7 +383,7 @@ class ZeroOptimizer(OptimizerSurface):
 
     @property
     def lifecycle(self) -> ModuleHooks | None:
-        """Return the hooks that gather and free sharded groups, or None."""
+        """Return the hooks that gather and free sharded parameters; None below stage 3."""
         return getattr(self, "parameter_offload", None)
 
     def _tag(self) -> int:
@@ -349,7 +391,7 @@ class ZeroOptimizer(OptimizerSurface):
         return tag_of(self._channel, SMALL, self._rounds)
 
     def _check_called_by_engine(self) -> None:
-        """Raise for a direct call of the inner optimizer's step."""
+        """Raise UsageError if the user calls the inner optimizer's `step` directly."""
         if not self._stepping:
             raise UsageError(
                 "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
@@ -357,16 +399,16 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _make_room_for_state(self) -> None:
-        """Return memory that the first backward has freed to the device before the optimizer state is allocated.
+        """Empty the allocator's cache before the optimizer state is allocated in the first update.
 
-        State is long-lived; in gaps between freed blocks, it would fragment memory that the next forward needs.
+        The state is long-lived, and in freed blocks of the first backward it would fragment the memory.
         """
         kinds = {shard.group.device.type for shard in self.shards if shard.group.tiers.optimizer is RESIDENT}
         if not self.optimizer.state and not kinds <= {"cpu", "meta"}:
             get_accelerator().empty_cache()
 
     def _warn_of_hooks(self) -> None:
-        """Warn that a user's hook before the inner step sees only the gradient shards of this rank."""
+        """Warn once if the user has set a step pre-hook, since it sees only this rank's gradient shards."""
         hooks = [hook for hook in self.optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
         if hooks and any(group.policy.owns_a_shard and group.axis.size > 1 for group in self.groups):
             warn_once(
@@ -376,17 +418,18 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _take_over_edits(self) -> None:
-        """Import the user's changes of the model's parameters into the masters."""
+        """Copy in-place changes that the user made to model parameters into the master weights."""
         for group in self._whole:
             group.wait()
         changed = [member for group in self._whole for member in group.edited_members()]
         for member in changed:
             member.warn_if_copied()
-            member.copy_foreign_values()  # read all before any is written: two may have been exchanged
+            member.copy_foreign_values()  # read all before writing any, since two may have been exchanged
         for member in changed:
             self.import_edits(member)
 
     def _apply(self, factor: float, call: Callable[[], Any] | None) -> None:
+        """Update the shards with gradients times `factor`, and all-gather the parameters; see `update.update`."""
         self._take_over_edits()
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(
@@ -400,7 +443,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._updated = True
         self._stepping = True
         try:
-            late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
+            late = self._late is not None and self._late.allowed  # on this rank; the order is the same on all ranks
             at_once = not self.traits.in_parts
             waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None, at_once)
             updated = None if self.masks is None else self.masks.on_update
@@ -420,13 +463,13 @@ class ZeroOptimizer(OptimizerSurface):
 
     @staticmethod
     def _count_update(members: Sequence[ParamRecord]) -> None:
-        """Count a step as an in-place change, so that backward of an earlier forward raises, as in torch."""
+        """Increment version counters, so that the backward of an earlier forward raises, as in torch."""
         increment_version([member.param for member in members])
         for member in members:
             member.version += 1
 
     def _show_new_values(self) -> None:
-        """Serve the new shards to ranks that gather them; share counters with ranks without parameters."""
+        """Make later all-gathers use the new shards, and share step counters over the ranks."""
         self._writes = self._leaf_writes
         self.share_counters()
         for group in self._gathered:
@@ -435,7 +478,10 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
 
     def share_counters(self) -> None:
-        """Send counters and state outlines to ranks without parameters of a group. All ranks must call this."""
+        """Share step counters and the names of state entries with ranks that update no parameter of a group.
+
+        Collective: all ranks must call this. Does nothing if the inner optimizer counts steps without parameters.
+        """
         if self.traits.counts_alone and self.traits.by_parameter:
             return
         groups, state = groups_of(self.optimizer), adopt(self)
@@ -445,7 +491,7 @@ class ZeroOptimizer(OptimizerSurface):
         ]
         everyone = all_gather_objects(self.reducer.axes.dp_sp_group, (own, state.outline()))
         state.of_others = next((outline for _, outline in everyone if outline), {})
-        for number, group in enumerate(groups):  # counters come from the first rank that updates parameters of it
+        for number, group in enumerate(groups):  # counters are those of the first rank that updates its parameters
             values = next((counters[number] for counters, _ in everyone if counters[number] is not None), {})
             group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
             for key, value in values.items():
@@ -453,7 +499,10 @@ class ZeroOptimizer(OptimizerSurface):
                     group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Import the user's in-place changes since the last step (weight clipping) into the master."""
+        """Copy the user's in-place changes of a parameter since the last step into its master weights.
+
+        Does nothing for sharded parameters (stage 3), which can only be changed inside of `GatheredParameters`.
+        """
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)
@@ -464,7 +513,7 @@ class ZeroOptimizer(OptimizerSurface):
         member.warn_if_copied()
         member.restore_view()
         if member.exposed or member.param._version != member.version:
-            # A master follows what is written past the version, for as long as somebody may hold a `.data`.
+            # Values are compared as long as a `.data` tensor may exist, since writes to it change no version counter.
             member.version, member.exposed = (
                 member.param._version,
                 group.master is not None and group.buffer_views.track_writes(),
@@ -475,29 +524,50 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer.clear()
         self.window.restart()
 
-    # -- what clients call ----------------------------------------------------------------------------------------
+    # -- methods for users ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window. All ranks must call this."""
+        """Discard all gradients since the last update. All ranks must call this.
+
+        Args:
+            set_to_none: accepted without effect: `grad` is None afterwards.
+        """
         self.reducer.drop()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
-        """Run `loss` backward through the engine."""
+        """Call `engine.backward`.
+
+        Args:
+            loss: scalar loss, not multiplied by the loss scale.
+            retain_graph: as in `torch.Tensor.backward`.
+
+        Raises:
+            UsageError: the optimizer does not belong to an engine.
+        """
         return self._attached().backward(loss, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state of the inner optimizer (by fragment) and the loss scaler; see `RankState`."""
+        """Return this rank's part of the optimizer state.
+
+        Returns:
+            Dict with `optimizer` (`state_dict` of the inner optimizer, whose tensors are this rank's shards) and
+            `loss_scaler` (None without one); see `RankState`.
+        """
         scaler = None if self.scaler is None else self.scaler.state_dict()
         with contextlib.ExitStack() as stack:
             for shard in self.shards:
                 stack.enter_context(shard.at_hand())
             state = self.optimizer.state_dict()
             if any(shard.moves for shard in self.shards):
-                state = copy.deepcopy(state)  # what is at hand is lent
+                state = copy.deepcopy(state)  # the tensors are valid only within the context
         return self._rank_state(optimizer=state, loss_scaler=scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, on the same rank and topology."""
+        """Load a result of `state_dict`.
+
+        Args:
+            state: state of the same rank, saved with the same number of ranks and the same sharding.
+        """
         self.optimizer.load_state_dict(state["optimizer"])
         adopt(self)
         for shard in self.shards:
@@ -506,7 +576,7 @@ class ZeroOptimizer(OptimizerSurface):
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters that are not in use."""
+        """Free the memory of gathered parameters that are not in use (stage 3)."""
         if self.lifecycle is not None:
             self.lifecycle.prefetcher.free_idle()
 
@@ -520,7 +590,7 @@ class ZeroOptimizer(OptimizerSurface):
             guard.remove()
 
     def destroy(self) -> None:
-        """Remove gradient hooks and free the state."""
+        """Remove all hooks, and free shards, gradients and optimizer state."""
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()

@@ -1,8 +1,8 @@
-"""Leaf parameters and optimizer state of one group on one rank.
+"""Leaves and optimizer state of one parameter group on one rank.
 
-[Note: placeholders] If the optimizer's tier provides memory only temporarily (NVMe), a leaf holds one NaN expanded to
-its shape between updates, and `optimizer.state` holds meta tensors: real shapes, no memory, no values. Inside
-`OptimizerShard.at_hand` both are real.
+[Note: placeholders] If the optimizer's storage tier provides memory only temporarily (NVMe), leaf and state are
+placeholders between updates: a leaf is one NaN, expanded to its shape, and a state tensor is a meta tensor of the right
+shape. Inside of `OptimizerShard.at_hand`, both are real tensors.
 """
 
 from __future__ import annotations
@@ -30,31 +30,46 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass(eq=False)
 class Fragment:
-    """One parameter's part in the optimizer: a leaf tensor over the master values, and the position of its gradient."""
+    """Part of one parameter that this rank updates.
+
+    Args:
+        member: parameter.
+        range: elements of the parameter.
+        leaf: view of these elements in the master weights; the inner optimizer's parameter.
+        bucket: bucket with the gradient.
+    """
 
     member: ParamRecord
     range: ParamRange
     leaf: Parameter
     bucket: Bucket
-    _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
+    _view: tuple[torch.Tensor, torch.Tensor] | None = None  # cached gradient view, and its accumulator
 
     def gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Return this fragment's part of the borrowed accumulator, in the leaf's shape."""
+        """Return the view of this fragment's gradient, in the leaf's shape.
+
+        Args:
+            total: acquired memory of the bucket's accumulator.
+        """
         if self._view is not None and self._view[1] is total:
             return self._view[0]
         view = total[self.span].view(self.leaf.shape)
-        if self.bucket.total.memory is total:  # what is lent for a while must not be kept
+        if self.bucket.total.memory is total:  # a temporary buffer must not be cached
             self._view = view, total
         return view
 
     @property
     def span(self) -> slice:
-        """Return the slice of the fragment in this rank's master and in the accumulator."""
+        """Return the fragment's slice of this rank's flat master weights, and of the accumulator."""
         start = self.range.group_start - self.bucket.low
         return slice(start, start + self.range.numel)
 
     def cut_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this fragment's part of an optimizer state for the whole parameter."""
+        """Return a copy of this fragment's part of the optimizer state of the whole parameter.
+
+        Args:
+            state: entries by name; tensors of the parameter's shape are sliced, all others are copied.
+        """
         fragments = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == self.member.shape and value.dim():
@@ -65,13 +80,13 @@ class Fragment:
         return fragments
 
 
-# State tensors begin at multiples of this many bytes in the buffer they share.
+# Alignment of state tensors in the buffer that they share, in bytes.
 _ALIGN = 64
 
 
 @dataclass(frozen=True, eq=False)
 class _StateTensor:
-    """One state tensor in the buffer of its group."""
+    """Position of one state tensor in the buffer of its group; `start` is in bytes."""
 
     leaf: Parameter
     key: str
@@ -94,7 +109,13 @@ class _StateTensor:
 
 
 class _Moments:
-    """State tensors of a group, packed into one tensor of an offload tier."""
+    """State tensors of a group, packed into one tensor of an offload tier.
+
+    Args:
+        group: parameter group.
+        optimizer: inner optimizer with the state.
+        lend: weak reference to `OptimizerShard.lend`, with which placeholders load their values.
+    """
 
     def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
         self._group, self._optimizer, self._lend = group, optimizer, lend
@@ -107,7 +128,7 @@ class _Moments:
             self._stored.prefetch()
 
     def bring(self) -> None:
-        """Replace placeholders in the optimizer's state by real tensors; entries set by other code are kept."""
+        """Replace placeholders in the optimizer's state by real tensors; entries that other code has set stay."""
         if self._stored is not None:
             self._buffer = self._stored.acquire()
             for entry in self._entries:
@@ -116,13 +137,18 @@ class _Moments:
                     state[entry.key] = entry.view(self._buffer)
 
     def take_away(self, fragments: list[Fragment], changed: bool) -> None:
-        """Store the optimizer's state in the tier, and leave placeholders."""
+        """Store the optimizer's state in the tier, and replace it by placeholders.
+
+        Args:
+            fragments: fragments with the state.
+            changed: whether values were written since `bring`.
+        """
         wanted, states = [], []
         end = 0
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    # Any order of dims that fills the memory is kept: the last bits of matrix products depend on it.
+                    # Dense strides are preserved, since the last bits of matrix products depend on them.
                     strides = torch.empty_like(value, device="meta").stride()
                     wanted.append(_StateTensor(fragment.leaf, key, value.shape, strides, value.dtype, end))
                     states.append(value)
@@ -133,7 +159,7 @@ class _Moments:
             self._buffer = self._stored.acquire(read=False) if self._stored is not None else None
         for entry, value in zip(wanted, states, strict=True):
             place = entry.view(self._buffer) if self._buffer is not None else value
-            if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
+            if place.data_ptr() != value.data_ptr():  # the tensor was replaced by the optimizer or by other code
                 place.copy_(value)
                 changed = True
             placeholder = Away.of(value, functools.partial(self._borrow, self._lend, entry.leaf, entry.key))
@@ -149,6 +175,7 @@ class _Moments:
     def _borrow(
         lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """Return a context with the values of a placeholder; raises UsageError if its optimizer was deleted."""
         method = lend()
         if method is None:
             raise UsageError(
@@ -157,6 +184,7 @@ class _Moments:
         return method(leaf, key, changed)
 
     def _new(self, nbytes: int) -> StoredTensor | None:
+        """Create the tensor in the tier; None if it is empty."""
         group = self._group
         if not nbytes:
             return None
@@ -170,11 +198,17 @@ class _Moments:
 
 
 class OptimizerShard:
-    """Leaves and state of one group."""
+    """Leaves and optimizer state of one parameter group on this rank.
+
+    Args:
+        bucket: gradient bucket of the group.
+        optimizer: inner optimizer.
+        foreign: whether the optimizer's class is unknown, so that it may replace the data of leaves.
+    """
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
         self.bucket, self.group = bucket, bucket.group
-        self.members: list[ParamRecord] = []  # that the optimizer updates, on some rank
+        self.members: list[ParamRecord] = []  # parameters that the optimizer updates, on this or other ranks
         self.fragments: list[Fragment] = []
         self._optimizer = optimizer
         self._moments = _Moments(self.group, optimizer, weakref.WeakMethod(self.lend))
@@ -183,31 +217,35 @@ class OptimizerShard:
 
     @property
     def moves(self) -> bool:
-        """Return whether the group's memory has only temporary addresses."""
+        """Return whether master weights and state have memory only inside of `at_hand`."""
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
     @property
     def rests_at_hand(self) -> bool:
-        """Return whether `at_hand` changes nothing, since all state is stored where it is updated."""
+        """Return whether `at_hand` has no effect, since all state is stored in the memory in which it is updated."""
         group = self.group
         if self._evicted or group.tiers.optimizer is not RESIDENT:
             return False
         under = group.values if group.master is None else group.master
-        return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
+        return under.memory is not None or not self.moves  # the first test is cheaper and nearly always sufficient
 
     def add(self, member: ParamRecord) -> list[Fragment]:
-        """Create the leaves over the parts of a parameter that this rank updates."""
+        """Create the leaf for this rank's part of a parameter.
+
+        Returns:
+            List with one fragment; empty if this rank has no elements of the parameter.
+        """
         self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
         if range_ is None:
             return []
-        # Whole: optimizers that look at the shape see the true one.
+        # A leaf of the whole parameter has its shape, for optimizers that depend on shapes.
         shape = member.shape if range_.numel == member.numel else torch.Size([range_.numel])
         values = self._rest(shape)
         # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
         leaf = Parameter(values, requires_grad=values.is_floating_point())
-        # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
+        # Attributes that users have set on parameters (Muon's `use_muon`) are copied for the optimizer.
         vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
         fragments = [Fragment(member, range_, leaf, self.bucket)]
         self.fragments += fragments
@@ -215,12 +253,17 @@ class OptimizerShard:
         return fragments
 
     def _rest(self, shape: torch.Size) -> torch.Tensor:
+        """Return a placeholder of this shape for the data of a leaf."""
         group, dtype = self.group, self.group.updated.dtype
         nothing = float("nan") if dtype.is_floating_point else 0
         return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
 
     def point(self, fragments: list[Fragment] | None = None) -> None:
-        """Make leaves (all, or these) views of the master if it is in memory, else placeholders."""
+        """Set the data of leaves to views of the master weights if these are in memory, else to placeholders.
+
+        Args:
+            fragments: fragments with the leaves; None: all.
+        """
         under = self.group.under_leaves
         memory = None if under is None else under.memory
         for fragment in self.fragments if fragments is None else fragments:
@@ -228,9 +271,9 @@ class OptimizerShard:
             fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
 
     def adopt_replaced(self) -> None:
-        """Copy the values of tensors that the update has assigned to leaves (`p.data = ...`) into the master.
+        """Copy the values of tensors that the update assigned to leaves (`p.data = ...`) into the master weights.
 
-        Valid inside `at_hand`.
+        Call this inside of `at_hand`.
         """
         if not self._foreign or self.group.under_leaves is None:
             return
@@ -243,7 +286,7 @@ class OptimizerShard:
 
     @property
     def writes(self) -> int:
-        """Return the number of in-place writes to leaves, if the model does not compute with them."""
+        """Return the number of in-place writes to leaves; 0 if leaves are the model's parameters (stage 0 in fp32)."""
         group = self.group
         if group.master is None and not group.policy.owns_a_shard:
             return 0
@@ -256,7 +299,14 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def at_hand(self, changed: bool = False) -> Iterator[None]:
-        """Make leaves and optimizer state real tensors inside the context; they may be written if `changed`."""
+        """Load leaves and optimizer state into memory inside of the context; contexts can be nested.
+
+        Args:
+            changed: whether values are written, so that they must be stored at the end.
+
+        Raises:
+            UsageError: the state was moved by `engine.offload_states`.
+        """
         if self._evicted:
             raise UsageError("optimizer state was moved by engine.offload_states(); call engine.reload_states() first")
         if not self.moves:
@@ -278,12 +328,18 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
-        """Provide one real state tensor inside the context."""
+        """Return a context with one state tensor in memory.
+
+        Args:
+            leaf: parameter of the inner optimizer.
+            key: name of the state tensor.
+            changed: whether it is written.
+        """
         with self.at_hand(changed):
             yield self._optimizer.state[leaf][key]
 
     def evict_state(self, pool: BufferPool) -> None:
-        """Move state tensors from the device to host memory, until `restore_state`."""
+        """Move state tensors from the device to host memory until `restore_state`; no effect on offloaded groups."""
         if self._evicted or self.group.tiers.optimizer is not RESIDENT:
             return
         for fragment in self.fragments:
@@ -297,13 +353,17 @@ class OptimizerShard:
         self._evicted.clear()
 
     def store_state(self) -> None:
-        """Move state tensors that other code has set in the optimizer to their tier."""
+        """Move state tensors that were set in `optimizer.state`, such as loaded ones, to the storage tier."""
         if self.moves:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
 
     def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
-        """Return the members and fragments with a mark: those that have a gradient on any rank."""
+        """Return the parameters that have a gradient on any rank, and their fragments on this rank.
+
+        Args:
+            marks: one byte per parameter of the group; see `Reducer.marks`.
+        """
         if all(marks):
             return self.members, self.fragments
         members = [member for member in self.members if marks[member.index]]

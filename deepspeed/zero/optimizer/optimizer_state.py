@@ -1,10 +1,10 @@
-"""Optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for all other code.
+"""Optimizer state as a mapping: by leaf for the inner optimizer, by model parameter for all other code.
 
-[Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Clients that reset, prune
-or copy state (ReLoRA, merges of adapters, rollbacks) use the model's parameters. `OptimizerState` is one mapping for
-both: a leaf is looked up as in any dict, a parameter looks up the state of its leaf, and iteration yields parameters,
-except while the optimizer itself runs. A rank without a part of a parameter answers like the others, so that all ranks
-make the same decisions from the state.
+[Note: state by parameter] The inner optimizer runs on leaves, so its state has leaves as keys. Code that resets, prunes
+or copies state (ReLoRA, merges of adapters, rollbacks) has the model's parameters. `OptimizerState` accepts both: a
+leaf is a plain dict key, a parameter selects the state of its leaf, and iteration yields parameters, except while the
+optimizer itself runs. A rank without elements of a parameter returns entries with the same names as other ranks, so
+that code which depends on them takes the same decisions on all ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ _NOTHING: Any = object()
 
 
 class Owner(Protocol):
-    """The optimizer over shards; see `optimizer.ZeroOptimizer`."""
+    """Attributes of the sharded optimizer that its state uses; see `optimizer.ZeroOptimizer`."""
 
     optimizer: torch.optim.Optimizer
-    fragments: dict[int, list[Fragment]]  # of this rank, by the member's uid
-    bit16_groups: list[list[Parameter]]  # the model's parameters that it updates
-    traits: UpdateTraits  # of the inner one; a class that is known has no others inside
+    fragments: dict[int, list[Fragment]]  # fragments of this rank, by `ParamRecord.uid`
+    bit16_groups: list[list[Parameter]]  # model parameters in each group of the optimizer
+    traits: UpdateTraits  # traits of the inner optimizer; if `known`, it has no nested optimizers
 
 
 class ParamState(MutableMapping[str, Any]):
-    """Optimizer state of one parameter of the model; changes are written to the optimizer's state."""
+    """Optimizer state of one model parameter, by name; a mutable view of `OptimizerState`.
+
+    Args:
+        state: state of the optimizer.
+        member: parameter.
+        fragment: this rank's part of the parameter; None if it has none.
+    """
 
     __slots__ = ("_fragment", "_member", "_state")
 
@@ -63,7 +69,7 @@ class ParamState(MutableMapping[str, Any]):
         return None if self._fragment is None else self._fragment.leaf
 
     def create(self) -> ParamState:
-        """Create an empty entry unless there is one."""
+        """Create an empty entry unless one exists, and return self."""
         if self._fragment is None:
             self._state.elsewhere.setdefault(self._member.uid, False)
         elif not self.exists:
@@ -71,7 +77,7 @@ class ParamState(MutableMapping[str, Any]):
         return self
 
     def note(self, filled: bool) -> None:
-        """Record whether other ranks have a non-empty entry for a parameter of which this rank has no part."""
+        """Record whether other ranks have state of a parameter of which this rank has no elements."""
         self._state.elsewhere.pop(self._member.uid, None)
         if filled:
             self._state.elsewhere[self._member.uid] = True
@@ -83,16 +89,16 @@ class ParamState(MutableMapping[str, Any]):
             dict.pop(self._state, self._fragment.leaf, None)
 
     def taken(self) -> dict[str, Any]:
-        """Return the values in a form that stays valid after the entry is dropped."""
+        """Return the entries; offloaded values are copied, so that they stay valid after `forget`."""
         taken = {}
-        for key, value in self.items():  # a tensor must stay when what it is in is dropped
+        for key, value in self.items():
             rests = value._ds_piece.local if isinstance(value, StateTensor) else value
             taken[key] = value.clone() if isinstance(rests, Away) else value
         return taken
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """Return the entries on this rank; without a part of the parameter, those of another parameter."""
+        """Return the entries on this rank, or those of another parameter as a template if it has no elements."""
         if self._fragment is not None:
             return dict.get(self._state, self._fragment.leaf, {})
         return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
@@ -106,7 +112,7 @@ class ParamState(MutableMapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         entries, member, fragment = self._entries, self._member, self._fragment
         if fragment is None and self._state.elsewhere.get(member.uid) and key not in entries:
-            value: Any = torch.empty(0, dtype=member.group.updated.dtype)  # no rank may be the only one that raises
+            value: Any = torch.empty(0, dtype=member.group.updated.dtype)  # no KeyError on this rank alone
         else:
             value = entries[key]
         if not isinstance(value, torch.Tensor) or not value.dim() or not self._cut:
@@ -137,7 +143,7 @@ class ParamState(MutableMapping[str, Any]):
             dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
 
     def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
-        """Return this rank's part of a value."""
+        """Return this rank's part of a value that is assigned to an entry."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
         live = self._entries.get(key)
@@ -150,7 +156,7 @@ class ParamState(MutableMapping[str, Any]):
             value = piece.local
             return value.clone() if isinstance(value, Away) and value is not live else value
         if isinstance(value, Away) and value is not live:
-            value = value.clone()  # what stands for values in another tier is that of one place
+            value = value.clone()  # a placeholder must not be used for two entries
         if value.shape != self._member.shape:
             return value
         there = isinstance(live, torch.Tensor) and live.shape == fragment.leaf.shape
@@ -187,14 +193,15 @@ class ParamState(MutableMapping[str, Any]):
 
 
 class OptimizerState(defaultdict[Any, Any]):
-    """State of an inner optimizer; see [Note: state by parameter].
+    """Value of `optimizer.state` of the inner optimizer; see [Note: state by parameter].
 
     Args:
-        owner: maps parameters to leaves; weakly referenced.
+        owner: sharded optimizer, which maps parameters to leaves; weakly referenced.
 
     Attributes:
-        elsewhere: parameters of which only other ranks have a part, and whether their entry is non-empty.
-        of_others: the outline of another rank's state, if ranks have exchanged it.
+        elsewhere: parameters (`ParamRecord.uid`) with an entry on other ranks only, and whether it is non-empty.
+        of_others: `outline` of another rank, if ranks have exchanged it.
+        packing: whether the inner optimizer's `state_dict` is running, which needs leaves as keys.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -202,12 +209,12 @@ class OptimizerState(defaultdict[Any, Any]):
         self._owner = weakref.ref(owner)
         self.elsewhere: dict[int, bool] = {}
         self.of_others: dict[str, Any] = {}
-        self.packing = False  # the optimizer makes its `state_dict`
-        self._inside = 0
+        self.packing = False
+        self._inside = 0  # number of open `by_leaf` contexts
 
     @contextlib.contextmanager
     def by_leaf(self) -> Iterator[None]:
-        """Iterate only over leaves inside the context, while the optimizer itself runs."""
+        """Return a context in which iteration yields leaves, for the inner optimizer's own code."""
         self._inside += 1
         try:
             yield
@@ -215,15 +222,15 @@ class OptimizerState(defaultdict[Any, Any]):
             self._inside -= 1
 
     def without_parameter(self) -> dict[str, Any]:
-        """Return state under names that are no parameters (MADGRAD's `state["k"]`)."""
+        """Return the entries whose key is a string instead of a parameter (MADGRAD's `state["k"]`)."""
         return {key: value for key, value in dict.items(self) if isinstance(key, str)}
 
     def of_leaves(self) -> list[dict[str, Any]]:
-        """Return the stored state of each leaf of this rank."""
+        """Return the state of each leaf of this rank, by name."""
         return [entry for key, entry in dict.items(self) if not isinstance(key, str)]
 
     def example(self, member: ParamRecord) -> dict[str, Any]:
-        """Return the entries of this rank's first leaf with state; else the outline from another rank."""
+        """Return the entries of this rank's first leaf with state, as a template; else another rank's outline."""
         owner = self._owner()
         for group in [] if owner is None else owner.optimizer.param_groups:
             for leaf in group["params"]:
@@ -232,21 +239,21 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.of_others
 
     def outline(self) -> dict[str, Any]:
-        """Return the entries of this rank's first parameter with state: numbers, and tensors without elements."""
+        """Return the entries of this rank's first parameter with state, with empty tensors, to send to other ranks."""
         return {
             key: value.new_empty(0, device="cpu") if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
         }
 
     def note_updated(self, members: Sequence[ParamRecord]) -> None:
-        """Record that parameters without a part on this rank have state on other ranks."""
+        """Record that other ranks now have state of updated parameters of which this rank has no elements."""
         owner = self._owner()
         if owner is not None:
             absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
             self.elsewhere.update(dict.fromkeys(absent, True))
 
     def view(self, key: Any) -> ParamState | None:
-        """Return the state of a parameter of the model; None for any other key."""
+        """Return the state of a model parameter (which may not exist yet); None for any other key."""
         owner = self._owner()
         if owner is None or not is_managed(key) or key._ds_member.uid not in owner.fragments:
             return None
@@ -322,7 +329,7 @@ class OptimizerState(defaultdict[Any, Any]):
     def __len__(self) -> int:
         return super().__len__() if self._by_leaf else len(self._keys())
 
-    # As of any mapping, by the methods above; a dict's own would go past them.
+    # Implementations that use the methods above; those of dict would bypass them.
     keys: Any = MutableMapping.keys
     values: Any = MutableMapping.values
     items: Any = MutableMapping.items
@@ -347,21 +354,25 @@ class OptimizerState(defaultdict[Any, Any]):
         return self.packing or self._inside > 0 or self._owner() is None
 
     def _keys(self) -> list[Any]:
-        """Return the parameters that have state on some rank, in the optimizer's order; then other keys."""
+        """Return the parameters with state on any rank, in the order of the groups, and then all other keys."""
         leaves, views = set[int](), self.views()
         for view in views:
             leaves.add(id(view.leaf))
         return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
 
     def views(self) -> list[ParamState]:
-        """Return the states of all parameters that the optimizer updates, in its order, including empty ones."""
+        """Return the state of each parameter in the optimizer's groups, in their order, including empty ones."""
         owner = self._owner()
         params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
         return [view for view in map(self.view, params) if view is not None]
 
 
 def follow(owner: Owner) -> None:
-    """Make the inner optimizer's `state_dict` use state by leaf, and adopt the result of `load_state_dict`."""
+    """Register hooks on the inner optimizer: `state_dict` uses leaves as keys, `load_state_dict` ends with `adopt`.
+
+    Args:
+        owner: sharded optimizer.
+    """
     inner, reference = owner.optimizer, weakref.ref(owner)
 
     def pack(packing: bool, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -379,9 +390,15 @@ def follow(owner: Owner) -> None:
 
 
 def adopt(owner: Owner) -> OptimizerState:
-    """Convert the state of the inner optimizer and of nested ones to `OptimizerState`; returns the former.
+    """Convert `state` of the inner optimizer to an `OptimizerState`, unless it is one already.
 
-    Other code may have replaced it by a plain dict: `load_state_dict`, and clients that reset all state.
+    `load_state_dict` and user code may have replaced it by a plain dict. Nested optimizers get the same state.
+
+    Args:
+        owner: sharded optimizer.
+
+    Returns:
+        State of the inner optimizer.
     """
     inner = owner.optimizer
     before = inner.state
@@ -389,18 +406,18 @@ def adopt(owner: Owner) -> OptimizerState:
         state, loaded = OptimizerState(owner), False
         for key, value in list(dict.items(before) if isinstance(before, dict) else before.items()):
             loaded = loaded or not is_managed(key)
-            if value or not is_managed(key):  # a look into a plain dict has put nothing there
+            if value or not is_managed(key):  # an empty entry is left from a lookup in a plain defaultdict
                 state[key] = value
-        for view in state.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
+        for view in state.views() if loaded else ():  # loaded state has no information on parameters of other ranks
             if view.leaf is None:
                 view.note(True)
-        with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
+        with contextlib.suppress(AttributeError):  # a wrapper whose `state` is a read-only property
             inner.state = state
     if owner.traits.known:
         return inner.state  # type: ignore[return-value]
     nested = list(nested_optimizers(inner).values())
     for each in nested:
-        if each.state is before:  # the class has both share one
+        if each.state is before:  # both optimizers shared one state
             each.state = inner.state
     if nested:
         join_states(inner)

@@ -1,4 +1,7 @@
-"""Public attributes of `engine.optimizer` other than `step`, `backward` and state dicts."""
+"""Public attributes of `engine.optimizer`, except `step`, `backward` and state dicts.
+
+The inner optimizer is the torch optimizer of the user; its parameters, called leaves, are views of the shards.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEngine(Protocol):
-    """Methods of an engine that its optimizer calls for clients."""
+    """Methods of an engine to which its optimizer forwards calls of the user."""
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any: ...
 
@@ -37,28 +40,28 @@ class TrainingEngine(Protocol):
 
 
 class OptimizerSurface:
-    """Public attributes of an optimizer over shards, including those of upstream's optimizer that programs read.
+    """Public attributes of the ZeRO optimizer, with the names of upstream DeepSpeed's optimizers.
 
     Attributes:
-        nccl_start_alignment_factor: alignment of shards in upstream, in elements; shards of this package are unaligned.
+        nccl_start_alignment_factor: alignment of shards, in elements; always 1.
     """
 
     reducer: Reducer
     scaler: Any
     nccl_start_alignment_factor = 1
 
-    optimizer: torch.optim.Optimizer  # over the leaves
+    optimizer: torch.optim.Optimizer  # inner optimizer, with leaves as parameters
     fragments: dict[int, list[Fragment]]
     groups: Sequence[ShardGroup]
-    bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
-    traits: UpdateTraits  # of the optimizer
+    bit16_groups: list[list[Parameter]]  # model parameters in each group of the optimizer
+    traits: UpdateTraits  # allowed ways to split the inner optimizer's update
     settings: Any  # see `optimizer.StepSettings`
     window: AccumulationWindow
-    engine: TrainingEngine | None = None  # that it is attached to
+    engine: TrainingEngine | None = None  # engine to which the optimizer belongs
 
     @property
     def state(self) -> OptimizerState:
-        """Return the inner optimizer's state; see [Note: state by parameter]."""
+        """Return the optimizer state by model parameter; see [Note: state by parameter] in `optimizer_state`."""
         return adopt(self)
 
     @state.setter
@@ -68,15 +71,15 @@ class OptimizerSurface:
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:
-        """Return `bit16_groups`."""
+        """Return the model parameters in each group of the optimizer; another name of `bit16_groups`."""
         return self.bit16_groups
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """Return this rank's shard of each updated flat group: 1-D, in the dtype of the master.
+        """Return this rank's shard of the master weights of each trained parameter group, as 1-D tensors.
 
-        Shards in memory are returned directly, shards on a disk as a copy. Writes are not detected:
-        `safe_set_full_fp32_param` sets masters.
+        Shards in memory are returned directly, shards on a disk as copies. Do not write to them, since the model's
+        parameters would not change: `safe_set_full_fp32_param` changes master weights.
         """
         partitions = []
         for group in self.groups:
@@ -94,7 +97,7 @@ class OptimizerSurface:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the inner optimizer's groups: the same dicts that the client created."""
+        """Return the parameter groups of the inner optimizer: the user's dicts, with leaves as `params`."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -103,35 +106,35 @@ class OptimizerSurface:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return the inner optimizer's defaults."""
+        """Return the inner optimizer's default hyperparameters."""
         return self.optimizer.defaults
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor on the loss (1 if losses are not scaled)."""
+        """Return the current loss scale (1 if losses are not scaled)."""
         return self.window.loss_scale
 
     cur_scale = loss_scale
 
     @property
     def clip_grad(self) -> float:
-        """Return the clipping limit, 0 for none."""
+        """Return the maximum global gradient norm (`gradient_clipping`); 0: no clipping."""
         return self.settings.clip
 
     @property
     def dp_process_group(self) -> Any:
-        """Return the process group of the ranks with the same model slice, over which gradients are averaged."""
+        """Return the process group over which gradients are averaged: all data- and sequence-parallel ranks."""
         group = self.reducer.axes.dp_sp_group.group
         return get_own_group() if group is None else group
 
     @property
     def real_dp_process_group(self) -> list[Any]:
-        """Return `dp_process_group` for each group of the optimizer."""
+        """Return a list with `dp_process_group` once per parameter group of the optimizer."""
         return [self.dp_process_group for _ in self.bit16_groups]
 
     @property
     def param_names(self) -> dict[Parameter, str]:
-        """Return the name of each updated parameter."""
+        """Return the names of the model parameters that the optimizer updates, by parameter."""
         managed: list[Any] = [param for group in self.bit16_groups for param in group if is_managed(param)]
         return {param: param._ds_member.name for param in managed}
 
@@ -142,25 +145,25 @@ class OptimizerSurface:
 
     @property
     def cpu_offload(self) -> bool:
-        """Return whether masters and moments are stored outside of the device."""
+        """Return whether master weights are stored outside of the device, in host memory or on disk."""
         return any(group.updated.memory is None or group.updated.memory.device != group.device for group in self.groups)
 
     @property
     def partition_gradients(self) -> bool:
-        """Return whether a rank stores only the gradients of its shards."""
+        """Return whether each rank stores only its shard of the gradients (stages 2 and 3)."""
         return any(group.policy.reduces_as_gradients_arrive for group in self.groups)
 
     @property
     def allgather_bucket_size(self) -> int:
-        """Return the maximum number of elements in one all-gather of updated parameters: those of the largest group."""
+        """Return the number of elements of the largest parameter group, which one all-gather transfers."""
         return max((group.full.numel() for group in self.groups), default=0)
 
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """Return the parameters of each flat group as stored in memory: 1-D, concatenated, in their dtype.
+        """Return the flat memory of each parameter group: 1-D, all its parameters, in the model's dtype.
 
         Raises:
-            NotAvailableError: at stage 3, where no rank has the whole group.
+            NotAvailableError: at stage 3, where each rank has only a shard.
         """
         if any(group.policy.gathers_before_use for group in self.groups):
             raise NotAvailableError("bit16_groups_flat: at stage 3 no rank has flat parameters; see GatheredParameters")
@@ -168,7 +171,11 @@ class OptimizerSurface:
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """Return the shard of each rank in each of `bit16_groups_flat`, as views."""
+        """Return, for each parameter group, one view of `bit16_groups_flat` per rank: the elements that it updates.
+
+        Raises:
+            NotAvailableError: at stage 3, where each rank has only a shard.
+        """
         bounds = [group.layout.cuts for group in self.groups]
         return [
             [flat[low:high] for low, high in zip(cuts, cuts[1:], strict=False)]
@@ -176,14 +183,14 @@ class OptimizerSurface:
         ]
 
     def update_lp_params(self) -> None:
-        """Round the masters into the parameters of the model. All ranks must call this."""
+        """Round the master weights to the model's dtype and all-gather the parameters. All ranks must call this."""
         all_gather_updated(self.groups)
 
     def check_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a gradient of this window is not finite on any rank. All ranks must call this before `step`.
+        """Return whether any gradient since the last update is not finite, on any rank. All ranks must call this.
 
         Args:
-            partition_gradients: accepted without effect: sharded gradients are checked by shard.
+            partition_gradients: accepted without effect.
         """
         finite = True
         for bucket in self.reducer.buckets:
@@ -193,7 +200,7 @@ class OptimizerSurface:
         return not all(all_gather_objects(self.reducer.axes.model_replica_group, finite))
 
     def quantize_nontrainable_params(self) -> None:
-        """Raise an error: frozen parameters cannot be quantized, and stay in their dtype.
+        """Raise an error: quantization of frozen parameters is not available.
 
         Raises:
             NotAvailableError: always.
@@ -204,34 +211,43 @@ class OptimizerSurface:
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:  # fmt: skip
-        """Move training state from the device to host memory, like `engine.offload_states`.
+        """Move training state from the device to host memory; calls `engine.offload_states`. All ranks must call this.
 
         Args:
-            include: kinds of state; None: all kinds.
-            device: "cpu".
-            pin_memory: use page-locked memory.
-            non_blocking: accepted without effect; see `engine.offload_states`.
+            include: kinds of state (`OffloadStateTypeEnum` or its values); None: all kinds.
+            device: target; only "cpu" is supported.
+            pin_memory: use pinned (page-locked) memory.
+            non_blocking: accepted without effect: the call always waits for the copies.
+
+        Raises:
+            ArgumentError: another device, or an unknown kind of state.
+            UsageError: the state is already offloaded, there are gradients, or the optimizer belongs to no engine.
         """
         self._attached().offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Restore the state that `offload_states` moved, like `engine.reload_states`.
+        """Move the state of `offload_states` back to the device; calls `engine.reload_states`.
 
         Args:
-            non_blocking: do not wait for the copies.
+            non_blocking: return before the copies have finished; later device work waits for them.
+
+        Raises:
+            UsageError: the optimizer belongs to no engine.
         """
         self._attached().reload_states(non_blocking)
 
     def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
-        """Return the master of a parameter, or a tensor of its optimizer state. All ranks must call this.
+        """Return the master weights of a parameter, or a tensor of its optimizer state. All ranks must call this.
 
         Args:
             param: parameter of the engine's model.
-            optim_state_key: None: the master; or `exp_avg`, `momentum_buffer`, …
+            optim_state_key: name of a state tensor, such as "exp_avg"; None: master weights.
 
         Returns:
-            float32 tensor of the global shape; None for parameters without updates, and for state before the first
-                step.
+            float32 tensor of the unsharded shape; None if the parameter is not trained, or has no such state (yet).
+
+        Raises:
+            UsageError: the optimizer belongs to no engine.
         """
         return self._attached().full_hp_param(param, optim_state_key)
 
@@ -247,13 +263,13 @@ class OptimizerSurface:
 
 
 class RankState(dict[str, Any]):
-    """A rank's optimizer state, with access to its masters for clients.
+    """Optimizer state of one rank, as returned by `ZeroOptimizer.state_dict`.
 
-    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` return the current masters. They are not
-    listed as keys, and neither saved nor copied with the state: the engine's checkpoint has them.
+    The keys `fp32_flat_groups` and `single_partition_of_fp32_groups` return the current shards of the master weights.
+    Iteration, copies and pickles leave these keys out, since the engine's checkpoint has the master weights.
 
     Attributes:
-        of: the optimizer with the masters; weakly referenced.
+        of: weak reference to the optimizer.
     """
 
     of: Callable[[], OptimizerSurface | None] = staticmethod(lambda: None)

@@ -1,8 +1,8 @@
-"""State tensors that are sharded over ranks or offloaded: elementwise operations run on the local part.
+"""Tensor subclasses for optimizer state that is sharded over ranks or offloaded.
 
-[Note: state tensors] Clients change optimizer state in place: they zero it, prune it, scale it. Elementwise operations
-run on this rank's part, in any tier, and no rank waits for another. Operations that need the whole tensor (norms,
-quantiles, rows, storage) raise, on every rank alike.
+[Note: state tensors] User code changes optimizer state in place: it zeroes, prunes or scales it. Elementwise operations
+run on this rank's part, in any storage tier, without communication. Operations that need the whole tensor (norms,
+quantiles, rows, storage) raise a UsageError on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed.zero.parameters.parameter import (
 )
 from deepspeed.zero.parameters.record import ParamRecord
 
-# What treats each element by itself, without the underscore of what is done in place.
+# Names of elementwise operations, without the underscore of in-place variants.
 _ELEMENTWISE = frozenset(
     "abs absolute add addcdiv addcmul and bernoulli ceil clamp clamp_max clamp_min clip clone copy copysign cpu cuda "
     "div divide double eq exp exp2 expm1 exponential fill float floor floor_divide floordiv fmax fmin fmod frac ge "
@@ -42,7 +42,7 @@ _SAME = frozenset(["detach", "data", "contiguous", "detach_", "requires_grad_"])
 
 
 class ReadOnly(torch.Tensor):
-    """A read-only copy of a view of offloaded state: a write, which would be lost, raises."""
+    """Read-only copy of a view of offloaded state; writes raise a UsageError, since they would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,16 +56,21 @@ class ReadOnly(torch.Tensor):
 
 
 class Away(torch.Tensor):
-    """Meta placeholder of an offloaded state tensor; operations load the values temporarily.
+    """Placeholder of an offloaded state tensor, on the meta device; operations load the values temporarily.
 
-    Moves between devices have no effect, since clients move all state when they finish.
+    `to`, `cpu` and `cuda` return the placeholder itself, so that code which moves all state does not load it.
     """
 
     _ds_borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]
 
     @classmethod
     def of(cls, value: torch.Tensor, borrow: Callable[[bool], AbstractContextManager[torch.Tensor]]) -> Away:
-        """Create a placeholder with the shape and dtype of `value`; `borrow` provides the values, writable or not."""
+        """Create a placeholder.
+
+        Args:
+            value: tensor with the shape, strides and dtype.
+            borrow: returns a context with the values; its argument tells whether they are written.
+        """
         placeholder = torch.empty_like(value, device="meta").as_subclass(cls)
         placeholder._ds_borrow = borrow
         return placeholder
@@ -88,7 +93,7 @@ class Away(torch.Tensor):
 
     @staticmethod
     def _with_values(func: Any, args: Any, kwargs: Any, first: Away | None, writes: bool) -> Any:
-        """Call `func` on the values of the placeholders."""
+        """Call `func` with real tensors in place of placeholders; results that are views become `ReadOnly` copies."""
         lent: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:
 
@@ -117,14 +122,14 @@ class Away(torch.Tensor):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a state tensor.
+    """Part of a sharded state tensor on this rank.
 
     Args:
-        member: the tensor's parameter.
-        key: name in the state.
-        local: the elements; empty if this rank has none.
-        shape: shape of the whole tensor.
-        start: first element in the flattened tensor; None if the tensor is not sharded like the parameter.
+        member: parameter to which the state belongs.
+        key: name of the state tensor.
+        local: elements on this rank; empty if it has none.
+        shape: unsharded shape.
+        start: index of the first element in the flattened unsharded tensor; None: not sharded like the parameter.
     """
 
     member: ParamRecord
@@ -135,16 +140,20 @@ class Piece:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the elements during use."""
+        """Return the device on which operations on the elements run."""
         group = self.member.group
         return group.tiers.optimizer.lends_on(group.device) if isinstance(self.local, Away) else self.local.device
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the part of an operand that matches this rank's elements; it broadcasts to the whole shape."""
+        """Return the part of an operand that corresponds to this rank's elements.
+
+        Args:
+            value: tensor that can be broadcast to the unsharded shape.
+        """
         if self.start is None or value.numel() == 1:
             return value.detach()
         if isinstance(value, ManagedParameter) and value._ds_member is self.member:
-            if self.member.group.policy.gathers_before_use:  # its own shard is cut as the state is
+            if self.member.group.policy.gathers_before_use:  # the parameter is sharded in the same way as the state
                 return self.member.own_values().to(self.device).view(self.local.shape)
         if value.shape != self.shape:
             value = value.expand(self.shape)
@@ -152,7 +161,11 @@ class Piece:
         return part.to(self.device).view(self.local.shape)
 
     def local_operand(self, name: str, value: Any) -> Any:
-        """Return the argument of an operation `name` for the local part."""
+        """Return the value to pass for an argument of the operation `name` on the local part.
+
+        Raises:
+            UsageError: the argument is a state tensor that is sharded in another way.
+        """
         if isinstance(value, StateTensor):
             other = value._ds_piece
             if other.member is not self.member or other.start != self.start or other.shape != self.shape:
@@ -161,7 +174,12 @@ class Piece:
         return self.cut(value) if isinstance(value, torch.Tensor) else value
 
     def wrap(self, first: StateTensor | None, value: Any) -> Any:
-        """Wrap a result of the local part's shape as a state tensor; other results are returned unchanged."""
+        """Wrap a result with the local part's shape as a state tensor, and return other results unchanged.
+
+        Args:
+            first: first argument of the operation, returned if `value` is its local part.
+            value: result of the operation on the local part.
+        """
         if not isinstance(value, torch.Tensor) or value.shape != self.local.shape:
             return value
         if first is not None and value is first._ds_piece.local:
@@ -169,7 +187,17 @@ class Piece:
         return StateTensor.of(replace(self, local=value))
 
     def assignment(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], str]:
-        """Convert `tensor[index] = value` to an elementwise operation: with a mask, or on all elements."""
+        """Convert `tensor[index] = value` to an elementwise operation.
+
+        Args:
+            args: tensor, index and value; the index must be `...`, `:` or a bool mask of the unsharded shape.
+
+        Returns:
+            Function, its arguments, and its name.
+
+        Raises:
+            UsageError: another index, or a mask with a value that is not a scalar.
+        """
         target, index, value = args
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             whole = isinstance(value, torch.Tensor) and value.numel() != 1
@@ -181,7 +209,7 @@ class Piece:
         raise self.refuse("assignment to some places")
 
     def refuse(self, what: str) -> UsageError:
-        """Create the error for an operation that needs the whole tensor."""
+        """Return the error for an operation that needs the unsharded tensor; `what` names the operation."""
         return UsageError(
             f"{what} on optimizer state {self.key!r} of parameter '{self.member.name}' needs the whole tensor, and "
             f"this rank has a part of it. deepspeed.utils.safe_get_full_optimizer_state(param, {self.key!r}) gives the "
@@ -191,7 +219,7 @@ class Piece:
 
 
 class StateTensor(torch.Tensor):
-    """A sharded state tensor, with the shape of the whole tensor and no memory of its own."""
+    """Sharded state tensor with the unsharded shape; see [Note: state tensors]. `of` wraps a `Piece`."""
 
     _ds_piece: Piece
 
@@ -204,7 +232,7 @@ class StateTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an elementwise operation on the local part; any other operation raises, on every rank."""
+        """Run an elementwise operation on the local part; raise UsageError for any other, on every rank."""
         name, kwargs = name_of(func), kwargs or {}
         first = args[0] if args and isinstance(args[0], StateTensor) else None
         if first is not None:
@@ -228,7 +256,7 @@ class StateTensor(torch.Tensor):
 
     @staticmethod
     def _base(name: str) -> str:
-        """Return the name of an operation without operator, reflection and in-place marks."""
+        """Strip the underscores of operators and in-place variants, and the `r` or `i` of `__radd__` or `__iadd__`."""
         if name.startswith("__") and name.endswith("__"):
             inner = name[2:-2]
             return inner if inner in _ELEMENTWISE or inner[:1] not in "ir" else inner[1:]

@@ -1,11 +1,11 @@
-"""Runs the optimizer step in sub-groups so that offload transfers and all-gathers overlap it.
+"""Optimizer update in sub-groups of parameters, so that offload transfers and all-gathers overlap with it.
 
-[Note: waves] One step of the user is one or several steps of the inner optimizer, each with gradients on some leaves
-only (a sub-group, called wave in the code). Every parameter is in one wave, step hooks run once, and every wave starts
-from the hyperparameters and counters that the first one had after the hooks. An optimizer whose update cannot be split
-(`UpdateTraits.in_parts`) has one wave. A `step` that wraps the optimizer's own runs once too, with all waves inside.
-While a group is updated, the next one is prefetched, the previous one is written back, and its all-gather is in flight.
-If all-gathers run between devices, groups on the device are updated in a few waves too.
+[Note: waves] One `engine.step` calls the inner optimizer's `step` once or several times, each time with the gradients
+of some leaves only: a sub-group, called wave in the code. Each parameter is in one wave. Step hooks run once, and each
+wave starts with the hyperparameters and counters that the first wave had after the hooks. If the update cannot be split
+(`UpdateTraits.in_parts` is False), there is one wave. A wrapper around the optimizer's `step` is also called once, and
+all waves run inside of it. While one wave is updated, the next one is prefetched, and the previous one is written back
+and all-gathered. If all-gathers run between devices, groups on the device are also updated in several waves.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
 from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
-# An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
-# the pieces takes longer than what they hide.
+# Minimum number of a rank's elements per wave on a device, and maximum number of waves: for smaller waves, kernel
+# launches take longer than the communication that they overlap with.
 PIECE, PIECES = 1 << 23, 8
 _GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # of torch.optim.optimizer
 _BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
 
 
 class StepGuard:
-    """The engine's pre-step hook, which can raise; `_is_watched` does not count it."""
+    """Pre-step hook of the engine, which `_is_watched` ignores.
+
+    Args:
+        check: called before each step of the inner optimizer; may raise.
+    """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -51,7 +55,13 @@ class StepGuard:
 
 
 class UpdateStep:
-    """Groups that one step of the inner optimizer updates, with the members and fragments that have a gradient."""
+    """Wave: parameter groups that one step of the inner optimizer updates; see [Note: waves].
+
+    Args:
+        shards: shards of the groups.
+        members: parameters with a gradient on any rank.
+        touched: fragments of these parameters on this rank.
+    """
 
     def __init__(self, shards: list[OptimizerShard], members: list[ParamRecord], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
@@ -66,7 +76,7 @@ class UpdateStep:
             shard.bucket.total.prefetch()
 
     def recorded(self) -> contextlib.AbstractContextManager[None]:
-        """Return a recorder span, named after the group if only one is updated."""
+        """Return a profiler span for the update, named after the group if a single one is offloaded to disk."""
         if not recorder.on:
             return contextlib.nullcontext()
         alone = self.shards[0].group if len(self.shards) == 1 else None
@@ -74,12 +84,20 @@ class UpdateStep:
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
-        """Load state and set the gradient of every touched leaf; yields whether the step also rounds the masters."""
+        """Return a context in which the state is in memory and the leaves have gradients.
+
+        Args:
+            optimizer: inner optimizer.
+            factor: factor on all gradients.
+
+        Yields:
+            Whether the optimizer's step also rounds the master weights to the model's dtype.
+        """
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
                 total = shard.bucket.total
-                # What rests in memory is lent by nothing that has an end: contexts are for what moves.
+                # State in memory needs no context manager.
                 at_hand = shard.rests_at_hand
                 if at_hand and total.memory is not None:
                     totals[id(shard.bucket)] = total.acquire()
@@ -109,10 +127,13 @@ class UpdateStep:
         factor: float,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Scale gradients, update and round in one pass over memory; see `HostOptimizer.folds`."""
+        """Set up the CPU optimizer to scale, update and round in one pass over memory; see `HostOptimizer.folds`.
+
+        Returns whether the step rounds the master weights of all groups.
+        """
         rounded: dict[int, torch.Tensor] = {}
         groups = [shard.group for shard in self.shards if shard.group.master is not None]
-        keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some have no gradient
+        keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some leaves keep their values
         for group in groups:
             on_host = group.values.memory is None or group.values.memory.device.type == "cpu"
             if group.dtype.itemsize >= torch.float32.itemsize:
@@ -139,7 +160,18 @@ def waves_of(
     late: bool = False,
     at_once: bool = False,
 ) -> list[UpdateStep]:
-    """Return the waves of a step, after `finish`: only groups with a gradient on some rank take part."""
+    """Divide the groups that have a gradient on any rank into waves, after `Reducer.finish`.
+
+    Args:
+        shards: shards of all groups.
+        reducer: reducer with the gradients.
+        optimizer: inner optimizer.
+        late: update groups on the device in reverse order, since all-gathers are awaited in the next forward.
+        at_once: put all groups into one wave, because the update cannot be split.
+
+    Returns:
+        At least one wave, which may be empty.
+    """
     resting: list[UpdateStep] = []
     waves: list[UpdateStep] = []
     for shard in shards:
@@ -153,8 +185,8 @@ def waves_of(
         resting.reverse()
     if at_once:
         return _joined(resting + waves, 1) or [UpdateStep([], [], [])]
-    # What rests on a device is cut, so that what is updated travels meanwhile. Only optimizers that are known to treat
-    # each parameter by itself are run several times in a step unasked.
+    # Groups on the device are split into waves, so that the all-gather of one overlaps with the update of the next,
+    # but only for optimizer classes that are known to update each parameter separately.
     pieces, groups = 1, [shard.group for wave in resting for shard in wave.shards]
     if type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer):
         if all(group.overlaps_all_gather for group in groups):
@@ -163,7 +195,7 @@ def waves_of(
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks or a wrapped `step` observe the optimizer's steps and expect one with all gradients."""
+    """Return whether the optimizer has step hooks or a wrapped `step`, which expect one step with all gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
     if not all(isinstance(hook, StepGuard) for hook in hooks):
@@ -172,11 +204,11 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` is wrapped; the wrapper of torch's schedulers, which only counts steps, is ignored."""
+    """Return whether `step` is wrapped by other code than torch's learning-rate schedulers."""
     step = vars(optimizer).get("step")
     if step is None:
         return False
-    counts = hasattr(step, "_wrapped_by_lr_sched")  # one of torch's schedulers notes that there was a step
+    counts = hasattr(step, "_wrapped_by_lr_sched")  # torch's schedulers wrap `step` only to count calls
     return not (counts and getattr(step, "__wrapped__", None) is type(optimizer).step)
 
 
@@ -202,18 +234,21 @@ def update(
     late: bool = False,
     call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
-    """Run the inner optimizer over all waves and all-gather the updated values.
+    """Run the inner optimizer over all waves and start the all-gathers of the updated parameters.
 
     Args:
-        optimizer: any torch optimizer over the leaves.
-        waves: at least one.
+        optimizer: inner optimizer.
+        waves: result of `waves_of`.
         factor: factor on all gradients.
-        updated: called with the groups of a wave before their masters are all-gathered.
-        late: new values may arrive after the step.
+        updated: called with the groups of a wave after their update, before the all-gather.
+        late: leave all-gathers unfinished where the next forward can wait for them.
         call: function to run instead of `optimizer.step()`, for optimizers with other update methods (SAM).
 
     Returns:
-        Pending messages that the step waits for.
+        All-gathers for which the caller must wait.
+
+    Raises:
+        OptimizerError: a wrapper around `step` calls it several times.
     """
     handles: list[Handle] = []
     before = [Counters.of(optimizer)] if len(waves) > 1 else []
@@ -223,12 +258,12 @@ def update(
 
     @contextlib.contextmanager
     def at_hand(index: int) -> Iterator[None]:
-        """Prepare one wave for the optimizer's step inside, and all-gather its updated values."""
+        """Return a context for the step of one wave; it starts the all-gather at its end."""
         wave = waves[index]
         if index + 1 < len(waves):
             waves[index + 1].prefetch()
-        # What rests elsewhere is updated through blocks that live for one wave. Aligned blocks of the heap do not fit
-        # into the holes that their likes leave: after some waves as much would be free as all of the state takes.
+        # Offloaded state is updated through aligned buffers that are freed after the wave. On the heap, a new aligned
+        # buffer does not fit into the space of a freed one, and fragmentation would grow to the size of all the state.
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 before[0].restore()
@@ -254,15 +289,15 @@ def _inside(
     optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
 ) -> None:
     """Call a wrapped `step` once and run all waves inside; the last one runs in the inner `step` that it calls."""
-    places = list[str]()  # of the own step: "begun", "ended"
+    places = list[str]()  # progress of the inner step: "begun", "ended"
 
-    def begins(*_: Any) -> None:  # the last hook of those before the step
+    def begins(*_: Any) -> None:  # the last pre-step hook
         if "ended" in places:
             raise OptimizerError(
                 f"the step that was put around that of {type(optimizer).__name__} calls it several times: that cannot "
                 f"be had where the optimizer is offloaded, whose step is one of each group"
             )
-        if places:  # a class whose step calls that of its base: torch runs hooks for both
+        if places:  # a step that calls the step of its base class: torch runs hooks for both
             return
         places.append("begun")
         note()
@@ -278,20 +313,20 @@ def _inside(
         handles.callback(optimizer.register_step_pre_hook(begins).remove)
         handles.callback(optimizer.register_step_post_hook(lambda *_: places.append("ended")).remove)
         optimizer.step()
-    for wave in waves if not places else ():  # it has left the step out: what stands is sent as it is
+    for wave in waves if not places else ():  # the wrapper did not call `step`: all-gather the unchanged values
         with wave():
             pass
 
 
 @contextlib.contextmanager
 def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
-    """Run step hooks, of this optimizer and global ones, only before the first wave and after the last."""
+    """Return a context in which pre-step hooks run only for the first wave, and post-step hooks only for the last."""
     if first and last:
         yield
         return
     with contextlib.ExitStack() as stack:
         if first:
-            handle = optimizer.register_step_pre_hook(then)  # the last of them: what hooks have set is there
+            handle = optimizer.register_step_pre_hook(then)  # runs last, after the user's hooks
             stack.callback(handle.remove)
         else:
             _silence(optimizer, "pre", stack)
@@ -301,13 +336,22 @@ def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Call
 
 
 def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
-    """Disable hooks of that kind until the stack ends."""
+    """Disable "pre" or "post" step hooks, of this optimizer and global ones, until the stack is closed."""
     stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
 def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
-    """Round updated masters unless done, and start their all-gathers; returns those that the step must wait for."""
+    """Round master weights to the model's dtype and start the all-gathers of the parameters.
+
+    Args:
+        groups: updated groups.
+        rounded: the optimizer has rounded the values already.
+        late: leave an all-gather to the next forward where that is possible.
+
+    Returns:
+        All-gathers for which the caller must wait.
+    """
     handles = []
     for group in groups:
         if not rounded:
@@ -315,7 +359,7 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
         else:
             group.deliver_staged()
             group.mask_values()
-        # Asked before the all-gather, which holds views itself.
+        # Checked before the all-gather, which creates views itself.
         arrives = late and group.overlaps_all_gather and not group.buffer_views.track_writes()
         handle = group.start_all_gather_updated()
         if handle is not None and arrives:
@@ -326,6 +370,6 @@ def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False
 
 
 def all_gather_updated(groups: Sequence[ShardGroup]) -> None:
-    """Round and all-gather the masters of these groups."""
+    """Round the master weights of these groups to the model's dtype, and all-gather the parameters."""
     for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -1,1 +1,1 @@
-"""All-gather and resharding of parameters, with the module hooks. Independent of gradients."""
+"""Sharded parameters: all-gather before use and resharding after it, by module hooks."""

@@ -1,6 +1,6 @@
-"""Statistics of all-gathers: calls, elements and time, in the format of upstream's profiler.
+"""Statistics of parameter all-gathers: number of calls, elements and time.
 
-The timeline (`deepspeed/profiling/timeline`) has more detail; this module is for scripts that count calls.
+`deepspeed/profiling/timeline` shows more detail; this module is for scripts that count calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deepspeed.zero.parameters.prefetch import PrefetchScheduler
 
 
 class PartitionedParameterProfiler:
-    """Counts and times events by name; `watch` records the gathers of a stage-3 model. Inactive until then.
+    """Profiler of parameter all-gathers: counts and times events by name.
 
-    Events of a watched model are `forward_fetch_submit` (gathers that a unit started when it needed them),
-    `forward_fetch_wait` (groups that were waited for), `forward_prefetch_submit` (gathers started ahead of use)
-    and the same with `backward_`.
+    After `watch`, the events of a stage-3 model are recorded: `forward_fetch_submit` (all-gathers that were not
+    prefetched), `forward_fetch_wait` (waits for all-gathers), `forward_prefetch_submit` (prefetched all-gathers), and
+    the same three with `backward_`. Other events can be recorded with `start_event` and `stop_event`.
 
     Args:
-        timers: storage of the times, such as `engine.timers`; None: count nothing.
+        timers: timers that store the times, such as `engine.timers`; None: record nothing.
 
     Example:
         >>> profiler = PartitionedParameterProfiler(engine.timers)
@@ -36,7 +36,7 @@ class PartitionedParameterProfiler:
 
     @dataclass
     class EventCounter:
-        """Number of occurrences of an event, and their total elements."""
+        """Counter of an event: name, number of occurrences, and their total number of elements."""
 
         name: str
         count: int = 0
@@ -57,20 +57,24 @@ class PartitionedParameterProfiler:
         self._watched: list[PrefetchScheduler] = []
 
     def reset_events(self) -> None:
-        """Reset counts and times."""
+        """Reset all counts and times to zero."""
         for name, counter in self.event_counters.items():
             counter.reset()
             if self.timers is not None:
                 self.timers(name).reset()
 
     def start_event(self, name: str) -> None:
-        """Start an event."""
+        """Start the timer of an event of this name."""
         if self.timers is not None:
             self.event_counters.setdefault(name, self.EventCounter(name))
             self.timers(name).start()
 
     def stop_event(self, name: str, num_elem: int) -> None:
-        """End an event.
+        """Stop the timer of an event, and count it.
+
+        Args:
+            name: name of the event.
+            num_elem: number of elements to add to its total.
 
         Raises:
             UsageError: no event of that name was started.
@@ -83,7 +87,7 @@ class PartitionedParameterProfiler:
         self.event_counters[name].increment(num_elem)
 
     def log_events(self) -> None:
-        """Log times, then counts, on rank 0, without a reset."""
+        """Log the times and then the counts of all events on rank 0; does not reset them."""
         if self.timers is None:
             return
         self.timers.log(self.event_counters, reset=False)
@@ -98,7 +102,10 @@ class PartitionedParameterProfiler:
     # -- of a model ------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """Record the gathers of a stage-3 model (or engine) as events, until it gets a new layout.
+        """Record the all-gathers of a stage-3 model as events until `stop`, or until its parameters are regrouped.
+
+        Args:
+            model: engine or its module.
 
         Raises:
             UsageError: none of the model's parameters is sharded.
@@ -112,7 +119,7 @@ class PartitionedParameterProfiler:
             self._watched.append(prefetcher)
 
     def stop(self) -> None:
-        """Stop recording; the counts remain."""
+        """Stop recording the watched models; counts and times remain."""
         for prefetcher in self._watched:
             prefetcher.profile = None
         self._watched.clear()

@@ -1,24 +1,23 @@
-"""Tracks views of a group's unsharded buffer, and the views that autograd saves.
+"""Views of a parameter group's full buffer that belong to users or to autograd.
 
-[Note: buffer views] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for
-as long as it lives. So the buffer of a freed group is released only when no view is alive: a storage counts its
-tensors, and the group knows how many are its own. While a view lives, the memory stays, and `ShardGroup.refresh` copies
-new values into it when the shards change.
+[Note: buffer views] In PyTorch, a view, a `detach()` or a `.data` of a parameter shows the parameter's values as long
+as it exists. The full buffer of a resharded group is therefore freed only if no such view exists: torch counts the
+tensors of a storage, and the group knows how many of them are its own. Otherwise the memory stays allocated, and
+`ShardGroup.refresh` copies new values into it when the shards change.
 
-Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. These must not keep memory from forward to
-backward. They are found in the graph of a unit's outputs, and autograd then saves the position in the group instead;
-backward creates the view again. A saved view that is not found there counts as held: this costs memory, but values stay
-correct.
+Autograd saves views too: `F.linear` saves `weight.t()`. These must not keep memory allocated from forward to backward.
+They are searched for in the autograd graph of a unit's outputs (a unit is a module that is gathered as a whole) and
+replaced by their position in the group, from which backward creates the view again. A saved view that is not found
+keeps the memory allocated, and its values stay correct.
 
-The same holds for a parameter that autograd saves itself, as the object: torch counts its references besides Python's.
-In the graph of a unit's outputs it becomes a position; for functions written in Python, which get the object, the group
-is gathered. Elsewhere (another module has read it, or a unit's forward has stored something) backward gathers nothing:
-the freed parameter then stays in the full buffer, whose memory stays (`ParamRecord.saved`).
+Autograd also saves parameters themselves, which a reference count shows. In the graph of a unit's outputs they are
+replaced by their position too. Autograd functions written in Python need the parameter object: before their backward,
+the group is gathered. A parameter that was saved in another graph (for example read by another module) stays a view of
+the full buffer after resharding, and the memory stays allocated (`ParamRecord.saved`).
 
-A backward with `create_graph` saves again what it unpacks, in nodes that no hook of a unit surrounds. It therefore
-unpacks a view that shares the version counter of the parameter, not of the memory, which gathers refill with the same
-values. A parameter that autograd saved itself has no values while it is freed; such a backward unpacks a view instead.
-These views are held: the memory stays until their graph is freed.
+A backward with `create_graph=True` saves its unpacked tensors again, where no hook replaces them. It therefore unpacks
+views with the parameter's version counter instead of the buffer's, which changes with each all-gather. These views
+keep the memory allocated until their graph is freed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from deepspeed.zero.parameters.record import (
 
 
 class LentGroup(ParameterGroup, Protocol):
-    """Interface of a group for `BufferViews`."""
+    """Attributes of a parameter group that `BufferViews` uses; see `ShardGroup`."""
 
     users: int
     editors: int
@@ -69,37 +68,41 @@ class LentGroup(ParameterGroup, Protocol):
 
 
 class BufferViews:
-    """Memory of a group's unsharded buffer, and the foreign tensors over it."""
+    """Memory of a group's full buffer, and detection of tensors of other code that share it.
+
+    Args:
+        group: parameter group whose full buffer and views were just allocated.
+    """
 
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
-        self.key = self._storage._cdata  # equal for all tensors over it
+        self.key = self._storage._cdata  # identity of the storage, equal for all its tensors
         memories.add(self.key)
         weakref.finalize(self, memories.discard, self.key).atexit = False
         self._bytes = self._storage.nbytes()
-        self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
-        self.lent = False  # somebody held a view when the group was freed
-        self.saved = 0  # parameters of the freed group that lie in it, since autograd has saved them
-        self.functions: list[weakref.ref[Any]] = []  # written in Python, in graphs of units, that have saved parameters
-        self._quiet: int | None = None  # fewest tensors over the memory that were ever seen
+        self._own = len(group.views) + 2  # references of the resharded group: views, full buffer, `self._storage`
+        self.lent = False  # other code had a view when the group was resharded
+        self.saved = 0  # number of parameters that are views of the buffer after resharding (`ParamRecord.saved`)
+        self.functions: list[weakref.ref[Any]] = []  # Python autograd functions that have saved parameters
+        self._quiet: int | None = None  # minimum of `others` that was observed
 
     @property
     def _gathered(self) -> bool:
         return self._group.status is ZeroParamStatus.AVAILABLE
 
     def others(self) -> int:
-        """Count tensors over the memory besides the freed group's own: gathered parameters, and users' views."""
+        """Return the number of tensors on the memory that are not the group's: gathered parameters and users' views."""
         return references(self.key) - self._own - self.saved
 
     def saves(self, member: ParamRecord) -> bool:
-        """Return whether autograd saved the gathered parameter itself, without a place or prehook for its values."""
+        """Return whether autograd has saved a gathered parameter itself in a way that needs its values to stay."""
         param = member.param
-        count = references_to(param) - 1  # Python's
+        count = references_to(param) - 1  # without the reference of Python
         if count == 1 and param.requires_grad and not (member.accumulates and torch._C._current_graph_task_id() != -1):
-            with torch.enable_grad():  # is that what is saved, or the node that accumulates its gradient?
-                node = param.view_as(param).grad_fn  # keeps the latter
+            with torch.enable_grad():  # the reference may be that of the node that accumulates the gradient
+                node = param.view_as(param).grad_fn  # keeps this node alive
             count = references_to(param) - 1
-            member.accumulates = count == 1  # backward frees it in the same graph, and need not ask again
+            member.accumulates = count == 1  # need not be tested again in the backward of the same graph
             del node
         count -= param.requires_grad
         if count > 0 and self.functions:
@@ -113,18 +116,21 @@ class BufferViews:
             yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
 
     def gather_for(self, node: Any) -> None:
-        """Gather the group when the backward of a Python autograd function runs, by whatever path."""
+        """Register a hook that gathers the group before the backward of a Python autograd function."""
         if not any(reference() is node for reference in self.functions):
             group = self._group
             self.functions.append(weakref.ref(node))
             node.register_prehook(lambda _grads: group.wait_all_gather())
 
     def may_be_saved(self) -> bool:
-        """Return whether autograd may have saved a gathered parameter itself."""
+        """Return False if autograd has surely not saved a parameter of the gathered group itself (a cheap test)."""
         return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
 
     def forget_saved(self) -> None:
-        """Reset `saved` of all members: torch raises in backward through parameters saved before the change."""
+        """Free memory that was kept for parameters saved by autograd, after they have changed.
+
+        A backward that needs the old values raises in torch.
+        """
         if not self.saved:
             return
         for member in self._group.members:
@@ -135,25 +141,25 @@ class BufferViews:
         self._give_back()
 
     def track_writes(self) -> bool:
-        """Return whether foreign tensors share the memory, so that writes must be tracked."""
+        """Return whether tensors of other code share the memory, so that writes to it must be detected."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
 
     def outlived(self) -> bool:
-        """Return whether a tensor of other code uses the unsharded buffer.
+        """Return whether tensors of other code share the memory of a group that is never resharded.
 
-        Parameters whose storage `param.data = …` has replaced no longer count as users of the buffer.
+        Parameters with another storage, after `param.data = …`, are not expected to share it.
         """
         away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
         return self._quiet is not None and self.others() > self._quiet - away
 
     def held(self) -> bool:
-        """Return whether other code holds a view of the freed group."""
+        """Return whether other code has a view of the resharded group."""
         return self.lent and self.others() > 0
 
     def grow(self) -> None:
-        """Allocate the memory; new memory is uninitialized."""
+        """Allocate the memory, uninitialized, if it was freed."""
         if self._storage.nbytes() != self._bytes:
             with own_pages() if self._group.own_pages else nullcontext():
                 self._storage.resize_(self._bytes)
@@ -161,9 +167,9 @@ class BufferViews:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
     def release_storage(self) -> None:
-        """Release the unsharded buffer, unless the policy, a view of other code, or autograd keeps it.
+        """Free the full buffer, unless a view of other code, autograd, or `keep_unsharded_storage` needs it.
 
-        If other code has a view, the values are copied, to detect later writes.
+        If other code has a view, the values are copied, so that later writes can be detected.
         """
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
@@ -174,36 +180,44 @@ class BufferViews:
     def _give_back(self) -> None:
         if self.lent or self.saved or self._group.keep_unsharded_storage:
             return
-        if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
+        if not self._storage.resizable():  # a storage is never resizable again after `numpy()`
             self._leave()
         else:
             self.shrink()
 
     def shrink(self) -> None:
-        """Free the memory; no other code may hold it."""
+        """Free the memory; the caller must know that no other code has a view of it."""
         self._storage.resize_(0)
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
     def mark_data_exposed(self, member: ParamRecord) -> None:
-        """Copy the values for a later comparison, since writes through `param.data` are not counted."""
+        """Record that `param.data` was read, and copy the values: writes through it change no version counter."""
         group, member.exposed = self._group, True
         self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
     def snapshot(self, members: list[ParamRecord] | None = None) -> None:
-        """Copy the new values of the buffer for a later comparison."""
+        """Update the copies of values, where there are some, after new values were written to the buffer.
+
+        Args:
+            members: parameters with new values; None: all.
+        """
         for member in members or self._group.members:
             if member.snapshot is not None:
                 member.snapshot = member.flat().clone()
 
     def written(self, member: ParamRecord) -> bool:
-        """Return whether a write through `param.data` has changed the values."""
+        """Return whether the values of a parameter differ from their copy, because of a write through `param.data`."""
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def check_no_unsaved_writes(self) -> None:
-        """Raise if a view of the freed group was written to. The view keeps the memory."""
+        """Check that no view of the resharded group was written to.
+
+        Raises:
+            ShardedParameterError: one was. The view keeps its memory, and the group gets new memory.
+        """
         if not self.lent or self._gathered:
             return
         written = [m for m in self._group.members if m.current_version != m.version or self.written(m)]
@@ -219,7 +233,7 @@ class BufferViews:
         )
 
     def _leave(self) -> None:
-        """Leave this memory to the holders of views, and allocate new memory."""
+        """Allocate new memory for the group; the present memory stays with the views of other code."""
         group, before, saved = self._group, self._group.full, self.saved
         group.new_buffer()
         if saved:
@@ -231,7 +245,11 @@ class BufferViews:
             group.buffer_views.shrink()
 
     def check_no_stale_views(self) -> None:
-        """Raise if views are held on this rank and only a collective of all ranks could update their values."""
+        """Check that no view of other code needs a collective to get new values.
+
+        Raises:
+            ShardedParameterError: one does, and the collective could not be run, since only this rank has the view.
+        """
         group = self._group
         if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():
             return
@@ -245,17 +263,21 @@ class BufferViews:
 
 @dataclass(frozen=True)
 class _Place:
-    """A view that autograd saved, as a position in the full buffer."""
+    """Position in the full buffer of a tensor that autograd has saved; see [Note: buffer views]."""
 
     group: LentGroup
     member: ParamRecord
-    version: int | None  # of the parameter; None for a view that does not count with it
+    version: int | None  # version counter of the parameter; None: the view does not share it
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def view(self) -> torch.Tensor:
-        """Return a view of the full buffer with the current values, or a copy if the group must be gathered for it."""
+        """Return the saved tensor: a view of the full buffer, or a copy if the group is gathered only for this call.
+
+        Raises:
+            ShardedParameterError: the parameter has changed since forward.
+        """
         group = self.group
         if self.version is not None and self.version != self.member.current_version:
             raise ShardedParameterError(
@@ -267,12 +289,18 @@ class _Place:
             return view if group.users else view.clone()
 
     def keep(self, saved: Any) -> None:
-        """Make autograd store the position instead of its saved tensor."""
+        """Register hooks on a saved tensor of autograd, so that autograd stores this position instead."""
         saved.register_hooks(lambda _view: self, _Place.view)
 
     @staticmethod
     def keep_view(saved: Any, view: Any, groups: dict[int, LentGroup]) -> None:
-        """Make autograd store a position instead of a view of one of these groups, which are keyed by their memory."""
+        """Make autograd store a position instead of a saved tensor, if that is a view of a group's full buffer.
+
+        Args:
+            saved: saved tensor of autograd.
+            view: its value.
+            groups: gathered groups by `BufferViews.key`.
+        """
         if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
             return
         group = groups.get(view.untyped_storage()._cdata)
@@ -286,23 +314,29 @@ class _Place:
         place.keep(saved)
 
     def _source(self) -> torch.Tensor:
-        """Return the full buffer as a tensor whose version does not change with the next gather."""
+        """Return a tensor on the full buffer whose version counter does not change with the next all-gather."""
         param = self.member.param
         if self.version is not None and param.untyped_storage()._cdata == self.group.buffer_views.key:
-            return param.detach()  # a backward through what is made of it now is refused after a step
+            return param.detach()  # has the parameter's counter, so a backward after the next step raises
         return self.group.full.data
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Make autograd save positions in these gathered groups, instead of parameters and views of them."""
+    """Make autograd save positions instead of parameters and their views; see [Note: buffer views].
+
+    Args:
+        outputs: outputs of a unit.
+        since: number of the first autograd node of the unit's forward.
+        groups: gathered groups of the unit.
+    """
     by_memory = {group.buffer_views.key: group for group in groups}
     for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
         for _, saved in saved_by(node):
-            if saved.unpack_hook is not None:  # somebody's hooks keep it already
+            if saved.unpack_hook is not None:  # has hooks of other code
                 continue
             view = saved.data
             if is_managed(view) and isinstance(node, torch.autograd.function.BackwardCFunction):
-                group = by_memory.get(view.untyped_storage()._cdata)  # its backward may want attributes of the object
+                group = by_memory.get(view.untyped_storage()._cdata)  # its backward may use attributes of the parameter
                 if group is not None:
                     group.buffer_views.gather_for(node)
             else:
@@ -310,17 +344,22 @@ def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[Le
 
 
 def keep_parameters(node: Any, since: int) -> None:
-    """Make autograd save positions instead of parameters, before a backward through `node` with `create_graph`."""
+    """Make autograd save positions instead of parameters, before a backward with `create_graph=True`.
+
+    Args:
+        node: autograd node at which the backward of a unit begins.
+        since: number of the first autograd node of the unit's forward.
+    """
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
             param: Any = None if saved.unpack_hook is not None else saved.data
             if is_managed(param) and param._ds_member.group.policy.gathers_before_use:
-                getattr(user, name)  # unpacks it as torch does, which looks at its version
+                getattr(user, name)  # unpack it as torch does, which checks its version counter
                 member, group = param._ds_member, param._ds_member.group
                 start = int(group.full.storage_offset()) + member.offset
                 _Place(group, member, member.current_version, member.shape, member.strides, start).keep(saved)
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors of one dtype have the same bits; NaN equals itself."""
+    """Return whether two contiguous tensors of the same shape and dtype are bitwise equal (also where both are NaN)."""
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

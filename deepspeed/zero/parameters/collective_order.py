@@ -1,17 +1,17 @@
-"""Order of collectives without tags, and checks that all ranks all-gather in the same order.
+"""Order of collectives without message tags: gradient reductions in a fixed order, and a check of all-gathers.
 
-[Note: launch order] NCCL matches calls by their order alone, and gradients may be complete in different orders on
-different ranks. So a round waits until those before it in an agreed sequence were launched: in each cycle, one round of
-each group in the order in which backward usually completes them. A rank whose branch skipped a group does not know
-whether others have a round of it; later rounds wait until the ranks synchronize next (the window's end, a save within
-it), also if their counts are equal already, and are launched then in the same sequence, without groups that have no
-round left. Rounds in a dtype that a group does not usually have come last.
+[Note: launch order] NCCL matches collectives by their order only, but gradients may be complete in different orders on
+different ranks. Rounds (reduce-scatters of a bucket) are therefore launched in a fixed cyclic sequence: one round of
+each bucket, in the order in which backward usually completes them. If a rank skips a bucket because it took another
+branch of the model, it cannot know whether other ranks have a round of it. Later rounds then stay queued until the next
+synchronization of the ranks (end of the window, or a checkpoint), where they are launched in the same sequence. Rounds
+in another dtype than the usual one of their bucket are launched last.
 
-[Note: gather order] NCCL matches all-gathers by their order alone: ranks that need different units would hang, or use
-one unit's values for another's. So ranks compare, by name and over the host's backend, what each gathers next. That
-costs a message between hosts per gather. It is done in the first steps, and from the point where a pass differs from
-the last one of its kind until its end; gathers as in a compared pass cost nothing. If one rank alone differs, it meets
-the others at their next synchronization, each with its count of gathers; before that only the watchdog ends the hang.
+[Note: gather order] NCCL matches all-gathers by their order only: if ranks gathered different modules, they would hang
+or get wrong values. Ranks therefore compare the name of the next group over the CPU backend, which costs one message
+per all-gather. This is done in the first steps, and if a pass differs from the last pass of its kind, from there to its
+end. All-gathers in the order of an earlier pass are not compared. If only one rank differs, the difference is detected
+at the next synchronization, where ranks compare their numbers of all-gathers; until then, they may hang.
 """
 
 from __future__ import annotations
@@ -27,17 +27,27 @@ Item = tuple[Any, Any, int]  # bucket, round, sequence number
 
 
 class LaunchOrder:
-    """Launches rounds in a fixed order; `buckets` are in the order in which backward completes them, on all ranks."""
+    """Queue that launches rounds in a fixed order; see [Note: launch order].
+
+    Args:
+        buckets: buckets in the order in which backward completes them, equal on all ranks.
+        depart: function that launches a round, given bucket, round and sequence number.
+    """
 
     def __init__(self, buckets: Sequence[Any], depart: Callable[[Any, Any, int], None]) -> None:
         self._all, self._depart = buckets, depart
-        self._cycle: list[Any] | None = None  # None: all that are trained
+        self._cycle: list[Any] | None = None  # buckets of the sequence; None: all trained ones
         self._at = 0
         self._usual: defaultdict[int, deque[Item]] = defaultdict(deque)
         self._rare: defaultdict[int, deque[Item]] = defaultdict(deque)
 
     def add(self, item: Item, usual: bool) -> None:
-        """Queue a complete round; `usual`: the round has its group's usual dtype."""
+        """Queue a complete round, and launch all rounds that the sequence allows.
+
+        Args:
+            item: bucket, round and sequence number.
+            usual: whether the round has the bucket's usual dtype.
+        """
         (self._usual if usual else self._rare)[id(item[0])].append(item)
         cycle = self._expected()
         while cycle and (waiting := self._usual[id(cycle[self._at % len(cycle)])]):
@@ -48,7 +58,11 @@ class LaunchOrder:
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
     def flush(self, used: Sequence[Any] | None = None) -> None:
-        """Launch queued rounds when all ranks have equal counts for each group. `used` are the groups expected next."""
+        """Launch all queued rounds; all ranks must have equal numbers of rounds per bucket.
+
+        Args:
+            used: buckets of the next sequence; None: unchanged.
+        """
         cycle = self._expected()
         waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
         while waiting:
@@ -74,17 +88,17 @@ class LaunchOrder:
         return self._cycle
 
 
-STEPS, PASSES = 10, 100  # compared from the first gather to the last: so many steps, or passes where nothing is trained
-_REMEMBERED = 8  # kinds of passes
+STEPS, PASSES = 10, 100  # all-gathers are compared in so many first steps (without training: passes)
+_REMEMBERED = 8  # maximum number of kinds of passes
 
 
 class GatherOrder:
-    """Compares the order of an engine's all-gathers over ranks.
+    """Comparison of the order of all-gathers over the ranks of an engine; see [Note: gather order].
 
     Args:
-        axis: ranks that gather in the same order.
-        always: compare every gather (`stage3_check_order`).
-        promised: the user guarantees equal order (`stage3_fixed_graph`): compare only at other synchronizations.
+        axis: process group of the ranks that must gather in the same order.
+        always: compare each all-gather (`stage3_check_order`).
+        promised: compare only at other synchronizations, since the user guarantees the order (`stage3_fixed_graph`).
     """
 
     def __init__(self, axis: Axis, always: bool = False, promised: bool = False) -> None:
@@ -94,11 +108,18 @@ class GatherOrder:
         self._usual: dict[Hashable, list[Any]] = {}  # by kind of pass
         self._kind: Hashable = None
         self._now: list[Any] = []
-        self._last = ""  # what was gathered last
+        self._last = ""  # name of the group that was gathered last
         self._as_usual = True
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a pass; the gathers of the last pass of a kind are expected for the next one."""
+        """Begin a forward pass, and compare over ranks if it is of another kind than the last one.
+
+        Args:
+            kind: key by which the pass is compared with the last one of its kind.
+
+        Raises:
+            OrderError: other ranks do not begin a pass here; on all ranks.
+        """
         shorter = len(self._now) < len(self._usual.get(self._kind, ()))
         changed = kind != self._kind or shorter
         self._usual.pop(self._kind, None)
@@ -112,7 +133,11 @@ class GatherOrder:
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
-        """Compare the next gathered group if necessary; raises `OrderError` on all ranks."""
+        """Record that a group is gathered next, and compare over ranks if necessary.
+
+        Raises:
+            OrderError: ranks would gather different groups; on all ranks.
+        """
         usual, place = self._usual.get(self._kind, ()), len(self._now)
         self._as_usual = self._as_usual and place < len(usual) and usual[place] is group
         self._now.append(group)
@@ -125,7 +150,11 @@ class GatherOrder:
         self._steps += 1
 
     def meet(self, what: str) -> None:
-        """Compare the number of gathers when ranks synchronize for another reason."""
+        """Compare the number of all-gathers over ranks at a synchronization; `what` names it.
+
+        Raises:
+            OrderError: the numbers differ; on all ranks.
+        """
         last = f", the last of {self._last}" if self._last else ""
         self.lockstep.compare(f"{what} after {self._count} gathers{last}")
 

@@ -1,4 +1,4 @@
-"""The `ds_*` attributes of a managed parameter: shape, status, all-gather and partition."""
+"""Attributes and methods of a sharded parameter: `ds_*`, `all_gather`, `partition`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from deepspeed.zero.parameters.record import ParamRecord, ZeroParamStatus
 
 
 class ZeroParamType(enum.Enum):
-    """Storage tier of a parameter's values between uses."""
+    """Storage of a parameter's values between uses."""
 
-    NORMAL = 1  # whole on every rank
-    PARTITIONED = 2  # a fragment on every rank
-    REMOTE = 3  # a fragment in another tier
+    NORMAL = 1  # unsharded, on each rank
+    PARTITIONED = 2  # one shard per rank, on the device
+    REMOTE = 3  # one shard per rank, in host memory or on disk
 
 
 class GatherHandle:
-    """Handle of an all-gather that is already complete."""
+    """Handle of a complete all-gather, returned by `all_gather_coalesced`."""
 
     def wait(self, **_: Any) -> None:
-        """Return immediately."""
+        """Return immediately; keyword arguments are ignored."""
 
 
 class ClientSurface:
-    """Public methods of a managed parameter. The class adds no fields, so that parameters can change their class."""
+    """Public attributes and methods of parameters of an engine or of `zero.Init`, with the names of upstream DeepSpeed.
+
+    The class adds no fields, so that `__class__` of a parameter can be assigned.
+    """
 
     __slots__ = ()
 
@@ -39,27 +42,27 @@ class ClientSurface:
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Return the original shape."""
+        """Return the unsharded shape."""
         return self._ds_member.shape
 
     @property
     def ds_numel(self) -> int:
-        """Return the original number of elements."""
+        """Return the number of elements of the unsharded parameter."""
         return self._ds_member.shape.numel()
 
     @property
     def ds_id(self) -> int:
-        """Return an id that is unique among all managed parameters of the process."""
+        """Return a number that identifies the parameter in this process."""
         return self._ds_member.uid
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether the values are gathered on this rank."""
+        """Return whether the parameter is gathered, sharded, or in an all-gather in progress."""
         return self._ds_member.group.status
 
     @property
     def ds_param_type(self) -> ZeroParamType:
-        """Return the storage tier of the values between uses."""
+        """Return how the values are stored between uses."""
         if self.ds_persist:
             return ZeroParamType.NORMAL
         here = self._ds_member.group.tiers.parameters is RESIDENT
@@ -67,23 +70,27 @@ class ClientSurface:
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """Return this rank's fragment: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
+        """Return this rank's shard: a 1-D tensor in the model's dtype, possibly empty, with attribute `ds_numel`."""
         values = self._ds_member.own_values()
         values.ds_numel = values.numel()  # type: ignore[attr-defined]
         return values
 
     @property
     def ds_persist(self) -> bool:
-        """Return whether the parameter stays whole (persistence threshold)."""
+        """Return whether the parameter is never sharded (stages 0 to 2, or `stage3_param_persistence_threshold`)."""
         return not self._ds_member.group.policy.gathers_before_use
 
     @property
     def ds_process_group(self) -> Any:
-        """Return the process group of the ranks that hold the fragments."""
+        """Return the process group over which the parameter is sharded."""
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
-        """Gather this parameter (or those of `param_list`) until `partition`. All ranks must call this."""
+        """Gather parameters until `partition`. All ranks must call this.
+
+        Args:
+            param_list: sharded parameters; None or empty: this one. Parameters of the same group are gathered too.
+        """
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             if group.policy.gathers_before_use:
                 group.gather_together()
@@ -91,17 +98,24 @@ class ClientSurface:
             group.editors += 1
 
     def all_gather_coalesced(self, params: list[Any], **_: Any) -> GatherHandle:
-        """Gather parameters until `partition`, like `all_gather`; the returned handle is already complete.
+        """Gather parameters until `partition`, like `all_gather`. All ranks must call this.
 
         Args:
-            params: parameters, which are gathered by groups.
+            params: sharded parameters; empty: this one.
+
+        Returns:
+            Handle whose `wait` returns immediately, since the all-gather is complete.
         """
         self.all_gather(params)
         return GatherHandle()
 
     @property
     def param_idx_in_group(self) -> int:
-        """Return the position among the parameters of its optimizer group."""
+        """Return the index of the parameter in its optimizer group.
+
+        Raises:
+            AttributeError: no optimizer updates the parameter.
+        """
         owner: Any = self._ds_member.owner
         groups: list[list[Any]] = [] if owner is None else owner.bit16_groups
         for group in groups:
@@ -111,11 +125,14 @@ class ClientSurface:
         raise AttributeError(f"'{self._ds_member.name}' is updated by no optimizer")
 
     def partition(self, param_list: list[Any] | None = None, has_been_updated: bool = False) -> None:
-        """End the gather that `all_gather` began.
+        """Reshard parameters after `all_gather`. All ranks must call this.
 
         Args:
-            param_list: the parameters of that call.
-            has_been_updated: whether every rank has made the same changes, which are kept.
+            param_list: same argument as of `all_gather`.
+            has_been_updated: keep in-place changes; they must be equal on all ranks.
+
+        Raises:
+            ShardedParameterError: a parameter was changed, and `has_been_updated` is False.
         """
         for group in {param._ds_member.group: None for param in param_list or [self]}:
             group.users, group.editors = max(0, group.users - 1), max(0, group.editors - 1)
@@ -125,13 +142,13 @@ class ClientSurface:
                 group.reshard(edits_allowed=has_been_updated)
 
     def convert_to_zero_parameters(self, param_list: list[Any]) -> None:
-        """Shard plain parameters like this one, with the values of its first rank. Collective over its ranks.
+        """Shard ordinary parameters over the ranks of this one, which must all call this.
 
         Args:
-            param_list: parameters to add to the model; sharded ones are ignored.
+            param_list: parameters to shard, with the values of the first rank; sharded ones are ignored.
 
         Raises:
-            UsageError: this parameter has an engine, which does not know the new ones.
+            UsageError: an engine manages this parameter, and could not update the new ones.
         """
         member = self._ds_member
         if member.reducer is not None or member.group.lifecycle is not None:
@@ -151,23 +168,23 @@ class ClientSurface:
             type(group)(group.ranks, policy_for(3), layout, [record], tiers=group.tiers)
 
     def partition_numel(self) -> int:
-        """Return the elements of an equal share of the parameter, rounded up; clients sum this number over parameters.
+        """Return `ds_numel` divided by the number of ranks, rounded up.
 
-        A whole group is divided equally, not each parameter, so `ds_tensor`, this rank's part, may have more or fewer
-        elements.
+        `ds_tensor` may have more or fewer elements, since shards are equal parts of a parameter group, not of each
+        parameter.
         """
         return -(-int(self.ds_numel) // self._ds_member.group.axis.size)
 
     def aligned_size(self) -> int:
-        """Return the elements with padding; equal to `ds_numel`, since there is no padding."""
+        """Return the number of elements with padding: `ds_numel`, since there is no padding."""
         return self.ds_numel
 
     def padding_size(self) -> int:
-        """Return the elements of padding."""
+        """Return the number of padding elements, which is 0."""
         return 0
 
     def ds_summary(self) -> dict[str, Any]:
-        """Return the parameter's state as a dict, for logs."""
+        """Return id, name, status, shape and `partition_numel` as a dict, for logs."""
         return {
             "id": self.ds_id,
             "name": self._ds_member.name,
@@ -178,5 +195,5 @@ class ClientSurface:
 
     @property
     def ds_active_sub_modules(self) -> set[Any]:
-        """Return a set for clients that clear it; the group counts uses itself."""
+        """Return a set that this package does not use, for programs that clear it."""
         return self._ds_member.active_modules

@@ -1,9 +1,9 @@
-"""Support for torch.func: transforms get dense copies, and all-gathers run outside of them.
+"""Support for torch.func: transforms get unsharded copies of parameters, and all-gathers run outside of transforms.
 
-`torch.vmap`, `torch.func.grad` and similar functions wrap their arguments below every hook that a tensor's class has,
-so they would compute with the placeholder of a sharded parameter. Their wrapping functions therefore get dense
-copies (`functionalize` raises, since it writes to its arguments). Tensors created inside a transform belong to it, also
-those that are sent to another rank: so code that gathers or reads parameters leaves all transforms meanwhile.
+`torch.vmap`, `torch.func.grad` and similar functions wrap their arguments without calling `__torch_function__`, so they
+would compute with the placeholder of a sharded parameter. The wrapping functions are therefore patched to use unsharded
+copies (`functionalize` raises, since it writes to its arguments). Tensors that are created within a transform are
+wrapped too, also communication buffers; code that gathers or reads parameters therefore suspends all transforms.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_transform(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a transform's wrapper, which has no memory of its own."""
+    """Return whether `tensor` is a wrapper of a torch.func transform, which has no memory of its own."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def outside_transforms(method: Method) -> Method:
-    """Decorate a function that moves memory to run as if no transform were active."""
+    """Decorate a function so that torch.func transforms are suspended while it runs."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -40,13 +40,20 @@ def outside_transforms(method: Method) -> Method:
 
 @functools.cache
 def feed_transforms(dense: Callable[[Any], Any], refuse: Callable[[Any], Any]) -> None:
-    """Pass the arguments of transforms through `dense`, and those of `functionalize` through `refuse`, from now on."""
+    """Patch torch.func: arguments of transforms pass through `dense`, those of `functionalize` through `refuse`.
+
+    Args:
+        dense: returns an unsharded copy of a sharded parameter, and any other value unchanged.
+        refuse: raises for a sharded parameter, and returns any other value.
+    """
     vmap._add_batch_dim = _after(dense, vmap._add_batch_dim)
     eager_transforms._wrap_for_grad = _after(dense, eager_transforms._wrap_for_grad)
     eager_transforms._maybe_wrap_functional_tensor = _after(refuse, eager_transforms._maybe_wrap_functional_tensor)
 
 
 def _after(first: Callable[[Any], Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the composition of both functions: `first` is applied to the first argument of `wrap`."""
+
     def wrap_what_it_gives(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return wrap(first(tensor), *args, **kwargs)
 

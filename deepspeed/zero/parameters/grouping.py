@@ -1,7 +1,7 @@
-"""Division of parameters into groups (`ShardGroup`), which are communicated in one collective.
+"""Division of parameters into groups (`ShardGroup`), each of which is communicated in one collective.
 
-At stages 0 to 2 groups are size-limited buckets in backward order. At stage 3 there is one group for each unit of the
-module tree (`zero/layout/units.py`), and more if its parameters are of several kinds (`GroupKey`).
+At stages 0 to 2, groups are buckets of limited size, in the order of backward. At stage 3, each unit of the module tree
+(`zero/layout/units.py`) has one group, or several if its parameters differ in dtype, device etc. (`GroupKey`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.record import ParamRecord, Tiers
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
-# A bucket has at most 1 / MIN_BUCKETS of the model's elements, or MIN_BUCKET_NUMEL if that is more, so that reducing
-# overlaps backward on small models too.
+# A bucket has at most 1 / MIN_BUCKETS of the model's elements, or MIN_BUCKET_NUMEL if that is more, so that reduction
+# overlaps with backward on small models too.
 MIN_BUCKETS, MIN_BUCKET_NUMEL = 8, 1 << 18
 
 
 @dataclass(frozen=True)
 class GroupingPlan:
-    """Sizes and constraints of groups.
+    """Sizes and constraints of parameter groups.
 
     Args:
         bucket: maximum number of elements in a bucket (`reduce_bucket_size`).
-        whole_tensors: the optimizer needs whole matrices, so shards begin and end between parameters.
-        one_owner: the optimizer needs all parameters at once, so one rank updates them all.
-        persist_below: parameters with fewer elements stay whole at stage 3 (`stage3_param_persistence_threshold`).
-        persist_total: maximum number of elements that stay whole (`stage3_model_persistence_threshold`).
+        whole_tensors: divide groups between parameters only, for optimizers that need whole matrices.
+        one_owner: assign all parameters to one rank, for optimizers that need all of them at once.
+        persist_below: parameters with fewer elements are not sharded at stage 3 (`stage3_param_persistence_threshold`).
+        persist_total: maximum number of elements of these parameters (`stage3_model_persistence_threshold`).
     """
 
     bucket: int = 500_000_000
@@ -53,7 +53,13 @@ class GroupingPlan:
     persist_total: int = 1 << 62
 
     def layout_for(self, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
-        """Return the layout that cuts a group's concatenated parameters into one shard per rank."""
+        """Return the layout of a group: how its concatenated parameters are divided into one shard per rank.
+
+        Args:
+            policy: sharding policy of the group.
+            numels: number of elements of each parameter.
+            ranks: number of ranks.
+        """
         if self.one_owner and policy.owns_a_shard:
             return by_first(numels, ranks)
         if self.whole_tensors and policy.owns_a_shard:
@@ -62,19 +68,24 @@ class GroupingPlan:
 
 
 class GroupKey(NamedTuple):
-    """Properties that all parameters of a group share."""
+    """Properties that are equal for all parameters of a group."""
 
     policy: Policy
-    unit: nn.Module | None  # None in buckets
+    unit: nn.Module | None  # unit of stage 3; None for buckets
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    updated: bool  # by the optimizer
+    updated: bool  # whether the optimizer updates them
     signature: Signature
 
 
 def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
-    """Return all parameters by their first name; those in `extra`, which only the optimizer has, come last."""
+    """Return the names of all parameters of a model, in its order; a shared parameter has its first name.
+
+    Args:
+        module: model.
+        extra: parameters of the optimizer; those that are not in the model get a number as name.
+    """
     names = {param: name for name, param in module.named_parameters()}
     for index, param in enumerate(extra):
         names.setdefault(param, f"optimizer parameter {index}")
@@ -85,7 +96,13 @@ T = TypeVar("T")
 
 
 def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
-    """Split items into consecutive lists of at most `limit` elements; a larger item has a list of its own."""
+    """Split items into consecutive lists.
+
+    Args:
+        items: items in order.
+        limit: maximum sum of sizes in a list; a larger item gets a list of its own.
+        numel: function that returns the size of an item.
+    """
     packed: list[list[T]] = []
     filled = limit + 1
     for item in items:
@@ -107,15 +124,20 @@ def plan_groups(
     signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
     alone: Collection[Parameter] = (),
 ) -> list[tuple[Policy, list[Parameter]]]:
-    """Divide a model's parameters into groups with policies; all parameters of a group have the same `GroupKey`.
+    """Divide a model's parameters into groups; all parameters of a group have the same `GroupKey`.
 
     Args:
-        names: all parameters, in the order of the model.
+        module: model.
+        names: names of all parameters, in the order of the model.
         updated: parameters that the optimizer updates.
-        policy: policy of the stage; at stage 3 small parameters get another one, with which they stay whole.
-        dtypes: compute dtype of parameters for which it differs from their own.
-        signatures: placement of parameters on the mesh's model dims (`parallel_groups.py`); default: `DATA_PARALLEL`.
-        alone: parameters that only this rank has, such as experts under ep, and that need no gather.
+        policy: policy of the ZeRO stage.
+        plan: sizes and constraints; at stage 3, its small parameters get the policy of stage 2.
+        dtypes: compute dtypes of parameters, where they differ from the parameter's dtype.
+        signatures: signatures of parameters (`parallel_groups.py`); default: `DATA_PARALLEL`.
+        alone: parameters that only this rank has, such as experts, so that they need no all-gather.
+
+    Returns:
+        Policy and parameters of each group.
     """
     unit_of: dict[Parameter, nn.Module] = {}
     if policy.gathers_before_use:
@@ -126,8 +148,8 @@ def plan_groups(
     persistent = 0
     for param in names:
         of_param = policy
-        # Parameters that stay whole have another row of the table in `stages.py`: they are gathered after each step,
-        # and only their gradients and optimizer state are sharded.
+        # Small parameters get the policy of stage 2: they are all-gathered after each step, and only their gradients
+        # and optimizer state are sharded.
         small = param.numel() < plan.persist_below and persistent + param.numel() <= plan.persist_total
         if policy.gathers_before_use and (small or param in alone):
             of_param, persistent = KEPT_WHOLE, persistent + param.numel() * small
@@ -150,7 +172,7 @@ def plan_groups(
 
 
 def unshard(params: Iterable[Any]) -> None:
-    """Convert parameters of zero.Init to ordinary whole ones. Collective over all ranks that hold shards."""
+    """Convert parameters of `zero.Init` to ordinary, unsharded ones. All ranks with shards of them must call this."""
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
@@ -171,9 +193,19 @@ def build_group(
     dtypes: tuple[torch.dtype, torch.dtype | None],
     tiers: Tiers | None = None,
 ) -> ShardGroup:
-    """Create one `ShardGroup`; parameters that zero.Init has sharded are gathered and sharded again."""
+    """Create a `ShardGroup`; parameters that `zero.Init` has sharded are gathered and sharded again.
+
+    Args:
+        ranks: ranks of the group.
+        policy: sharding policy.
+        params: parameters of the group.
+        names: names of all parameters.
+        plan: constraints of the layout.
+        dtypes: compute dtype, and dtype of the master weights (None: no separate ones).
+        tiers: storage tiers; None: the device.
+    """
     away = tiers is not None and tiers.parameters is not RESIDENT
-    # Where host memory is tight, buffers are allocated with mmap, so that each old buffer returns to the OS when freed.
+    # If host memory is limited, buffers are allocated with mmap, so that freed buffers are returned to the OS at once.
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
         initialized: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
         for group in initialized:
@@ -186,6 +218,6 @@ def build_group(
         for group in initialized:
             group.drop()
         if shard_group.device.type == "cpu":
-            # Many small buffers have been freed; without this call the process keeps their pages.
+            # Return the memory of many small freed buffers to the OS.
             get_accelerator().empty_cache()
     return shard_group

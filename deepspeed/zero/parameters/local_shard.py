@@ -1,12 +1,12 @@
-"""This rank's shard of a group: its values, which may be in flight, and the master copy that the optimizer updates.
+"""Shard of a parameter group on one rank: its values in the model's dtype, and the master weights.
 
-[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream after the all-gather
-of updated parameters. A group whose all-gather is in flight is *arriving*: its parameters have the class
-`ArrivingParameter`, so that the first torch function that reads or writes one of them orders the current stream, and
-the stream of the step, after the message. Hooks do the same for a whole unit before its forward
-(`module_hooks.DeferredAllGatherHooks`), and the package's own reads of the buffer use the properties of
-`DeferredAllGather`. If a view of the buffer is alive, the step itself waits. Users of the key must avoid uses that no
-class detects: old addresses, replays of a captured graph, parameters passed to a kernel without torch.
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not wait at the end of a step for the all-gather
+of the updated parameters. While it is in progress, the group is called arriving, and its parameters have the class
+`ArrivingParameter`: the first torch function that reads or writes one of them makes the current stream and the stream
+of the step wait for the all-gather. Before the forward of a unit, hooks wait for all its groups
+(`module_hooks.DeferredAllGatherHooks`), and code of this package reads the buffer by the properties of
+`DeferredAllGather`, which wait too. If a view of the buffer exists, the step itself waits. Accesses that do not use
+torch functions cannot be detected, and must be avoided: stored addresses, replays of CUDA graphs, custom kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.zero.parameters.record import ParamRecord, Tiers
 
 
 class ArrivingParameter(ManagedParameter):
-    """A whole parameter whose all-gather is in flight; its first read or write waits on its stream."""
+    """Unsharded parameter with an all-gather in progress; the stream of its first read or write waits for it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,18 +45,18 @@ class ArrivingParameter(ManagedParameter):
 
 
 def arrived(value: Any) -> Any:
-    """Wait for `value` before a transform of torch.func wraps it below its class; returns it."""
+    """Wait for the all-gather of an `ArrivingParameter`; used before torch.func wraps it. Returns `value`."""
     if isinstance(value, ArrivingParameter):
         value._ds_member.group.wait()
     return value
 
 
 class DeferredAllGather:
-    """Buffer access of a group whose all-gather may be in flight: every access is ordered after the all-gather.
+    """Buffers of a group with an all-gather that may be in progress; the properties wait for it.
 
     Attributes:
-        full: the full buffer.
-        views: views of the parameters in the full buffer.
+        full: full buffer with all parameters.
+        views: one view of the full buffer per parameter.
         values: this rank's shard.
     """
 
@@ -64,11 +64,11 @@ class DeferredAllGather:
     _full: torch.Tensor
     _views: list[torch.Tensor]
     _values: StoredTensor
-    _arriving: tuple[Handle, Any] | None = None  # the all-gather, and the stream of the step
+    _arriving: tuple[Handle, Any] | None = None  # all-gather in progress, and stream of the step
 
     @property
     def full(self) -> torch.Tensor:
-        """Return the full buffer: one flat tensor of the compute dtype."""
+        """Return the full buffer: the group's concatenated parameters as a 1-D tensor of the compute dtype."""
         if self._arriving is not None:
             self.wait()
         return self._full
@@ -79,7 +79,7 @@ class DeferredAllGather:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Return the parameters' views of the full buffer, in their shapes; valid whenever the buffer has memory."""
+        """Return one view of the full buffer per parameter, in its shape; valid while the group is gathered."""
         if self._arriving is not None:
             self.wait()
         return self._views
@@ -90,7 +90,7 @@ class DeferredAllGather:
 
     @property
     def values(self) -> StoredTensor:
-        """Return this rank's shard of the values."""
+        """Return this rank's shard of the values, 1-D, in the compute dtype."""
         if self._arriving is not None:
             self.wait()
         return self._values
@@ -100,14 +100,14 @@ class DeferredAllGather:
         self._values = values
 
     def arrive(self, all_gather: Handle) -> None:
-        """Record a pending all-gather of new values; the current stream is that of the step."""
+        """Record an all-gather of new values in progress, to be waited for later; the current stream started it."""
         self._arriving = all_gather, get_accelerator().current_stream()
         for member in self.members:
             if member.param.__class__ is ManagedParameter:
                 member.param.__class__ = ArrivingParameter
 
     def wait(self) -> None:
-        """Order the stream of the step and the current stream after the values."""
+        """Make the stream of the step and the current stream wait for a recorded all-gather, if there is one."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return
@@ -126,12 +126,14 @@ class DeferredAllGather:
 
 
 class LocalShard(DeferredAllGather):
-    """This rank's shard of a group in storage tiers. `values` is a view of the full buffer if that is permanent.
+    """Shard of a parameter group on this rank, and its master weights.
+
+    `values` is a view of the full buffer if the group is never resharded (stages 0 to 2).
 
     Attributes:
-        master: the copy that the optimizer updates; None if it updates the shard itself.
-        low: first element of the group that this rank updates.
-        high: one past the last.
+        master: master weights, which the optimizer updates; None if it updates `values`.
+        low: index in the group of the first element that this rank updates.
+        high: index after the last element that this rank updates.
     """
 
     axis: Axis
@@ -144,31 +146,31 @@ class LocalShard(DeferredAllGather):
     master: StoredTensor | None = None
     low: int
     high: int
-    owes_own = False  # the own shard is on its way from its tier, and not in the full buffer yet
-    _brings = False  # … and comes straight to its place there
-    _staged: torch.Tensor | None = None
-    value_mask: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
+    owes_own = False  # this rank's shard is being loaded from its tier, and is not in the full buffer yet
+    _brings = False  # it is loaded directly into the full buffer
+    _staged: torch.Tensor | None = None  # rounded master weights in host memory
+    value_mask: Callable[[torch.Tensor], None] | None = None  # prunes values that are rounded from master weights
 
     def settle_values(self, values: torch.Tensor) -> None:
-        """Store the shard, 1-D and of the compute dtype, in its tier."""
+        """Store the shard in its tier; `values` is a 1-D tensor of the compute dtype."""
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
 
     @property
     def overlaps_all_gather(self) -> bool:
-        """Return whether the all-gather of updated values overlaps computation."""
+        """Return whether the all-gather after a step can overlap with computation."""
         return self.policy.all_gathers_after_step and self.between_devices
 
     @property
     def between_devices(self) -> bool:
-        """Return whether streams, not the host, wait for its messages."""
+        """Return whether the group is communicated between devices, so that streams wait for it, not the host."""
         return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
-    # -- the own shard, to its place in the full buffer -----------------------------------------------------------
+    # -- copy of the shard into the full buffer -------------------------------------------------------------------
 
     def expect_own(self) -> None:
-        """Start to load the shard from its tier, directly into the full buffer if it is the only target."""
+        """Start to load the shard from its tier, directly into the full buffer if there is one CPU rank."""
         self.owes_own = True
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
@@ -176,7 +178,11 @@ class LocalShard(DeferredAllGather):
             self.values.prefetch()
 
     def bring_own(self) -> PendingCopy | None:
-        """Copy the shard into the full buffer; from another device, returns the pending copy."""
+        """Copy the shard into the full buffer.
+
+        Returns:
+            Copy in progress if the shard is stored on another device; None: the copy has finished.
+        """
         self.owes_own = False
         if self._brings:
             self._brings = False
@@ -196,10 +202,15 @@ class LocalShard(DeferredAllGather):
         cuts, rank = self.layout.cuts, self.axis.rank
         return self.full[cuts[rank] : cuts[rank + 1]]
 
-    # -- values and master ----------------------------------------------------------------------------------------
+    # -- values and master weights --------------------------------------------------------------------------------
 
     def overwrite_master(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Copy one member's values, dense and flat, into the master, if there is one."""
+        """Copy this rank's part of a parameter's values into the master weights, if there are any.
+
+        Args:
+            member: parameter.
+            values: all its elements, 1-D.
+        """
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -208,7 +219,7 @@ class LocalShard(DeferredAllGather):
             master[start : start + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: ParamRecord) -> None:
-        """Copy the values of a whole member that differ from the rounded master into the master."""
+        """Copy the elements of a gathered parameter that differ from the rounded master weights into these."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
             return
@@ -219,21 +230,28 @@ class LocalShard(DeferredAllGather):
             torch.where(same, master, values.to(master.dtype), out=master)
 
     def _seen(self, master: torch.Tensor) -> torch.Tensor:
-        """Return the parameter values to which a master is rounded."""
+        """Return master weights rounded to the compute dtype and pruned, as the model uses them."""
         seen = master.to(self.dtype, copy=self.value_mask is not None)
         if self.value_mask is not None:
             self.value_mask(seen)
         return seen
 
     def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
-        """Allocate a master of zeros, unless the values themselves can be updated in their tier."""
+        """Allocate master weights (zeros) if they have another dtype or storage tier than the values.
+
+        Args:
+            dtype: dtype of the master weights.
+
+        Returns:
+            Master weights; None: the optimizer updates the values.
+        """
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
             self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
 
     def split_master(self) -> bool:
-        """Create a master separate from the values although they have its dtype; returns whether it was created now."""
+        """Create master weights of the same dtype as the values; returns False if there are master weights already."""
         if self.master is not None:
             return False
         label = f"master of {self.name}"
@@ -244,17 +262,17 @@ class LocalShard(DeferredAllGather):
 
     @property
     def _apart(self) -> bool:
-        """Return whether the values are in another tier than the updated copy."""
+        """Return whether values and optimizer state are in different storage tiers."""
         rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
         return rests is not self.tiers.optimizer
 
     @property
     def under_leaves(self) -> StoredTensor | None:
-        """Return the memory of the optimizer's leaves; None for a frozen group without a master in its tier."""
+        """Return the tensor of which the optimizer's leaves are views; None for a frozen group without one."""
         return None if self.master is None and self._apart else self.updated
 
     def thaw(self, dtype: torch.dtype) -> None:
-        """Create the master of a group that was frozen, from its values."""
+        """Create the master weights of a group that was frozen, from its values; `dtype` is used if it is wider."""
         if self.master is not None:
             return
         new_master = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
@@ -264,11 +282,11 @@ class LocalShard(DeferredAllGather):
 
     @property
     def updated(self) -> StoredTensor:
-        """Return the copy that the optimizer updates: the master, or the values themselves without a master."""
+        """Return the tensor that the optimizer updates: the master weights, or `values` if there are none."""
         return self.values if self.master is None else self.master
 
     def round_masters(self) -> None:
-        """Cast updated masters to the compute dtype."""
+        """Round the master weights to the compute dtype and store them in `values`, then apply the pruning mask."""
         if self.master is not None:
             with self.master.borrowed() as master, self.values.borrowed(changed=True, read=False) as values:
                 if values.device == master.device or self.tiers.optimizer.pool is None:
@@ -278,7 +296,14 @@ class LocalShard(DeferredAllGather):
         self.mask_values()
 
     def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
-        """Return a host buffer for rounded masters, until `deliver_staged`; `keeps`: not all of it is overwritten."""
+        """Borrow a host buffer for rounded master weights, until `deliver_staged`.
+
+        Args:
+            keeps: fill it with the present values, since the caller does not overwrite all elements.
+
+        Returns:
+            1-D tensor of the compute dtype; None if the optimizer state is not offloaded.
+        """
         pool = self.tiers.optimizer.pool
         if pool is None or self.master is None:
             return None
@@ -289,7 +314,7 @@ class LocalShard(DeferredAllGather):
         return self._staged
 
     def deliver_staged(self) -> None:
-        """Copy the staged values asynchronously; the current stream is ordered after the copy."""
+        """Start to copy the buffer of `stage_rounded` into `values`; the current stream waits for the copy."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             with self.values.borrowed(changed=True, read=False) as values:
@@ -298,13 +323,13 @@ class LocalShard(DeferredAllGather):
             self.tiers.optimizer.pool.put(staged, after=arrival)
 
     def drop_staged(self) -> None:
-        """Return the staging buffer of an update that failed."""
+        """Return the buffer of `stage_rounded` to its pool without a copy, after a failed update."""
         staged, self._staged = self._staged, None
         if staged is not None and self.tiers.optimizer.pool is not None:
             self.tiers.optimizer.pool.put(staged)
 
     def mask_values(self) -> None:
-        """Mask the values that were derived from the master."""
+        """Apply the pruning mask to values that were rounded from master weights."""
         if self.value_mask is not None and self.master is not None:
             with self.values.borrowed(changed=True) as values:
                 self.value_mask(values)

@@ -1,9 +1,10 @@
 """Module hooks that all-gather and reshard parameters in forward, backward and recomputation.
 
 [Note: units] A unit is a module whose groups are gathered before its forward: a repeated block (a child of a ModuleList
-or Sequential with siblings of its class), or, outside any block, the module that owns the parameter. After forward the
-group is kept or freed by the limits; the gradient of the unit's outputs gathers it again, the gradient of its inputs
-(or of its last parameter) releases it. Inside backward, forward hooks (checkpoint recomputation) never free.
+or Sequential with siblings of its class), or, outside of blocks, each module with parameters. After forward, the limits
+decide whether a group is resharded. In backward, it is gathered when the gradient of the unit's outputs arrives, and
+resharded when the gradients of the unit's inputs (or of all its parameters) have arrived. Forward hooks that run within
+backward (activation checkpointing) do not reshard.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchScheduler
 from deepspeed.zero.parameters.shard_group import ShardGroup, State, group_of
 
-_EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
+_EXTERNALS = "ds_external_parameters"  # attribute of the root module that TRL reads
 
 
 class Hook:
-    """A hook that does nothing in a deep copy of the module, since the copy is a plain module."""
+    """Module hook that is disabled in deep copies and pickles of the module, since these are not sharded.
+
+    Args:
+        call: function to call; not traced by torch.compile.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
+        # torch.compile would trace the hooks of a compiled module; these run eagerly, between the compiled graphs.
         self._call = torch.compiler.disable(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,15 +63,15 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a unit, until its backward has finished."""
+    """Forward of a unit, recorded until its backward has finished."""
 
     unit: nn.Module
-    inputs: int  # how many have a gradient that marks the end of the unit's backward
-    since: int  # autograd's count of nodes before it
-    using: bool = False
-    begun: int = -1  # the last backward pass that came to it
-    open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
-    arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
+    inputs: int  # number of inputs whose gradients mark the end of the unit's backward; 0: its parameters do
+    since: int  # number of the first autograd node of the forward
+    using: bool = False  # whether the unit's backward is running
+    begun: int = -1  # id of the last backward pass that has reached it
+    open: set[int] = field(default_factory=set)  # groups with missing gradients, if `inputs` is 0
+    arrived: dict[int, int] = field(default_factory=dict)  # number of input gradients so far, by backward pass
 
 
 def in_backward() -> bool:
@@ -75,21 +80,27 @@ def in_backward() -> bool:
 
 
 class ModuleHooks:
-    """Hooks that gather and free the groups of one module tree."""
+    """Hooks of a model that gather and reshard the groups of its units; see [Note: units].
+
+    Args:
+        module: root module.
+        prefetcher: scheduler with the sharded groups.
+        gather_order: check of the order of all-gathers over ranks; None: no check.
+    """
 
     def __init__(
         self, module: nn.Module, prefetcher: PrefetchScheduler, gather_order: GatherOrder | None = None
     ) -> None:
         self.module, self.prefetcher, self.gather_order = module, prefetcher, gather_order
         self.units: dict[nn.Module, list[ShardGroup]] = {}
-        self.depth = 0  # forward passes running right now
-        self.running: list[nn.Module] = []  # units whose forward is on the stack
+        self.depth = 0  # nesting depth of the root's forward
+        self.running: list[nn.Module] = []  # units whose forward is running, outermost first
         self._calls: list[_Call | None] = []
         self._open_ended: dict[int, list[_Call]] = defaultdict(list)
-        self._alone: set[nn.Module] = set()  # units that ran outside of the root's forward in a pass of their own
-        self._turned = True  # the last pass is over: backward has run since it began, or it has none
+        self._alone: set[nn.Module] = set()  # units that ran in this pass outside of the root's forward
+        self._turned = True  # the last pass is over: its backward has begun, or it has none
         self._with_grad = True
-        # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
+        # TRL removes these hooks for generation, clears the lists, and calls `_register_deepspeed_module` afterwards.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._managed = {id(g) for g in prefetcher.groups}
@@ -113,7 +124,7 @@ class ModuleHooks:
         visit(self.module, None)
 
     def bound(self) -> str:
-        """Describe the maximum number of gathered elements, and the setting that determines it."""
+        """Return a sentence for the log: the maximum number of gathered elements, and the setting that limits it."""
         limits = self.prefetcher.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
         units = [
@@ -132,7 +143,7 @@ class ModuleHooks:
         return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
 
     def attach(self) -> None:
-        """Add the hooks (again)."""
+        """Register all hooks; after `detach`, again."""
         vars(self.module)[_EXTERNALS] = Hook(self._no_externals)
         for unit in self.units:
             self.attach_unit(unit)
@@ -159,11 +170,11 @@ class ModuleHooks:
 
     @property
     def param_coordinator(self) -> ModuleOrder:
-        """Return the order of the last pass, which clients reset after a pass of another kind."""
+        """Return the recorded order of units, which programs reset after a pass of another kind."""
         return self.prefetcher.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
-        """Gather `group`, which is not below `module`, together with the module."""
+        """Gather a group before each forward of a module that is not its unit."""
         if group in self.units.get(module, ()):
             return
         known = module in self.units
@@ -176,7 +187,7 @@ class ModuleHooks:
             self.units[module].remove(group)
 
     def used_outside(self, group: ShardGroup) -> None:
-        """Gather `group`, which was read outside of its own unit, with the running unit from now on."""
+        """Gather a group with the unit that is running, now and in later passes, since it was read in its forward."""
         if self.running:
             self.add_external(self.running[-1], group)
 
@@ -191,10 +202,10 @@ class ModuleHooks:
         self.depth -= 1
         if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
             self.prefetcher.free_idle()
-            self._turned = True  # without a backward to come, what follows is another pass
+            self._turned = True  # there is no backward, so the next forward is another pass
 
     def _begin_pass(self, first: nn.Module) -> None:
-        """Begin a pass that is expected to use groups like the last one of its kind."""
+        """Begin a pass, which is expected to use the groups in the order of the last pass of the same kind."""
         kind = (first, torch.is_grad_enabled())
         self.prefetcher.trace.restart(kind)
         if self.gather_order is not None:
@@ -203,13 +214,14 @@ class ModuleHooks:
         self._alone.clear()
 
     def _run_alone(self, unit: nn.Module) -> None:
-        """Begin a pass if a unit is called through a child or a method, without a forward of the root.
+        """Begin a pass if necessary, for a unit that is called without a forward of the root module.
 
-        The pass begins with the first unit after a backward, in another autograd mode, or that runs a second time.
+        A pass begins with the first unit after a backward, with a unit that runs for the second time, or if gradients
+        are enabled or disabled.
         """
         if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
             if not torch.is_grad_enabled():
-                self.prefetcher.free_idle()  # what the last pass expected and did not use
+                self.prefetcher.free_idle()  # groups that were prefetched in the last pass and not used
             self._begin_pass(unit)
             self._alone.add(unit)
         elif self._alone:
@@ -221,7 +233,7 @@ class ModuleHooks:
             self._run_alone(unit)
         try:
             self._gather(unit)
-        except ShardedParameterError:  # a write that would be lost; this forward does not take place
+        except ShardedParameterError:  # the user has written to a view of a sharded parameter: no forward
             for group in self.units[unit]:
                 group.users -= 1
             raise
@@ -230,7 +242,7 @@ class ModuleHooks:
 
     def _after(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         collectives.delay("after a unit")
-        if not self.running:  # the gather before it failed; that error is on its way
+        if not self.running:  # `_before` has raised
             return
         self.running.pop()
         call = self._calls.pop()
@@ -247,15 +259,15 @@ class ModuleHooks:
                 self.prefetcher.release(group)
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
-        """Free memory that autograd has saved from a unit's groups until backward."""
+        """Make autograd save positions instead of views of a unit's groups, so that their memory can be freed."""
         groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
         viewed = any(group.buffer_views.others() > len(group.members) for group in groups)
-        # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
+        # Parameters that the root has saved are needed at once by its backward, so their memory is not freed.
         if viewed or (unit is not self.module and any(group.buffer_views.may_be_saved() for group in groups)):
             buffer_views.keep_places(outputs, since, groups)
 
     def _gather(self, unit: nn.Module) -> None:
-        """All-gather the groups of a unit until they are released."""
+        """All-gather the groups of a unit, and mark them as in use."""
         groups = self.units[unit]
         for group in groups:
             group.users += 1
@@ -265,18 +277,18 @@ class ModuleHooks:
 
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
+        # With autograd.grad, a leaf may get no gradient, so it cannot mark the end of the unit's backward.
         call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), now())
         if call.inputs:
-            # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
-            # forward would stand until a garbage collection, one unit of it at a time.
+            # torch's hook for several tensors is not used, since it forms a reference cycle with their nodes: each
+            # graph would stay in memory until a garbage collection.
             hook = Hook(lambda _grad: self._input_gradient(call))
             for tensor in inputs:
                 tensor.register_hook(hook)
         return call
 
     def _output_gradient(self, call: _Call) -> None:
-        """Begin the unit's backward with the first gradient of its outputs in a pass."""
+        """Begin the unit's backward when the first gradient of its outputs arrives in a backward pass."""
         task = torch._C._current_graph_task_id()
         if call.begun != task:
             call.begun = task
@@ -294,7 +306,7 @@ class ModuleHooks:
             for group in self.units[call.unit]:
                 call.open.add(id(group))
                 self._open_ended[id(group)].append(call)
-        if call.inputs > 1:  # of which this pass may not ask for all
+        if call.inputs > 1:  # some may get no gradient in this backward pass
             Variable._execution_engine.queue_callback(lambda: self._after_backward(call))
 
     def _input_gradient(self, call: _Call) -> None:
@@ -314,14 +326,22 @@ class ModuleHooks:
             self.prefetcher.release(group)
 
     def gradients_complete(self, group: ShardGroup) -> None:
-        """End the backward of units without differentiable inputs, after all gradients of a group have arrived."""
+        """Reshard units without differentiable inputs, when all gradients of their groups have arrived.
+
+        Args:
+            group: group with complete gradients in this micro-batch.
+        """
         for call in self._open_ended.pop(id(group), ()):
             call.open.discard(id(group))
             if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
-        """End the window: no group is in use, and all are freed."""
+        """Reshard all groups before an update, and reset the state of the passes.
+
+        Raises:
+            ShardedParameterError: a view of a sharded parameter was written to, or cannot get the new values.
+        """
         self._open_ended.clear()
         self._turned = True
         self.running.clear()
@@ -336,15 +356,19 @@ class ModuleHooks:
 
 
 class DeferredAllGatherHooks:
-    """Hooks that let the values of whole groups arrive after `step`: each unit waits for its own before its forward.
+    """Hooks that let `step` return before the all-gather of updated parameters has finished (stages 1 and 2).
 
-    See [Note: arriving] in `deepspeed/zero/parameters/local_shard.py`. Only groups between devices take part.
+    Each unit waits for its groups before its forward; see [Note: arriving] in `local_shard`.
+
+    Args:
+        module: root module.
+        groups: parameter groups; those that are not communicated between devices are ignored.
     """
 
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
         self._module, self._groups = module, [group for group in groups if group.overlaps_all_gather]
         self._units: dict[nn.Module, list[ShardGroup]] = {}
-        for param, unit in owners_of(module) if self._groups else ():  # all of them: which runs first is not known
+        for param, unit in owners_of(module) if self._groups else ():  # all units with a tied weight wait for it
             if is_managed(param):
                 known, group = self._units.setdefault(unit, []), group_of(param._ds_member)  # type: ignore[attr-defined]
                 if group not in known and group.overlaps_all_gather:
@@ -353,7 +377,10 @@ class DeferredAllGatherHooks:
 
     @property
     def allowed(self) -> bool:
-        """Return whether values may arrive late on this rank: tracing a compiled module needs permanent classes."""
+        """Return whether `step` may leave all-gathers unfinished on this rank, and register the hooks if so.
+
+        It may not if a module is compiled, since torch.compile does not support changes of a parameter's class.
+        """
         for module in (self._module, *self._units):
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 self.detach()
@@ -374,7 +401,7 @@ class DeferredAllGatherHooks:
         self._wait_for(self._groups)
 
     def detach(self) -> None:
-        """Remove the hooks after all pending values have arrived."""
+        """Wait for all-gathers in progress, and remove the hooks."""
         self.wait()
         for hook in self._hooks:
             hook.remove()

@@ -1,7 +1,7 @@
-"""Mesh of a run, and the ranks of a parameter group on it: those that shard it, replicate it, count in norms.
+"""Process groups of a run: device mesh, and for each parameter group the ranks that shard and replicate it.
 
-A signature is the part of a parameter's row (`zero/layout/placement`) about the model dims of the mesh; parameters of
-one group share it. Relations determine the ranks of a signature.
+A signature is the part of a parameter's placement (`zero/layout/placement`) that concerns tensor, pipeline and expert
+parallelism. It determines the ranks, and is equal for all parameters of a group.
 """
 
 from __future__ import annotations
@@ -36,22 +36,27 @@ from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.parameters.parameter import is_managed
 
-# Where a parameter without a row of its own stands: every rank along `tp` has an equal copy, other stages have none.
+# Defaults of a parameter's placement: each rank along `tp` has an equal copy, and other stages have none.
 _DEFAULTS = {"tp": Relation.REPLICATE, "pp": Relation.ABSENT}
-# By these names Megatron's layers say that a parameter is a slice, and pipelines of upstream's that a copy is not the
-# one to be counted.
+# Attributes by which Megatron's layers mark a parameter as a slice, and upstream DeepSpeed's pipelines mark a copy that
+# does not count in norms.
 _SLICED = ("model_parallel", "tensor_model_parallel")
 _COUNTED_ELSEWHERE = "ds_pipe_replicated"
 _COPIED = (Relation.REPLICATE, Relation.PARTIAL)
 
-Signature = tuple[tuple[Relation, Relation], str, int]  # relations to (tp, pp), the tied weight's name or "", ep
+Signature = tuple[tuple[Relation, Relation], str, int]  # relations along (tp, pp), name of a tied weight or "", ep
 
 
 DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "", 1)
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
-    """Return the relations that parameters of one group share; a tied weight has a group of its own."""
+    """Return the signature of a parameter or buffer.
+
+    Args:
+        tensor: parameter or buffer.
+        name: its name, which is part of the signature of a tied weight, so that this has a group of its own.
+    """
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) and placement.ep == 1 or any(getattr(tensor, mark, False) for mark in _SLICED)
     tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
@@ -62,7 +67,7 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
 
 
 def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
-    """Return the name by which ranks compare a parameter: `*` replaces an expert's index, which differs by rank."""
+    """Return a parameter's name with `*` in place of an expert's index, so that it is equal on all ranks."""
     if placement_of(tensor).relations.get("ep") is not Relation.ABSENT:
         return name
     return re.sub(r"(?<=deepspeed_experts\.)\d+", "*", name)
@@ -71,17 +76,18 @@ def name_on_all_ranks(tensor: torch.Tensor, name: str) -> str:
 def find_mesh(
     config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
 ) -> Mesh:
-    """Create the mesh of an engine from its JSON, `mesh_param` and `mpu` together. All ranks must call this.
+    """Create the device mesh of an engine from configuration, `mesh_param` and `mpu`. All ranks must call this.
 
     Args:
-        config: as in `DeepSpeedConfig.for_init`, or None.
-        mpu: a client's model-parallel unit, or None.
-        mesh_param: sizes by axis name, or (data-parallel ranks, ranks of a sequence), or None.
-        device: device for messages.
-        also: further sizes, with their origins.
+        config: configuration, see `DeepSpeedConfig.for_init`; None: no sizes from it.
+        mpu: model-parallel unit of Megatron; None: no unit.
+        mesh_param: sizes by axis name, or (data-parallel ranks, sequence-parallel ranks); None: no sizes.
+        device: device for collectives.
+        also: further sizes: (axis name, size, origin for messages).
 
     Raises:
-        MeshError: the sizes contradict each other, or do not match the number of ranks.
+        ArgumentError: `mesh_param` has another form.
+        MeshError: the sizes are inconsistent, or do not match the number of ranks.
     """
     sizes = [*(config.mesh_sizes() if config is not None else ())]
     if isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2:
@@ -101,15 +107,15 @@ def find_mesh(
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """Axes of an engine's mesh by the state that their ranks share.
+    """Process groups of an engine that this rank belongs to.
 
     Args:
-        mesh: the whole mesh.
+        mesh: device mesh.
         everyone: all ranks.
-        dp_sp_group: ranks with the same model slice, whose gradients are summed.
+        dp_sp_group: data- and sequence-parallel ranks with the same model slice, over which gradients are summed.
         data: ranks of `dp_sp_group` with different samples.
-        shard: ranks of `dp_sp_group` that together hold one copy of the sharded state.
-        model_replica_group: ranks that together hold one copy of the whole model's state.
+        shard: ranks of `dp_sp_group` over which ZeRO shards the state (with hybrid sharding, a part of them).
+        model_replica_group: ranks that together have one copy of the state of the whole model.
     """
 
     mesh: Mesh
@@ -121,7 +127,7 @@ class ParallelGroups:
 
     @property
     def whole_model_agrees(self) -> bool:
-        """Return whether the ranks that agree on a window hold whole copies of the model, without slices or stages."""
+        """Return whether `dp_sp_group` has all ranks of a model copy: no tensor or pipeline parallelism."""
         return set(self.model_replica_group.ranks) <= set(self.dp_sp_group.ranks)
 
 
@@ -132,18 +138,18 @@ def axes_of(mesh: Mesh) -> ParallelGroups:
 
 @dataclass(frozen=True, eq=False)
 class GroupRanks:
-    """Ranks of one group of parameters.
+    """Process groups of one parameter group.
 
     Args:
-        shard: ranks that shard the group's state.
-        everyone: all ranks that have these parameters with equal values.
-        copies: ranks with the same shard, whose gradients are parts of one sum; None if a shard exists once.
-        counted: whether norms include this rank's shard; of equal shards on several model ranks, one counts.
-        first: whether checkpoints include this rank's shard; of all equal shards, one counts.
-        channels: message channels along `shard` and `copies`, if opened beforehand; None: opened on demand.
-        peers: for any rank, the ranks that correspond to `everyone` of this one.
-        slices: ranks that have the other slices of the same tensors (tp, ep); None for whole tensors.
-        across_stages: other pipeline stages, which run other parts of the schedule, have copies.
+        shard: ranks over which the group's state is sharded.
+        everyone: all ranks that have these parameters, with equal values.
+        copies: ranks with the same shard, over which its gradients are summed too; None: only this rank has it.
+        counted: whether this rank's shard counts in norms; of equal shards, one does.
+        first: whether this rank's shard is saved in checkpoints; of equal shards, one is.
+        channels: message channels for `shard` and `copies`; None: opened by `open_channels`.
+        peers: by global rank, the ranks that `everyone` has there.
+        slices: ranks with the other slices of the same tensors (tp, ep); None: the tensors are not sliced.
+        across_stages: whether other pipeline stages have the parameters too (tied weights).
     """
 
     shard: Axis
@@ -158,28 +164,40 @@ class GroupRanks:
 
     @property
     def summing(self) -> list[Axis]:
-        """Return the axes along which a round of gradients is reduced."""
+        """Return the process groups over which gradients are reduced, one after the other."""
         return [self.shard] if self.copies is None else [self.shard, self.copies]
 
     def position(self, rank: int) -> int:
-        """Return the index in `everyone` of the rank that corresponds to a global rank."""
+        """Return the index in `everyone` of a global rank, or of the rank with the same role in this rank's slice.
+
+        Raises:
+            ArgumentError: there is no such rank.
+        """
         row = self.everyone.ranks if rank in self.everyone.ranks else self.peers.get(rank, ())
         if len(row) != self.everyone.size:
             raise ArgumentError(f"modifier_rank {rank!r} is not among the ranks {list(self.everyone.ranks)}")
         return row.index(rank)
 
     def open_channels(self) -> tuple[int, int]:
-        """Open message channels for one group along `shard` and `copies`; returns their numbers."""
+        """Return the numbers of the message channels for `shard` and `copies`; opens them if necessary."""
         return self.channels or (self.shard.channel(), self.copies.channel() if self.copies is not None else 0)
 
 
 def alone(axis: Axis) -> GroupRanks:
-    """Return the ranks of a group whose state only the ranks of one axis hold."""
+    """Return the process groups of parameters that are sharded over all ranks that have them."""
     return GroupRanks(axis, axis)
 
 
 class RankResolver:
-    """Resolves signatures to ranks, on one mesh. Its creation is collective."""
+    """Mapping from signatures to process groups, which the constructor creates. All ranks must construct it.
+
+    Args:
+        mesh: device mesh.
+        splits: whether the state is sharded (stages 1 to 3).
+        tied: pipeline stages of each tied weight, by name; see `find_tied`.
+        signatures: signatures of tied weights, by name.
+        ep_sizes: expert-parallel sizes of the model's layers.
+    """
 
     def __init__(
         self,
@@ -191,10 +209,10 @@ class RankResolver:
     ) -> None:
         self._mesh, self._splits, self._tied = mesh, splits, tied
         self.stages = mesh.size("pp")
-        self.several = bool(ep_sizes)  # axes along which ZeRO shards
+        self.several = bool(ep_sizes)  # experts are sharded over other process groups than the other parameters
         self._known: dict[Signature, GroupRanks] = {}
         mesh.axis("tp")
-        for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on
+        for more in (("dp_replicate",), REPLICATED):  # each rank takes part in the creation of all process groups
             mesh.axis(*more, "tp")
             for stages in sorted({tuple(sorted(ranks)) for ranks in tied.values()}):
                 mesh.axis(*more, "pp", stages=frozenset(stages))
@@ -202,7 +220,7 @@ class RankResolver:
         for ep in sorted(ep_sizes):
             for dims in (("ep",), ("ep", "tp"), ("edp",), ("dp_replicate", "edp"), ("dp_replicate", "edp", "tp")):
                 mesh.axis(*dims, ep=ep)
-        for name in sorted(signatures):  # stages meet their tied weights in different orders
+        for name in sorted(signatures):  # sorted, since the stages have their tied weights in different orders
             ranks = self._find(signatures[name])
             self._known[signatures[name]] = replace(ranks, channels=ranks.open_channels())
 
@@ -229,17 +247,22 @@ class RankResolver:
         first = once and coordinates["dp_replicate"] == 0
         parts = [*(["ep"] if ep > 1 else []), *(["tp"] if tp is Relation.SHARD else [])]
         slices = mesh.axis(*parts, ep=size) if parts else None
-        if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
+        if not self._splits:  # unsharded: one sum over all ranks with the parameters; each counts a part in norms
             return GroupRanks(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
         shard, others = mesh.axis(*split, ep=size), copies if copies.size > 1 else None
         return GroupRanks(shard, everyone, others, once, first, None, peers, slices, "pp" in dims)
 
 
-# -- copies of one model over several slices and stages --------------------------------------------------------------
+# -- parameters that several slices or stages of a model have ---------------------------------------------------------
 
 
 def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter, Signature]:
-    """Return the signature of every parameter."""
+    """Return the signature of each parameter; see `signature_of`.
+
+    Args:
+        mesh: device mesh.
+        names: names of the parameters.
+    """
     if mesh.is_data_parallel and all(placement_of(param).ep == 1 for param in names):
         return dict.fromkeys(names, DATA_PARALLEL)
     return {param: signature_of(param, name) for param, name in names.items()}
@@ -248,7 +271,19 @@ def signatures_of(mesh: Mesh, names: Mapping[Parameter, str]) -> dict[Parameter,
 def find_tied(
     mesh: Mesh, names: Mapping[Parameter, str], signatures: Mapping[Parameter, Signature]
 ) -> dict[str, frozenset[int]]:
-    """Return the stages that hold each tied weight, by name. All ranks must call this."""
+    """Find the pipeline stages that have each tied weight, and compare replicated parameters. All ranks must call this.
+
+    Args:
+        mesh: device mesh.
+        names: names of this rank's parameters.
+        signatures: their signatures.
+
+    Returns:
+        Stages by name of the tied weight.
+
+    Raises:
+        MeshError: ranks that should have equal copies have parameters of other names, shapes or dtypes.
+    """
     if mesh.is_data_parallel:
         return {}
     local_names = [
@@ -257,7 +292,7 @@ def find_tied(
         if signatures[param][0][0] in _COPIED or signatures[param][1]
     ]
     everyone = object_exchange.current.gather_present(mesh.axis(*DIMS), (mesh.coordinates["pp"], local_names))
-    declared = {name: placement_of(param).stages for param, name in names.items()}  # of stages that are not there too
+    declared = {name: placement_of(param).stages for param, name in names.items()}  # may include absent stages
     tied: dict[str, tuple[int, Any, set[int]]] = {}
     first: dict[int, int] = {}  # by stage
     for rank, (stage, rows) in everyone.items():
@@ -271,6 +306,7 @@ def find_tied(
 
 
 def _compare(first: tuple[int, Sequence[Any]], other: tuple[int, Sequence[Any]]) -> None:
+    """Raise MeshError if two ranks have different parameters; each argument is a rank with its rows."""
     for a, b in itertools.zip_longest(first[1], other[1]):
         if a != b:
             (name, shape, dtype, _), rank = (a, first[0]) if a else (b, other[0])
@@ -287,7 +323,16 @@ def equalise(
     signatures: Mapping[Parameter, Signature],
     tied: Mapping[str, frozenset[int]],
 ) -> None:
-    """Broadcast parameters that several model ranks hold from the first of them. All ranks must call this."""
+    """Broadcast replicated and tied parameters from the first tensor-parallel rank and the first stage with them.
+
+    All ranks must call this.
+
+    Args:
+        mesh: device mesh.
+        names: names of this rank's parameters; sharded ones are left out.
+        signatures: their signatures.
+        tied: result of `find_tied`.
+    """
     label = "broadcast of a copied parameter"
     copied = [p for p in names if signatures[p][0][0] in _COPIED and not is_managed(p)]
     if mesh.size("tp") > 1:

@@ -1,11 +1,13 @@
-"""Parameter classes: unsharded, or sharded with the original shape and checked reads and writes.
+"""Classes of parameters: gathered, or sharded with the unsharded shape and intercepted reads and writes.
 
-[Note: sharded parameters] A parameter of a freed group keeps its identity, shape and dtype; only its class and its data
-change. Its data is one NaN expanded to the original shape (no memory, never a view of freed storage), and its class is
-`ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes and raw storage, and passes a dense
-copy to every other function. While gathered the class is `ManagedParameter`, which intercepts only `.data` and `.grad`:
-there is no cost per operation. Reads of a freed parameter return private copies; views taken while it is gathered keep
-the memory (`zero/parameters/buffer_views.py`).
+[Note: sharded parameters] When a group is resharded, its parameters stay the same objects with the same shape and
+dtype; only class and data change. The data is one NaN, expanded to the unsharded shape (so it needs no memory). The
+class is `ShardedParameter`, whose `__torch_function__` returns metadata, raises for writes and accesses to the storage,
+and passes an unsharded copy to all other functions. The class of gathered parameters is `ManagedParameter`, which
+intercepts only `.data` and `.grad`, so that operations have no overhead. Views of a gathered parameter keep the memory
+allocated after resharding (`zero/parameters/buffer_views.py`).
+
+A stand-in is the result of `detach()` on a sharded parameter: a tensor that is sharded too.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from deepspeed.zero.parameters.ds_attributes import ClientSurface
 from deepspeed.zero.parameters.functorch import in_transform, outside_transforms
 from deepspeed.zero.parameters.record import ParamRecord
 
-# While zero.Init is open: carry out a write to a parameter that is sharded already.
+# Functions that carry out writes to sharded parameters; not empty while a `zero.Init` context is open.
 init_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
-_raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
+_raw_grad: Any = torch._C.TensorBase.grad  # torch's own attribute, without the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
 _raw_class: Any = object.__dict__["__class__"]
 
@@ -50,32 +52,32 @@ _RAW_STORAGE = frozenset(
     "set_ resize_ resize_as_ is_set_to __cuda_array_interface__ to_dlpack _data_ptr const_data_ptr storage_use_count "
     "_fix_weakref module_load".split()
 )
-# Of these, what those ask for who save a state dict: a placeholder has memory of its own from then on.
+# Those of them that code which saves state dicts uses: a stand-in then gets a copy of the values.
 _MEMORY = frozenset("data_ptr const_data_ptr untyped_storage storage _typed_storage".split())
 _STAND_IN = frozenset(["detach", "data"])
-_OWN_GRAD = frozenset(["grad", "grad="])  # of a stand-in that the user made a leaf
+_OWN_GRAD = frozenset(["grad", "grad="])  # for stand-ins that the user made leaves
 _MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
-_MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
+_MOVED = "_ds_moved"  # attribute of values that were moved to another device: uid of the parameter, and version
 
 
 _UNREAD = METADATA | DENSE_METADATA | {"grad", "grad=", "requires_grad="}
 
 
 def reads_values(func: Any) -> bool:
-    """Return whether a torch function can read or write the values of its arguments, or expose their memory."""
+    """Return whether a torch function can access the values or the storage of its arguments."""
     return name_of(func) not in _UNREAD and func is not torch.autograd.grad
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return autograd's own gradient, bypassing the property."""
-    if param.__class__ is ManagedParameter:  # no torch function to be kept away
+    """Return torch's own `grad` of a parameter, which autograd sets, instead of the property of this package."""
+    if param.__class__ is ManagedParameter:  # has no `__torch_function__`
         return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
         return _raw_grad.__get__(param)
 
 
 def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set (None: clear) autograd's own gradient, bypassing the property."""
+    """Set torch's own `grad` of a parameter (None: no gradient), instead of the property of this package."""
     if param.__class__ is ManagedParameter:
         _raw_grad.__set__(param, value)
         return
@@ -84,7 +86,7 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 class _Guarded(torch.Tensor):
-    """Base class that intercepts every torch function of sharded parameters, stand-ins, and views of dense copies."""
+    """Base class of tensors whose torch functions are intercepted: sharded parameters, stand-ins and `ReadView`."""
 
     __slots__ = ()
 
@@ -96,7 +98,7 @@ class _Guarded(torch.Tensor):
 
 
 class _Freed(_Guarded):
-    """A sharded parameter or its stand-in. `set_` and `as_subclass` are not intercepted as torch functions."""
+    """Base class of sharded parameters and stand-ins. `set_` and `as_subclass` bypass `__torch_function__`."""
 
     __slots__ = ()
 
@@ -123,12 +125,17 @@ class _Freed(_Guarded):
 
 
 class ManagedParameter(ClientSurface, Parameter):
-    """An unsharded parameter of an engine; `.grad` returns the engine's accumulated mean gradient."""
+    """Parameter of an engine or of `zero.Init` that is gathered or never sharded; base class of sharded ones."""
 
     _ds_member: ParamRecord
 
     def _change_class(self, kind: type) -> None:
-        """Change the class, which `torch.utils.swap_tensors` does first; see [Note: replaced parameters]."""
+        """Set `__class__`; detects `torch.utils.swap_tensors`, see [Note: replaced parameters].
+
+        Raises:
+            ShardedParameterError: `swap_tensors` on a parameter that is sharded at stage 3.
+            UsageError: `swap_tensors` with a tensor of another class.
+        """
         if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
             member = self._ds_member
             if member.reducer is not None:
@@ -141,14 +148,14 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Return the gradient accumulated since the last optimizer step.
+        """Return a copy of the gradient that was accumulated since the last optimizer step; None if there is none.
 
-        It is the mean over ranks, or this rank's own sum where the reduction waits for the last micro-batch. At stages
-        2 and 3 the read of a reduced gradient is a collective gather. An in-place edit of the returned tensor takes
-        effect at the next backward or `step`; if an earlier result is edited after a later backward, `step` raises on
-        all ranks.
+        It is the mean over ranks, or, at stages 0 and 1 before the last micro-batch, the gradient of this rank. Reading
+        a reduced gradient is collective: all ranks with the parameter must do so. In-place changes of the returned
+        tensor take effect at the next backward or `step`. If a tensor is changed after a later backward, `step` raises
+        a UsageError on all ranks.
         """
-        if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
+        if TracingContext.try_get() is not None:  # the compiler reads it of each parameter; no collective for that
             return None
         member = self._ds_member
         if member.reducer is None:
@@ -170,7 +177,7 @@ class ManagedParameter(ClientSurface, Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the values. Writes through them bypass the version counter, so the next step compares values."""
+        """Return the values, as in torch. The next step compares them, since writes change no version counter."""
         if "_ds_member" in vars(self):
             self._ds_member.group.buffer_views.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)
@@ -180,7 +187,7 @@ class ManagedParameter(ClientSurface, Parameter):
         _raw_data.__set__(self, value)
 
     def set_(self, *source: Any, **how: Any) -> Any:
-        """Set the memory like torch; setting the current memory changes nothing, as in parametrization."""
+        """Set the storage, as in torch; does nothing for the present storage, which parametrizations set."""
         new = source[0] if len(source) == 1 and not how else None
         if new is self:
             return self
@@ -202,19 +209,22 @@ class ManagedParameter(ClientSurface, Parameter):
 
 
 class ShardedParameter(_Freed, ManagedParameter):
-    """A parameter whose group is freed; see [Note: sharded parameters]."""
+    """Parameter whose group is resharded; see [Note: sharded parameters]."""
 
     _kind = "Parameter"
 
 
 class StandIn(_Freed):
-    """Result of `detach()` and `state_dict()` for a sharded parameter, which stays sharded and needs no memory."""
+    """Sharded tensor without memory: result of `detach()`, and value of `state_dict()`, for a sharded parameter.
+
+    It gets an unsharded copy of the values when its storage is accessed, if that needs no collective.
+    """
 
     _ds_member: ParamRecord
-    _ds_copy: tuple[int, int, torch.Tensor] | None = None  # changes of the group until then, own version, values
+    _ds_copy: tuple[int, int, torch.Tensor] | None = None  # `group.changes`, version of the copy, copy
 
     def keeps_copy(self) -> bool:
-        """Whether it holds, from now on, what its parameter is now; False where that takes a collective."""
+        """Copy the present values of the parameter, unless this was done; returns False if it needs a collective."""
         if self.copied() is None:
             member = self._ds_member
             if not member.group.reads_alone:
@@ -224,7 +234,7 @@ class StandIn(_Freed):
         return True
 
     def copied(self) -> torch.Tensor | None:
-        """The copy that it holds, unless the parameter, or the copy, has changed since."""
+        """Return the copy of the values; None if there is none, or the parameter or the copy has changed since."""
         changes, version, copied = self._ds_copy or (-1, 0, self)
         return copied if changes == self._ds_member.group.changes and _version_of(copied) == version else None
 
@@ -236,7 +246,7 @@ class StandIn(_Freed):
 
 
 class ReadView(_Guarded):
-    """A view of a dense copy: reads work, but a write, which would be lost, raises."""
+    """View of an unsharded copy of a sharded parameter; writes raise, since they would be lost."""
 
     _ds_member: ParamRecord
 
@@ -248,7 +258,7 @@ class ReadView(_Guarded):
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function; for a property setter, the name with `=`."""
+    """Return the name of a torch function; for the setter of a property, its name and "="."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
@@ -256,14 +266,19 @@ def name_of(func: Any) -> str:
 
 
 def is_write(name: str) -> bool:
-    """Return whether a torch function of that name changes its first argument."""
+    """Return whether a torch function changes its first argument; `name` is a result of `name_of`."""
     in_place = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
     return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
 
 
 def reject_write(name: str, member: ParamRecord) -> None:
-    """Raise for an operation that would change or expose values that are not stored."""
+    """Raise ShardedParameterError for an operation that needs the storage of a sharded parameter.
+
+    Args:
+        name: name of the operation.
+        member: parameter.
+    """
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
         f"a temporary copy. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
@@ -272,20 +287,25 @@ def reject_write(name: str, member: ParamRecord) -> None:
 
 
 def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
-    """Return whether the unbound `torch.Tensor.set_`, which no class intercepts, replaced the memory of `tensor`."""
+    """Return whether the storage of a sharded parameter or stand-in was replaced by the unbound `torch.Tensor.set_`."""
     return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
 def _reject_targets(name: str, targets: Any) -> None:
+    """Raise for a sharded tensor among the output arguments of an operation."""
     for target in targets if isinstance(targets, (list, tuple)) else (targets,):
         if isinstance(target, _Guarded):
             reject_write(name, target._ds_member)
 
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run any torch function with a sharded parameter, a stand-in, or a view of a copy among its arguments."""
+    """Run a torch function with sharded tensors among its arguments; see [Note: sharded parameters].
+
+    Raises:
+        ShardedParameterError: the function writes to a sharded tensor or accesses its storage.
+    """
     name = name_of(func)
-    if not args and "tensor" in kwargs:  # torch.nn.init passes by name
+    if not args and "tensor" in kwargs:  # torch.nn.init passes a keyword argument
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     first = args[0] if args and isinstance(args[0], _Guarded) else None
     with torch._C.DisableTorchFunctionSubclass():
@@ -294,7 +314,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             reject_write("set_", first._ds_member)
         own = name in _OWN_GRAD and isinstance(first, StandIn)
         if name in METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
-            return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
+            return func(*args, **kwargs)  # torch.autograd.grad needs the same objects
         if first is not None:
             if _stays(name, first, args, kwargs):
                 return first
@@ -315,14 +335,14 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise for a write, unless a module under construction in zero.Init initializes its children's parameters."""
+    """Raise for a write or storage access, but carry out writes of initializations within `zero.Init`."""
     if init_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return init_writers[-1](name, func, args, kwargs)
     reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a move or `data =` changes nothing: same device, or its own values, as in `module.cpu()`."""
+    """Return whether a move to a device, or an assignment to `data`, has no effect, as in `module.cpu()` on the CPU."""
     if isinstance(first, ReadView):
         return False
     if name == "data=":
@@ -336,7 +356,7 @@ def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` on dense copies; writes to them raise, and views of them are read-only."""
+    """Call `func` with unsharded copies; raise if it writes to one, and return views of them as `ReadView`."""
     copies: dict[int, tuple[torch.Tensor, ParamRecord, int]] = {}
 
     def dense(value: Any) -> Any:
@@ -350,7 +370,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     result = func(*map_nested(dense, args), **map_nested(dense, kwargs))
     if name in _MOVES and isinstance(args[0], _Freed) and type(result) is torch.Tensor:
-        if result.dtype == args[0].dtype:  # `data =` may put it back
+        if result.dtype == args[0].dtype:  # so that `param.data = result` is recognized as no change
             setattr(result, _MOVED, (args[0]._ds_member.uid, _version_of(result)))
     storages = {}
     for plain, member, version in copies.values():
@@ -373,14 +393,14 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class _DenseCopy(torch.autograd.Function):
-    """Autograd function that returns a dense copy and passes the gradient to the parameter."""
+    """Autograd function that returns an unsharded copy of a parameter, and passes its gradient to the parameter."""
 
     @staticmethod
     def forward(param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return copied.detach()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # apart from forward, as torch.func asks
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # separate from forward, as torch.func requires
         return None
 
     @staticmethod
@@ -394,6 +414,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 @outside_transforms
 def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
+    """Return an unsharded copy of a sharded parameter or stand-in, differentiable if gradients are enabled."""
     copied = value.copied() if isinstance(value, StandIn) else None
     copied = member.dense() if copied is None else copied
     if isinstance(value, _Freed) and value.requires_grad and torch.is_grad_enabled():
@@ -402,7 +423,7 @@ def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
 
 
 def dense_copy(tensor: Any) -> Any:
-    """Return a differentiable dense copy of a sharded parameter or stand-in; other values unchanged."""
+    """Return a differentiable, unsharded copy of a sharded parameter or stand-in, and any other value unchanged."""
     if not isinstance(tensor, _Freed):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -410,7 +431,7 @@ def dense_copy(tensor: Any) -> Any:
 
 
 def reject_functionalize(tensor: Any) -> Any:
-    """Raise for a sharded parameter, since `functionalize` writes to its arguments; other values are returned."""
+    """Raise ShardedParameterError for a sharded tensor, since `functionalize` writes to it; return other values."""
     _reject_targets("functionalize", tensor)
     return tensor
 
@@ -422,7 +443,7 @@ def stand_in(member: ParamRecord) -> StandIn:
 
 
 def map_nested(change: Any, value: Any) -> Any:
-    """Apply `change` to the leaves of nested tuples, lists and dicts."""
+    """Apply `change` to all leaves of nested tuples, lists and dicts, and return the same structure of the results."""
     if isinstance(value, tuple):
         mapped = [map_nested(change, v) for v in value]
         if hasattr(value, "_fields"):
@@ -438,10 +459,9 @@ def map_nested(change: Any, value: Any) -> Any:
 
 @functools.cache
 def _feed_parameters() -> None:
-    """Make `nn.Parameter(tensor)` accept managed parameters and values read from them.
+    """Patch `nn.Parameter.__new__` to accept parameters of an engine, and tensors that were read from them.
 
-    As in torch, the result shares the memory of a permanently whole parameter; of a sharded or temporarily gathered
-    one, it is a copy.
+    The result shares memory with a parameter that is never sharded, as in torch, and copies the values otherwise.
     """
     new = Parameter.__new__
 
@@ -457,16 +477,18 @@ def _feed_parameters() -> None:
 
 
 def manage(param: Parameter, member: ParamRecord) -> None:
+    """Make a parameter a `ManagedParameter` with this record."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]
 
 
 def unmanage(param: Parameter) -> None:
+    """Make a gathered parameter an ordinary `nn.Parameter` again."""
     _raw_class.__set__(param, Parameter)
     vars(param).pop("_ds_member", None)
 
 
 def is_managed(param: Any) -> bool:
-    """Return whether `param` belongs to an engine or to zero.Init."""
+    """Return whether a value is a parameter of an engine or of `zero.Init`."""
     return isinstance(param, ManagedParameter)

@@ -1,8 +1,9 @@
-"""Prefetch of all-gathers by the module order of the last pass, within the limits of the JSON.
+"""Prefetch of all-gathers in the recorded order of the last pass, within the configured limits.
 
-[Note: costs] A pass uses every group a few times, so no operation on one group may iterate over all groups. Sums are
-updated incrementally, positions in the last pass are looked up, and two heaps return the next sharded group to start
-and the idle one that is needed last. A heap entry is only a hint, which is checked when it is popped.
+[Note: costs] An operation on one group must not iterate over all groups, since each pass has several operations per
+group. Sums are therefore updated incrementally, positions in the last pass are looked up in tables, and two heaps
+return the next group to prefetch and the idle group that is needed last. Entries of the heaps may be outdated, which is
+checked when they are popped.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ import torch
 
 from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
-# Passes that begin differently (training, evaluation, a child or a method called by itself) are remembered apart.
+# Maximum number of kinds of passes whose order is stored: training, evaluation, calls of single modules.
 _REMEMBERED = 8
-# Events of a profile: a gather is started as it is needed, is waited for, is started ahead.
+# Events of the profiler: start of an all-gather that was not prefetched, wait, start of a prefetch.
 FETCH_SUBMIT, FETCH_WAIT, PREFETCH_SUBMIT = "fetch_submit", "fetch_wait", "prefetch_submit"
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """Limits in elements, not bytes, as in the JSON.
+    """Limits of gathered parameters, in elements (not bytes).
 
     Args:
-        live: maximum of gathered elements (`stage3_max_live_parameters`).
-        reuse: a group is kept if its next use is within this number of gathered elements (`stage3_max_reuse_distance`).
-        prefetch: maximum of elements gathered ahead of use (`stage3_prefetch_bucket_size`), or the next unit if that is
-            larger; 0: no prefetch.
+        live: maximum number of gathered elements (`stage3_max_live_parameters`).
+        reuse: keep a group gathered if at most so many elements are used before its next use
+            (`stage3_max_reuse_distance`).
+        prefetch: maximum number of prefetched elements (`stage3_prefetch_bucket_size`); a single unit may exceed it;
+            0: no prefetch.
     """
 
     live: int = 1_000_000_000
@@ -43,27 +45,29 @@ class PrefetchLimits:
 
 @dataclass
 class _GatherOrder:
-    """Groups in the order in which they were needed.
+    """Uses of groups in one pass, in order.
 
     Args:
-        groups: one entry per use.
-        units: by entry, the index of its gather in the pass.
+        groups: group of each use.
+        units: number of the unit of each use; uses of one unit are gathered together.
+        places: indices of the uses of each group, by its id.
+        before: sum of the elements of all earlier uses, for each use.
     """
 
     groups: list[ShardGroup] = field(default_factory=list)
     units: list[int] = field(default_factory=list)
-    places: dict[int, list[int]] = field(default_factory=dict)  # entries of each group, by its id
-    before: list[int] = field(default_factory=lambda: [0])  # elements needed before each entry
+    places: dict[int, list[int]] = field(default_factory=dict)
+    before: list[int] = field(default_factory=lambda: [0])
 
     def index(self) -> None:
-        """Build the lookup tables after the pass."""
+        """Compute `places` and `before` after the pass."""
         for place, group in enumerate(self.groups):
             self.places.setdefault(id(group), []).append(place)
             self.before.append(self.before[-1] + group.numel)
 
 
 class ModuleOrder:
-    """Order of the groups' uses in the last pass of a kind, and the position of the running pass in it."""
+    """Recorded order in which groups were used in the last pass of each kind, and current position in it."""
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, _GatherOrder] = {}
@@ -73,7 +77,7 @@ class ModuleOrder:
         self.restarts = 0
 
     def restart(self, kind: Hashable = None) -> None:
-        """Begin a pass; the order of the last pass of the same kind is expected."""
+        """Begin a pass; its expected order is that of the last pass with the same `kind`."""
         if self._now.groups:
             known = self._passes.pop(self._kind, None)
             if known is None or known.groups != self._now.groups or known.units != self._now.units:
@@ -87,7 +91,11 @@ class ModuleOrder:
         self.restarts += 1
 
     def used(self, *groups: ShardGroup) -> range:
-        """Record that one unit needs these groups now; returns the skipped entries of the last pass."""
+        """Record that one unit uses these groups now, and advance the position in the last pass.
+
+        Returns:
+            Indices of uses of the last pass that may have been skipped.
+        """
         unit = self._now.units[-1] + 1 if self._now.units else 0
         reached, skipped = self._at, 0
         for group in groups:
@@ -100,11 +108,11 @@ class ModuleOrder:
         return range(reached, self._at if skipped else reached)
 
     def coming(self) -> list[ShardGroup]:
-        """Return the groups that the last pass needed from here on, nearest first."""
+        """Return the groups of the remaining uses of the last pass, in order."""
         return self._last.groups[self._at :]
 
     def place(self, group: ShardGroup) -> int | None:
-        """Return the entry of the last pass in which `group` is needed next; None if there is none or it is unknown."""
+        """Return the index of the next use of a group in the last pass; None if there is none."""
         places = self._last.places.get(id(group), ())
         index = bisect_left(places, self._at)
         return places[index] if index < len(places) else None
@@ -116,19 +124,19 @@ class ModuleOrder:
         return place < self._at
 
     def next_unit(self) -> list[ShardGroup]:
-        """Return the groups that the next unit will need."""
+        """Return the groups of the next unit in the last pass."""
         units, end = self._last.units, self._at
         while end < len(units) and units[end] == units[self._at]:
             end += 1
         return self._last.groups[self._at : end]
 
     def distance(self, group: ShardGroup) -> int | None:
-        """Return the elements needed before the next use of `group`; None if there is none or it is unknown."""
+        """Return the number of elements that are used before the next use of a group; None if there is none."""
         place = self.place(group)
         return None if place is None else self._last.before[place] - self._last.before[self._at]
 
     def is_invalid_trace(self) -> bool:
-        """Return whether there is no recorded last pass; the name is that of upstream."""
+        """Return whether no last pass is recorded (a method of upstream DeepSpeed that programs call)."""
         return not self.known
 
     def _invalidate_trace(self) -> None:
@@ -146,26 +154,31 @@ class ModuleOrder:
 
 
 class PrefetchScheduler:
-    """Applies the limits: reshards groups that exceed them, and all-gathers groups ahead of use."""
+    """Scheduler of all-gathers: prefetches groups, and reshards idle ones that exceed the limits.
+
+    Args:
+        groups: groups that are gathered before use.
+        limits: limits of gathered parameters.
+    """
 
     def __init__(self, groups: list[ShardGroup], limits: PrefetchLimits) -> None:
         self.groups, self.limits, self.trace = groups, limits, ModuleOrder()
         everything = sum(g.numel for g in groups)
-        if min(limits.live, limits.reuse) >= everything:  # all may be here at once, so memory is set aside for all
+        if min(limits.live, limits.reuse) >= everything:  # all may be gathered at once, so their memory is kept
             for group in groups:
                 group.retain()
-        self.peak = 0  # most elements gathered or in flight at once
-        self.gathers = 0
-        self.late = 0  # gathers of a known pass that were started when their unit needed them, not ahead
-        self.profile: Callable[[str, int], AbstractContextManager[None]] | None = None  # takes an event, its elements
+        self.peak = 0  # maximum number of elements that were gathered or in flight at once
+        self.gathers = 0  # number of all-gathers
+        self.late = 0  # number of all-gathers that were not prefetched, in passes with a recorded order
+        self.profile: Callable[[str, int], AbstractContextManager[None]] | None = None  # of an event and its elements
         self._number = {id(g): number for number, g in enumerate(groups)}
-        self._here: dict[int, ShardGroup] = {}  # gathered or in flight, by id
-        self._used: dict[int, ShardGroup] = {}  # gathered for a unit that is not done with it
-        self._ahead: dict[int, ShardGroup] = {}  # in flight and not needed yet
-        self._live = self._on_the_way = 0  # elements of `_here`, of `_ahead`
-        self._unit: tuple[ShardGroup, ...] = ()  # the last that was gathered
-        self._coming: list[int] = []  # heap: entries of the last pass whose groups may be sharded
-        self._idle: list[tuple[float, int]] = []  # heap: (- entry of next use, number) of groups that may be idle here
+        self._here: dict[int, ShardGroup] = {}  # groups that are gathered or in flight, by id
+        self._used: dict[int, ShardGroup] = {}  # groups that are gathered for a running unit
+        self._ahead: dict[int, ShardGroup] = {}  # prefetched groups in flight
+        self._live = self._on_the_way = 0  # number of elements of `_here`, and of `_ahead`
+        self._unit: tuple[ShardGroup, ...] = ()  # groups of the last gathered unit
+        self._coming: list[int] = []  # heap: indices of uses in the last pass whose groups may be sharded
+        self._idle: list[tuple[float, int]] = []  # heap of groups that may be idle: (- index of next use, number)
         self._restarts = -1
         for group in groups:
             self.note(group)
@@ -174,7 +187,7 @@ class PrefetchScheduler:
         return self._live
 
     def note(self, group: ShardGroup) -> None:
-        """Update the bookkeeping after a possible change of a group's state."""
+        """Update the sums and queues after a possible change of a group's state."""
         key, state = id(group), group.state
         if state is not State.INFLIGHT and self._ahead.pop(key, None) is not None:
             self._on_the_way -= group.numel
@@ -188,7 +201,7 @@ class PrefetchScheduler:
             self._queue(group)
 
     def _queue(self, group: ShardGroup) -> None:
-        """Queue a group among those to start, or those that may be freed."""
+        """Add a group to the heap of groups to prefetch if it is sharded, else to the heap of idle groups."""
         place = self.trace.place(group)
         if group.state is not State.SHARDED:
             heappush(self._idle, (-math.inf if place is None else -place, self._number[id(group)]))
@@ -196,7 +209,7 @@ class PrefetchScheduler:
             heappush(self._coming, place)
 
     def _follow(self) -> None:
-        """Rebuild the queues after a new pass has begun."""
+        """Rebuild both heaps if a new pass has begun."""
         if self._restarts != self.trace.restarts:
             self._restarts = self.trace.restarts
             self._coming.clear()
@@ -205,12 +218,12 @@ class PrefetchScheduler:
                 self._queue(group)
 
     def make_room(self, group: ShardGroup) -> None:
-        """Free idle groups, those needed last first, until `group` fits the live limit."""
+        """Reshard idle groups, those needed last first, until a sharded group fits into the limit."""
         if group.state is State.SHARDED:
             self._evict(self.limits.live - group.numel)
 
     def _evict(self, limit: int) -> None:
-        """Free idle groups, those needed last first, until at most `limit` elements are gathered."""
+        """Reshard idle groups, those needed last first, until at most `limit` elements are gathered."""
         if self._live <= limit:
             return
         self._follow()
@@ -230,7 +243,7 @@ class PrefetchScheduler:
         self.note(group)
 
     def gather(self, *groups: ShardGroup) -> None:
-        """All-gather the groups of a unit, and start the following ones."""
+        """Wait until the groups of a unit are gathered, and prefetch the following ones."""
         self._follow()
         expected = self.trace.known and self.trace.begun
         for place in self.trace.used(*groups):
@@ -255,7 +268,7 @@ class PrefetchScheduler:
     def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
         if self.profile is None:
             return _NOTHING
-        return self.profile(name, sum(member.shape.numel() for member in group.members))  # without what fills it up
+        return self.profile(name, sum(member.shape.numel() for member in group.members))  # without padding
 
     def _start(self, group: ShardGroup) -> None:
         group.start_all_gather()
@@ -264,7 +277,7 @@ class PrefetchScheduler:
         self.peak = max(self.peak, self._live)
 
     def _prefetch(self) -> None:
-        """Start the next unit, whatever its size, and then groups within the limits."""
+        """Start the all-gathers of the next unit, whatever its size, and of later groups within the limits."""
         if self.limits.prefetch <= 0 or not self._prefetch_unit():
             return
         for group in self._sharded_to_come():
@@ -273,16 +286,13 @@ class PrefetchScheduler:
             self._start_ahead(group)
 
     def _read_ahead(self) -> None:
-        """Start to load the next shard for a gather from its tier, so that the gather does not wait.
-
-        During recomputation the next unit is the current one again, so the search continues after it.
-        """
+        """Start to load the shard of the next sharded group from its storage tier, before its all-gather."""
         group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
         if group is not None:
             group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
-        """Start the next unit if it fits next to the groups in use; returns whether it is gathered or in flight."""
+        """Start the all-gathers of the next unit if the groups in use leave room; returns whether none is missing."""
         unit = self.trace.next_unit()
         missing = [g for g in unit if g.state is State.SHARDED]
         if not missing:
@@ -293,7 +303,7 @@ class PrefetchScheduler:
         if sum(beside[key] for key in {*self._used, *map(id, unit)}) > limit:
             return False
         for group in missing:
-            if group.state is State.SHARDED:  # a unit may name a group twice
+            if group.state is State.SHARDED:  # a group may occur twice in a unit
                 self._evict(limit - group.numel)
                 self._start_ahead(group)
         return True
@@ -307,7 +317,7 @@ class PrefetchScheduler:
         self._queue(group)
 
     def _sharded_to_come(self) -> Iterator[ShardGroup]:
-        """Yield sharded groups that will be needed, nearest first; groups that are not started are yielded again."""
+        """Yield the sharded groups of the remaining uses in order; ends when the caller does not gather one."""
         while self._coming:
             place = self._coming[0]
             if not self.trace.over(place) and self.trace.at(place).state is State.SHARDED:
@@ -318,17 +328,17 @@ class PrefetchScheduler:
                 heappop(self._coming)
 
     def release(self, group: ShardGroup) -> None:
-        """Free a group that is not in use any more, unless it is needed again soon and fits the limits."""
+        """Reshard a group that is not in use, unless its next use is near and the limits allow to keep it."""
         if group.users:
             return
         self._follow()
         self._used.pop(id(group), None)
         distance = self.trace.distance(group)
         if distance is None and not self.trace.known and torch.is_grad_enabled():
-            distance = 0  # the first pass: its backward is still to come
+            distance = 0  # first pass, whose backward follows
         stays = distance is not None and distance <= self.limits.reuse and self._live <= self.limits.live
         ahead = self.limits.prefetch > 0
-        if stays or (ahead and group in self.trace.next_unit()):  # which would be started again at once
+        if stays or (ahead and group in self.trace.next_unit()):  # the next unit would be prefetched again at once
             self._queue(group)
             return
         self._free(group)
@@ -336,7 +346,7 @@ class PrefetchScheduler:
             self._prefetch_unit()
 
     def free_idle(self) -> None:
-        """Free all groups that are not in use (before an update, at the end of a pass)."""
+        """Reshard all groups that are not in use."""
         for group in list(self._here.values()):
             if not group.users:
                 self._free(group)

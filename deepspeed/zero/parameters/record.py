@@ -1,7 +1,7 @@
-"""Record of one parameter in a group, with references to the group, its gradients and its storage tiers.
+"""Record of one parameter in a group, with references to the group, the reducer and the optimizer.
 
-The record uses these objects only through the protocols below, so that imports, including those of types, form no
-cycle. Code that needs more of a group than its protocol calls `shard_group.group_of`.
+Protocols describe these objects, since imports of their classes would be circular. Code that needs more attributes of a
+group than its protocol has calls `shard_group.group_of`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from deepspeed.zero.layout.stages import Policy
 class ZeroParamStatus(enum.Enum):
     """State of a parameter's values on this rank."""
 
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+    AVAILABLE = 1  # gathered, or never sharded
+    NOT_AVAILABLE = 2  # sharded
+    INFLIGHT = 3  # all-gather in progress
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Storage tiers of a group's state.
+    """Storage tiers of a parameter group.
 
     Args:
-        optimizer: tier of master, gradient accumulators and moments (`offload_optimizer`).
-        parameters: tier of the shards of parameters that are gathered before use (`offload_param`).
+        optimizer: tier of master weights, gradient accumulators and optimizer state (`offload_optimizer`).
+        parameters: tier of parameter shards at stage 3 (`offload_param`).
     """
 
     optimizer: Tier = RESIDENT
@@ -50,7 +50,7 @@ class Tiers:
 
 
 class Gatherer(Protocol):
-    """Hooks that gather and free the groups of an engine; see `module_hooks.ModuleHooks`."""
+    """Attributes of the hooks that gather and reshard groups; see `module_hooks.ModuleHooks`."""
 
     depth: int
 
@@ -62,7 +62,7 @@ class Gatherer(Protocol):
 
 
 class Gradients(Protocol):
-    """Reducer of a parameter's gradients; see `reducer.Reducer`."""
+    """Attributes of the reducer of a parameter's gradients; see `reducer.Reducer`."""
 
     replaced: Any  # see `replaced.Replaced`
 
@@ -74,13 +74,13 @@ class Gradients(Protocol):
 
 
 class Exposed(Protocol):
-    """Memory of a group that users may hold; see `buffer_views.BufferViews`."""
+    """Attributes of the views of a group's full buffer; see `buffer_views.BufferViews`."""
 
     def mark_data_exposed(self, member: Any) -> None: ...
 
 
 class ParameterGroup(Protocol):
-    """Group of a parameter; see `shard_group.ShardGroup`."""
+    """Attributes of the group of a parameter; see `shard_group.ShardGroup`."""
 
     members: list[Any]
     axis: Axis
@@ -127,49 +127,49 @@ class ParameterGroup(Protocol):
 
 
 class Pruner(Protocol):
-    """Masks over an optimizer's shards; see `compression/pruning/masks`."""
+    """Pruning masks on the shards of an optimizer; see `compression/pruning/masks`."""
 
     def on_gradients(self) -> None:
-        """Process the window's complete gradients before the norm is computed."""
+        """Mask the reduced gradients, before the norm is computed."""
 
     def on_update(self, groups: Iterable[Any]) -> None:
-        """Process the updated masters of these groups before they are all-gathered."""
+        """Mask the updated master weights of these groups, before they are all-gathered."""
 
     def fragment_state(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """Return the tensors that a checkpoint stores besides the optimizer's state of a fragment."""
+        """Return the mask tensors of a fragment by name, which a checkpoint stores with its optimizer state."""
         ...
 
     def take_fragment_state(self, fragment: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Remove the masks' tensors from a loaded state; returns the optimizer's entries."""
+        """Take the mask tensors out of a loaded state of a fragment, and return the other entries."""
         ...
 
     def arriving(self, fragment: Any) -> dict[str, torch.Tensor]:
-        """Return the masks' tensors of a fragment, which a load fills."""
+        """Return the mask tensors of a fragment by name, into which a checkpoint is loaded."""
         ...
 
 
 _uids = itertools.count()
-references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors over a storage
+references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors of a storage
 
 references_to: Any = torch.Tensor._use_count  # pyright: ignore  # of C++ and of Python, which counts as one
 
-memories: set[int] = set()  # of all groups, by identity of the storage: what lies there belongs to a parameter
+memories: set[int] = set()  # storages of the full buffers of all groups, by identity
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """Return the number of tensors over the memory of `tensor`, itself included."""
-    return references(tensor.untyped_storage()._cdata) - 1  # the object that it is asked by counts too
+    """Return the number of tensors on the storage of `tensor`, including itself."""
+    return references(tensor.untyped_storage()._cdata) - 1  # without the temporary storage object
 
 
 @dataclass(eq=False)
 class ParamRecord:
-    """One parameter of a group.
+    """Record of one parameter of a group.
 
     Args:
-        param: the parameter; its identity never changes.
-        name: qualified name in the module, for reports.
-        index: position in the group.
-        place: position in the model.
+        param: parameter object, which is never replaced.
+        name: qualified name in the model, for messages.
+        index: index in the group.
+        place: index in the model.
     """
 
     param: Parameter
@@ -182,14 +182,14 @@ class ParamRecord:
     group: ParameterGroup = field(init=False, repr=False)
     placeholder: torch.Tensor = field(init=False, repr=False)
     reducer: Gradients | None = field(default=None, repr=False)
-    owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
+    owner: object | None = field(default=None, repr=False)  # optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
-    version: int = 0  # the parameter's version counter when it was last known to agree with its shard
-    address: int = 0  # of its place in the full buffer, when it was last looked at
-    saved: bool = False  # autograd has saved the parameter itself, so it lies in the full buffer though it is freed
-    accumulates: bool = False  # when it was freed last, its only holder in autograd was the node that accumulates
-    exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
-    snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
+    version: int = 0  # version counter of the parameter when its values were last equal to the shard
+    address: int = 0  # address of its view of the full buffer, when last checked
+    saved: bool = False  # a view of the full buffer even while it is sharded, since autograd has saved the parameter
+    accumulates: bool = False  # when last resharded, only the node that accumulates its gradient referred to it
+    exposed: bool = False  # `param.data` was read, and writes through it change no version counter
+    snapshot: torch.Tensor | None = field(default=None, repr=False)  # copy of the 1-D values, to detect writes
     _copy: tuple[int, weakref.ref[torch.Tensor] | None] = field(default=(-1, None), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ class ParamRecord:
 
     @property
     def offset(self) -> int:
-        """Return the first element in the group."""
+        """Return the index of its first element in the group."""
         return self.group.offsets[self.index]
 
     @property
@@ -207,16 +207,16 @@ class ParamRecord:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Return the strides of a contiguous tensor of its shape."""
+        """Return the strides of a contiguous tensor of the parameter's shape."""
         return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def padded(self) -> bool:
-        """Return whether some elements are padding, outside of the global tensor."""
+        """Return whether the parameter's slice has padding, which is not part of the unsharded tensor."""
         return any(cut.padding for cut in self.placement.cuts)
 
     def without_padding(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of values of the parameter's shape, with zeros for padding."""
+        """Return a copy of `values`, a tensor of the parameter's shape, in which padding is zero."""
         values = values.clone()
         for cut in self.placement.cuts:
             offset = 0
@@ -228,51 +228,51 @@ class ParamRecord:
 
     @property
     def current_version(self) -> int:
-        """Return the version counter of the parameter, freed or not."""
+        """Return the version counter of the parameter, whether it is sharded or not."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.param._version
 
     def lay_where_it_rests(self) -> None:
-        """Set the freed parameter's data to its placeholder, or to the full buffer if autograd has saved it."""
+        """Set the data of the sharded parameter to its placeholder (if autograd has saved it: to the full buffer)."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self.param, self.under(self.param))  # type: ignore[attr-defined]
 
     def flat(self) -> torch.Tensor:
-        """Return the parameter's slice of the full buffer, 1-D; valid while the buffer has memory."""
+        """Return the parameter's slice of the full buffer, 1-D; valid while the group is gathered."""
         return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
-        """Create the placeholder of a freed parameter: original shape, no memory, every element NaN (or large)."""
+        """Create the data of the sharded parameter: one NaN (integers: the maximum), expanded to the shape."""
         dtype = self.group.dtype
         integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         value = torch.iinfo(dtype).max if integral else torch.nan
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def under(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of the freed parameter, or of its stand-in."""
+        """Return the data that `tensor`, the sharded parameter or a stand-in of it, has."""
         return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
-        """Return the slice of this rank's part of the values in the group's shard; may be empty."""
+        """Return the slice of this rank's shard that has elements of the parameter; may be empty."""
         group, cuts = self.group, self.group.layout.cuts_of(self.index)
         rank = group.axis.rank
         low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
     def own_values(self) -> torch.Tensor:
-        """Return this rank's part of the values, 1-D: a view of the shard if that is in memory, else a copy."""
+        """Return this rank's elements of the parameter, 1-D: a view if the shard is in memory, else a copy."""
         values = self.group.values
         with values.borrowed() as lent:
             own = lent[self.own_span()]
             return own if values.memory is not None else own.clone()
 
     def copy_foreign_values(self) -> None:
-        """Copy values that were assigned to the parameter and may share another parameter's memory."""
+        """Copy values that were assigned by `param.data = …`, since they may share another parameter's memory."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
 
     def warn_if_copied(self) -> None:
-        """Warn that values assigned to the parameter are copied, if other code holds their source tensor."""
+        """Warn if values were assigned by `param.data = …` from a tensor that other code still has: it is copied."""
         with torch._C.DisableTorchFunctionSubclass():
             away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
             if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
@@ -284,7 +284,11 @@ class ParamRecord:
                 )
 
     def restore_view(self) -> None:
-        """Copy values that were assigned to the gathered parameter by `param.data = …` back into the full buffer."""
+        """Copy values that were assigned by `param.data = …` into the full buffer, and make it the data again.
+
+        Raises:
+            UsageError: the assigned values have another shape or dtype.
+        """
         view, param = self.group.views[self.index], self.param
         self.address = view.data_ptr()
         if param.data_ptr() == self.address and param.dtype == view.dtype:
@@ -295,7 +299,7 @@ class ParamRecord:
         self.version = -1
 
     def check_fit(self) -> None:
-        """Raise for values of another shape or dtype, as after `module.half()`."""
+        """Raise UsageError if the parameter's shape or dtype was changed, for example by `module.half()`."""
         view, param = self.group.views[self.index], self.param
         if param.shape != view.shape or param.dtype != view.dtype:
             raise UsageError(
@@ -305,11 +309,14 @@ class ParamRecord:
             )
 
     def dense(self) -> torch.Tensor:
-        """Return a private dense copy. Collective over the axis if shards are not served one-sidedly."""
+        """Return an unsharded copy. All ranks with shards must call this, unless `group.reads_alone`."""
         return self.group.read(self)
 
     def shared_copy(self) -> torch.Tensor:
-        """A dense copy that all who hold it share until a change: names of one parameter in a state dict."""
+        """Return an unsharded copy, the same for all calls until the parameter changes or the copy is deleted.
+
+        All names of a parameter in a state dict get the same copy.
+        """
         changes, held = self._copy
         copied = None if changes != self.group.changes or held is None else held()
         if copied is None:

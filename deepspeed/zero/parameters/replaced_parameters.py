@@ -1,10 +1,11 @@
-"""Import of tensors that replaced a managed parameter: their values are copied, or an error is raised.
+"""Detection of parameters that user code has replaced in the model of an engine.
 
-[Note: replaced parameters] A parameter keeps its identity under an engine: optimizer, gradients and shards refer to it.
+[Note: replaced parameters] Optimizer, gradients and shards refer to a parameter object, so it must not be replaced.
 `torch.utils.swap_tensors`, which torch's conversions of modules may use, keeps the object and exchanges its contents;
-`module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` put another object into the module. Both are found
-before the next forward in training, and at the latest before the update, which copies the values into the parameter. At
-stage 3 one rank cannot write the shards of the others, so it raises.
+`module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` put another object into the module. Both are
+detected before the next forward in training, or at the latest before the update: the new values are copied into the
+original parameter, which is put back into the module. At stage 3 a rank cannot write the shards of other ranks, so an
+error is raised.
 """
 
 from __future__ import annotations
@@ -34,16 +35,21 @@ Table = dict[str, Parameter | None]
 
 
 class Replaced:
-    """Finds parameters that were replaced in an engine's model."""
+    """Detector of replaced parameters; see [Note: replaced parameters].
+
+    Args:
+        listen: registers the gradient hook of a parameter (see `Reducer.listen`).
+        arrived: moves a parameter's gradient to its bucket (see `Reducer.arrived`).
+    """
 
     def __init__(self, listen: Callable[[ParamRecord, bool], None], arrived: Callable[[ParamRecord], None]) -> None:
         self._listen, self._arrived = listen, arrived
         self._left: dict[int, tuple[ParamRecord, dict[str, Any]]] = {}
         self._places: list[tuple[Table, str, ParamRecord]] = []
-        self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
+        self._columns: tuple[tuple[Any, ...], ...] = ()  # columns of `_places`: tables, names, parameters
 
     def watch(self, module: nn.Module) -> None:
-        """Record the modules and names of a model's parameters."""
+        """Record the parameters of all modules of a model, so that `settle` detects replaced ones."""
         tables = [child._parameters for child in module.modules() if isinstance(child._parameters, dict)]
         named = [(table, name, param) for table in tables for name, param in table.items()]
         self._places = [
@@ -54,7 +60,12 @@ class Replaced:
         self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
     def leaves(self, member: ParamRecord, kind: type) -> None:
-        """Check, before a swap, that `swap_tensors` may exchange a parameter with a tensor of class `kind`."""
+        """Check that `swap_tensors` may exchange a parameter with a tensor of class `kind`, and record the swap.
+
+        Raises:
+            ShardedParameterError: the parameter is sharded at stage 3.
+            UsageError: `kind` is not `nn.Parameter`.
+        """
         if member.group.policy.gathers_before_use:
             reject_write("swap_tensors", member)
         if kind is not Parameter:
@@ -65,7 +76,12 @@ class Replaced:
         self._left[member.uid] = member, dict(vars(member.param))
 
     def settle(self) -> None:
-        """Import replaced parameters on this rank; raises for another shape or dtype, or for a sharded parameter."""
+        """Copy the values of tensors that replaced parameters into the original parameters, and put these back.
+
+        Raises:
+            UsageError: a tensor has another shape or dtype, replaced a parameter at stage 3, or replaced a shared
+                parameter in some modules only.
+        """
         while self._left:
             uid, (member, marks) = next(iter(self._left.items()))
             member.check_fit()
@@ -77,7 +93,7 @@ class Replaced:
                 self._arrived(member)
         if self._columns:
             tables, names, params = self._columns
-            if not all(map(operator.is_, map(dict.get, tables, names), params)):  # in each step: no loop in Python
+            if not all(map(operator.is_, map(dict.get, tables, names), params)):  # runs in each step, so no Python loop
                 self._look()
 
     def _look(self) -> None:
@@ -86,13 +102,14 @@ class Replaced:
         for place in self._places:
             table, name, member = place
             there = table.get(name)
-            # A tensor that is no parameter stands there for one call only, that of torch.func.functional_call.
+            # torch.func.functional_call replaces parameters temporarily, by tensors that are not parameters.
             if there is not member.param and isinstance(there, Parameter) and not is_managed(there):
                 others[member.uid].append(place)
         for places in others.values():
             self._take_over(places)
 
     def _take_over(self, places: list[tuple[Table, str, ParamRecord]]) -> None:
+        """Import the tensor that replaced one parameter in these places (table, name, parameter)."""
         member = places[0][2]
         param, tensors = member.param, [table[name] for table, name, _ in places]
         new, how = tensors[0], f"parameter '{member.name}' was replaced by another tensor after initialize"

@@ -1,8 +1,8 @@
-"""Parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
+"""Group of parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
 
-[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to zero
-bytes, gathering grows and refills it. While a view is alive, the storage is not shrunk; see
-`deepspeed/zero/parameters/buffer_views.py`.
+[Note: one storage] The full buffer contains the group's concatenated, unsharded parameters. Its storage stays the same:
+resharding resizes it to zero bytes, and gathering resizes it back and fills it. While other code has a view of it, the
+storage is not resized; see `deepspeed/zero/parameters/buffer_views.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from deepspeed.zero.parameters.record import Gatherer, ParamRecord, Tiers, ZeroP
 
 
 class State(enum.Enum):
-    """State of the full buffer of a group."""
+    """State of a group's full buffer."""
 
     SHARDED = "sharded"
     INFLIGHT = "in flight"
@@ -61,17 +61,19 @@ _STATUS = {
 
 
 class ShardGroup(LocalShard):
-    """A group of parameters with the same policy.
+    """Group of parameters with the same sharding policy.
+
+    The constructor takes over the parameters: they become views of the full buffer, and are sharded at stage 3.
 
     Args:
-        ranks: ranks of the group.
+        ranks: process groups that shard and replicate the parameters.
         policy: sharding policy.
         layout: shard boundaries of the concatenated parameters.
-        members: the parameters, in the order of the layout, with their values in `param.data`.
-        dtype: compute dtype; None: that of the parameters.
-        master: dtype of the master copy that the optimizer updates; None, or the compute dtype: no master copy, the
-            optimizer updates the values.
-        tiers: tiers of shard, master and gradient accumulators; None: on the device.
+        members: records of the parameters, in the order of the layout, with values in `param.data`.
+        dtype: compute dtype, to which the values are cast; None: dtype of the parameters.
+        master: dtype of the master weights; None, or the compute dtype: the optimizer updates the values (unless their
+            storage tiers differ).
+        tiers: storage tiers; None: the device.
     """
 
     def __init__(
@@ -92,23 +94,23 @@ class ShardGroup(LocalShard):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        # Where parameters are offloaded, or addresses are limited, freed memory goes back to the system.
+        # With offloaded parameters, or a limited address space, freed memory must be returned to the system.
         short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
         self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = ranks.open_channels()
         names = [name_on_all_ranks(member.param, member.name) for member in (members[0], members[-1])]
         self.name = names[0] + (f" … {names[1]}" if len(members) > 1 else "")
-        self.users = 0  # modules and contexts that need the values right now
-        self.editors = 0  # contexts that say what becomes of changes
-        self.keep_unsharded_storage = False  # freeing keeps the memory of the full buffer
-        self.fetch: FetchService | SharedSlices | None = None
+        self.users = 0  # number of running modules and open contexts that need the values
+        self.editors = 0  # number of open contexts in which changes are allowed
+        self.keep_unsharded_storage = False  # resharding does not free the memory of the full buffer
+        self.fetch: FetchService | SharedSlices | None = None  # one-sided all-gather; None: collective
         self._dropped: weakref.finalize | None = None
-        self.lifecycle: Gatherer | None = None  # of the engine that gathers it
-        self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
+        self.lifecycle: Gatherer | None = None  # hooks of the engine that gathers the group
+        self.gather_order: GatherOrder | None = None  # check of the order of all-gathers; None: not needed
         self._observer: Callable[[ShardGroup], None] | None = None
-        self.changes = 0  # how often the shard has got new values
-        self._handle: Handle | None = None
-        self._arrival: PendingCopy | None = None  # the own shard, on its way from another device
+        self.changes = 0  # number of changes of the shard's values
+        self._handle: Handle | None = None  # all-gather in progress
+        self._arrival: PendingCopy | None = None  # copy of this rank's shard from another device, in progress
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -116,7 +118,7 @@ class ShardGroup(LocalShard):
         self.new_buffer()
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
-        # What the optimizer updates here.
+        # The elements that the optimizer updates on this rank.
         self.low, self.high = (low, high) if policy.owns_a_shard else (0, layout.padded)
         span = self.full[low:high] if policy.owns_a_shard else self.full
         self.values: StoredTensor = Resident(f"values of {self.name}", span)
@@ -126,7 +128,7 @@ class ShardGroup(LocalShard):
         if policy.gathers_before_use:
             feed_transforms(dense_copy, reject_functionalize)
             self.settle_values(span)
-            del span  # a view, which would count as somebody's
+            del span  # would count as a view of other code
             self.reshard()
 
     @property
@@ -141,19 +143,19 @@ class ShardGroup(LocalShard):
 
     @property
     def status(self) -> ZeroParamStatus:
-        """Return the public name of the state."""
+        """Return the state of the full buffer as `ds_status` of the parameters."""
         return _STATUS[self.state]
 
     def new_buffer(self) -> None:
-        """Allocate the full buffer, of zeros, without views over it."""
+        """Allocate a new full buffer of zeros, and new `views` of it; parameters are not changed."""
         padded, dtype = self.layout.padded, self.dtype
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
-        # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
+        # One view per parameter, in its shape; valid while the storage is not resized to 0.
         self.views = [member.flat().view(member.shape) for member in self.members]
         self.buffer_views = BufferViews(self)
 
     def move_out(self) -> None:
-        """Leave the memory of a whole group to its holder, and continue in new memory."""
+        """Move an unsharded group to new memory, since tensors of other code share the present one."""
         old, views = self.full, self.views
         self.new_buffer()
         self.full.copy_(old)
@@ -165,7 +167,7 @@ class ShardGroup(LocalShard):
                 member.address = view.data_ptr()
 
     def _adopt(self) -> None:
-        """Copy the values into the full buffer and make the parameters views of it."""
+        """Copy the parameters' values into full buffer and master weights, and make the parameters views of it."""
         with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():
             for member, offset in zip(self.members, self.offsets, strict=True):
                 values = member.param.detach().reshape(-1)
@@ -177,7 +179,12 @@ class ShardGroup(LocalShard):
             member.version = member.param._version
 
     def write(self, member: ParamRecord, values: torch.Tensor) -> None:
-        """Replace one member's values on this rank: shard, master, and the full buffer if it is gathered."""
+        """Replace a parameter's values in shard, master weights and full buffer. All ranks must call this.
+
+        Args:
+            member: parameter.
+            values: unsharded values, equal on all ranks.
+        """
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
@@ -190,16 +197,21 @@ class ShardGroup(LocalShard):
             with self.values.borrowed(changed=True) as lent:
                 lent[member.own_span()].copy_(flat[cuts[rank] : cuts[rank + 1]])
 
-    # -- gather and free ------------------------------------------------------------------------------------------
+    # -- gather and reshard ---------------------------------------------------------------------------------------
 
     def expect_gather(self) -> None:
-        """Prefetch the shard from its tier for a gather that comes soon."""
+        """Start to read an offloaded shard that a collective all-gather will need soon."""
         if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
             self.values.prefetch()
 
     @outside_transforms
     def start_all_gather(self) -> None:
-        """Start the all-gather, unless the group is gathered or in flight."""
+        """Start the all-gather, unless the group is gathered or in flight.
+
+        Raises:
+            ShardedParameterError: a view of the sharded group was written to.
+            OrderError: ranks would gather different groups; on all ranks.
+        """
         if self.state is not State.SHARDED:
             return
         self.buffer_views.check_no_unsaved_writes()
@@ -215,17 +227,14 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
-            # Behind the copy of the own shard, which what is computed meanwhile need not wait for.
+            # On the stream of the shard's copy, so that the current stream does not wait for it.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
                 self._handle = self._all_gather(label)
         self._arrival = arrival
         self.state = State.INFLIGHT
 
     def _all_gather(self, label: str) -> Handle:
-        """Start the collective that brings every shard to all ranks of the axis.
-
-        Raises `OrderError`, on all ranks, if they are about to gather different groups over messages without tags.
-        """
+        """Start the collective all-gather of the full buffer; raises OrderError as `start_all_gather`."""
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         meet_before(self.axis, label)
         if self.gather_order is not None:
@@ -234,7 +243,11 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def wait_all_gather(self) -> None:
-        """Wait for the all-gather and make the parameters views of the full buffer."""
+        """Wait for the all-gather (start it if necessary), and make the parameters views of the full buffer.
+
+        Raises:
+            ShardedParameterError: a view, or the storage, of a sharded parameter was changed.
+        """
         if self.state is State.SHARDED:
             self.start_all_gather()
         if self.state is State.INFLIGHT:
@@ -260,7 +273,7 @@ class ShardGroup(LocalShard):
                 reject_write("set_", member)
 
     def gather_together(self) -> None:
-        """Gather with a collective over the axis, whatever each rank already has."""
+        """Gather with a collective, even if this rank has the values already. All ranks must call this."""
         fetch, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
@@ -271,7 +284,7 @@ class ShardGroup(LocalShard):
             self.fetch = fetch
 
     def _fill_again(self) -> None:
-        """All-gather new values into a gathered group."""
+        """All-gather the present shards into the full buffer of a gathered group."""
         label = f"gather of {self.name}"
         self.wait_all_gather()
         arrival = self.bring_own()
@@ -284,10 +297,9 @@ class ShardGroup(LocalShard):
         self.buffer_views.snapshot()
 
     def retain(self) -> None:
-        """Keep the memory of the full buffer allocated; values of a freed group are inaccessible anyway.
+        """Keep the memory of the full buffer allocated after resharding; no effect if parameters are offloaded.
 
-        Growing a buffer costs a page fault per page, more than the gather itself on small models. With offloaded
-        parameters the device is short of memory, and no memory is retained.
+        This saves the page faults of new memory, which take longer than the all-gather for small models.
         """
         if self.tiers.parameters is not RESIDENT:
             return
@@ -296,7 +308,14 @@ class ShardGroup(LocalShard):
 
     @outside_transforms
     def reshard(self, edits_allowed: bool = False) -> None:
-        """Free the full buffer; raises if a parameter was changed while gathered, unless `edits_allowed`."""
+        """Make the parameters sharded, and free the full buffer; no effect below stage 3.
+
+        Args:
+            edits_allowed: accept changes of parameters since the all-gather.
+
+        Raises:
+            ShardedParameterError: a parameter was changed, and `edits_allowed` is False.
+        """
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
         self.wait_all_gather()
@@ -304,7 +323,7 @@ class ShardGroup(LocalShard):
             param = member.param
             version = param._version
             changed = version != member.version
-            if not changed and param.data_ptr() != view.data_ptr():  # by `param.data = …`
+            if not changed and param.data_ptr() != view.data_ptr():  # after `param.data = …`
                 changed = param.dtype != view.dtype or not torch.equal(param.detach(), view)
             changed = changed or self.buffer_views.written(member)
             if changed and not edits_allowed:
@@ -323,7 +342,7 @@ class ShardGroup(LocalShard):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather the group on this rank inside the context; afterwards, free it unless it was gathered or is used."""
+        """Return a context in which the group is gathered; then it is resharded, if it was sharded and is unused."""
         was = self.state
         self.wait_all_gather()
         yield
@@ -331,7 +350,11 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def refresh(self) -> None:
-        """Copy updated shards into the gathered buffer, in place, so that views also get the new values."""
+        """Update the full buffer after the shards have changed, if the group is in use or other code has views of it.
+
+        Raises:
+            ShardedParameterError: only this rank has a view, which needs a collective to get the new values.
+        """
         if not self.policy.gathers_before_use:
             return
         if self.state is not State.SHARDED and self.users:
@@ -345,7 +368,7 @@ class ShardGroup(LocalShard):
             self.reshard()
 
     def edited_members(self) -> list[ParamRecord]:
-        """Return members of a gathered group whose values the user may have changed or replaced."""
+        """Return the parameters of an unsharded group that the user may have changed since the last step."""
         dtype, changed = self.dtype, []
         for member in self.members:
             param = member.param
@@ -358,10 +381,11 @@ class ShardGroup(LocalShard):
 
     @property
     def reads_alone(self) -> bool:
-        """Whether this rank reads values without a collective."""
+        """Return whether this rank can read parameters without calls of the other ranks."""
         return self.fetch is not None or self.axis.size == 1
 
     def read(self, member: ParamRecord) -> torch.Tensor:
+        """Return an unsharded copy of a parameter's values; collective unless `reads_alone`."""
         self.buffer_views.check_no_unsaved_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
@@ -375,7 +399,7 @@ class ShardGroup(LocalShard):
         with self.values.borrowed() as values:
             if self.fetch is None:
                 return self.assemble(member, values, READ, label).view(member.shape)
-            # Programs save on one rank alone: it pulls, and no other rank takes part.
+            # A one-sided read, for programs that save on one rank only.
             whole = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             whole[self.low : self.high] = values
         span = slice(member.offset, member.offset + member.numel)
@@ -383,16 +407,16 @@ class ShardGroup(LocalShard):
         return whole[span].clone().view(member.shape)
 
     def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All-gather one member's fragments from `of` on every rank. All ranks must call this.
+        """All-gather one parameter's part of a sharded tensor. All ranks must call this.
 
         Args:
-            member: the parameter.
-            of: 1-D over this rank's shard: values, master, gradients or optimizer state.
-            kind: kind of message.
-            label: label for reports.
+            member: parameter.
+            of: 1-D tensor of the shard's size: values, master weights, gradients or optimizer state.
+            kind: kind of message, for its tag.
+            label: name of the collective for messages.
 
         Returns:
-            1-D dense tensor of the member on the device, in the dtype of `of`.
+            1-D unsharded tensor of the parameter's size on the device, in the dtype of `of`.
         """
         dense = torch.empty(member.numel, dtype=of.dtype, device=self.device)
         cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
@@ -402,7 +426,10 @@ class ShardGroup(LocalShard):
         return dense
 
     def keep_own(self) -> None:
-        """Store this rank's part of the full buffer as the new shard (after an edit of gathered parameters)."""
+        """Store this rank's part of the full buffer as its shard, after a change of gathered parameters.
+
+        All ranks must call this.
+        """
         meet_before_change([self])
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
@@ -415,20 +442,24 @@ class ShardGroup(LocalShard):
         self.advance()
 
     def advance(self) -> None:
-        """Increment the version of the shard and serve ranks that have requested it."""
+        """Count a change of the shard, so that one-sided reads of other ranks get the new values."""
         self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
     def start_all_gather_updated(self) -> Handle | None:
-        """All-gather the updated shards after the step; returns None if nothing is sent."""
+        """Start the all-gather after a step (stages 1 and 2); returns None if none is needed."""
         if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
 
     def serve(self, any_graph: bool) -> None:
-        """Gather one-sidedly from now on, if ranks may need groups in different orders or share memory."""
+        """Use one-sided all-gathers from now on if possible: reads of other ranks' shards without their calls.
+
+        Args:
+            any_graph: use them also between ranks without shared memory, which may then gather in any order.
+        """
         shared, memory = self.axis.shared, self.values.memory
         if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
             memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
@@ -439,18 +470,27 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
-        if self.fetch is not None:  # dropped without an end, its shard is still pulled by slower ranks
+        if self.fetch is not None:  # other ranks may still read the shard when the group is garbage-collected
             self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
             self._dropped.atexit = False
 
     def attach(
         self, lifecycle: Gatherer, gather_order: GatherOrder | None, observer: Callable[[ShardGroup], None]
     ) -> None:
-        """Let an engine's hooks gather the group; `observer` is called after changes of the group's state."""
+        """Connect the group to the hooks of an engine.
+
+        Args:
+            lifecycle: hooks that gather and reshard the group.
+            gather_order: check of the order of all-gathers; None: no check.
+            observer: called after each change of `state`.
+        """
         self.lifecycle, self.gather_order, self._observer = lifecycle, gather_order, observer
 
     def dissolve(self) -> None:
-        """Remove the group from the engine: whole parameters become plain, sharded ones belong to zero.Init again."""
+        """Disconnect the group from its engine, and free the master weights.
+
+        Gathered parameters become ordinary ones; sharded ones stay sharded, as after `zero.Init`.
+        """
         self.wait()
         if self.state is State.INFLIGHT:
             self.wait_all_gather()
@@ -473,7 +513,7 @@ class ShardGroup(LocalShard):
             member.reducer = member.owner = None
 
     def drop(self) -> None:
-        """Free the buffers of a group whose parameters have moved to other groups."""
+        """Free the buffers of a group whose parameters were moved to other groups."""
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
@@ -481,12 +521,15 @@ class ShardGroup(LocalShard):
 
 
 def group_of(member: ParamRecord) -> ShardGroup:
-    """Return the group of a parameter as a `ShardGroup`."""
+    """Return `member.group` with the static type `ShardGroup`."""
     return cast(ShardGroup, member.group)
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:
-    """Wait until peers have finished their pulls, before shards change outside of `step`. All ranks must call this."""
+    """Wait until other ranks have finished one-sided reads, before shards change outside of `step`.
+
+    All ranks must call this with the same groups.
+    """
     for group in groups:
         group.wait()
         if group.state is State.INFLIGHT:
