@@ -35,7 +35,7 @@ class DtypeEnum(Enum):
 
 
 class MoETypeEnum(str, Enum):
-    """Kinds of mixture of experts: standard or residual."""
+    """Kinds of mixture of experts: standard, or residual (a dense MLP beside the experts, arXiv:2201.05596)."""
 
     residual = "residual"
     standard = "standard"
@@ -49,7 +49,14 @@ class QuantTypeEnum(str, Enum):
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """Section `tensor_parallel`: matrices are split over neighbouring ranks."""
+    """Section `tensor_parallel`: weight matrices are split over groups of neighbouring ranks.
+
+    Args:
+        tp_size: number of ranks per group; 1: no split.
+        tp_group: process group of the `tp_size` neighbouring ranks; None: it is created.
+        mpu: not available; must be None.
+        enabled, tp_grain_size: no effect.
+    """
 
     enabled: bool = True
     tp_size: int = 1
@@ -59,7 +66,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMoEConfig(DeepSpeedConfigModel):
-    """Section `moe`: experts are divided among ranks."""
+    """Section `moe`, expert parallelism: not available here; `ep_size` and `moe_experts` must have their defaults."""
 
     enabled: bool = True
     ep_size: int = 1
@@ -70,7 +77,13 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
 
 
 class BaseQuantConfig(DeepSpeedConfigModel):
-    """Common settings of the quantizers."""
+    """Common keys of `quant.weight` and `quant.activation`.
+
+    Args:
+        num_bits: 8 or 4.
+        q_groups: number of scales per row of a matrix, with 8 bits.
+        q_type: no effect; 8 bits are symmetric, 4 bits asymmetric.
+    """
 
     enabled: bool = True
     num_bits: int = 8
@@ -79,24 +92,30 @@ class BaseQuantConfig(DeepSpeedConfigModel):
 
 
 class WeightQuantConfig(BaseQuantConfig):
-    """Section `quant.weight`."""
+    """Section `quant.weight`.
+
+    Args:
+        quantized_initialization: packing format of all layers, for any `dtype`: keys num_bits, group_size, group_dim,
+            symmetric (see `PackingFormat`).
+        post_init_quant: {part of a layer's name: packing format}; only matching layers are packed.
+    """
 
     quantized_initialization: dict[str, Any] = {}
     post_init_quant: dict[str, Any] = {}
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """Section `quant.activation`."""
+    """Section `quant.activation`: no effect; activations are not quantized."""
 
 
 class QKVQuantConfig(DeepSpeedConfigModel):
-    """Section `quant.qkv`."""
+    """Section `quant.qkv`: no effect; query, key and value matrices are quantized as all others."""
 
     enabled: bool = True
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """Section `quant`: quantization of the weights when `dtype` is int8."""
+    """Section `quant`: weight-only quantization if `dtype` is int8, or if `weight` names packing formats."""
 
     enabled: bool = True
     activation: ActivationQuantConfig = ActivationQuantConfig()
@@ -105,7 +124,13 @@ class QuantizationConfig(DeepSpeedConfigModel):
 
 
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
-    """Section `checkpoint_config`."""
+    """Section `checkpoint_config`.
+
+    Args:
+        checkpoint_dir: same as the key `checkpoint`, which has priority.
+        save_mp_checkpoint_path: folder to which the weights are written; None: not written.
+        base_dir: base of relative paths in `checkpoint`; None: the working directory.
+    """
 
     checkpoint_dir: str | None = None
     save_mp_checkpoint_path: str | None = None
@@ -125,7 +150,7 @@ _MOVED = {
 _DEPRECATED: dict[str, Any] = {
     name: {"deprecated": True, "new_param": f"{block}.{key}"} for name, (block, _, key) in _MOVED.items()
 }
-# key: reason why other values than the default have no effect
+# key: reason why values other than the default have no effect
 MOOT = {
     "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
     "use_triton": "torch's and the native kernels are used",
@@ -142,7 +167,7 @@ MOOT = {
 
 
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
-    """Configuration of `init_inference`.
+    """Configuration of `init_inference`; docs/init-inference.md describes each key. Keys in `MOOT` have no effect.
 
     Raises:
         pydantic.ValidationError: a key, type or value is wrong; a ValueError.
@@ -236,7 +261,11 @@ def default_inference_config() -> dict[str, Any]:
 
 
 def merged(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Merge `config` (a dict, the path of a JSON file, or None) with keyword arguments; contradictions are an error."""
+    """Merge `config` (a dict, the path of a JSON file, or None) with keyword arguments.
+
+    Raises:
+        ArgumentError: another type, an unreadable file, or one key with two values.
+    """
     if config is None:
         keys: dict[str, Any] = {}
     elif isinstance(config, Mapping):
@@ -286,7 +315,7 @@ def no_effect_lines(config: DeepSpeedInferenceConfig) -> list[str]:
 
 
 def check_supported(config: DeepSpeedInferenceConfig) -> None:
-    """Raise for keys that request unavailable features."""
+    """Raise NotAvailableError for keys that request unavailable features, ArgumentError for contradictory keys."""
     if config.moe.ep_size > 1 or config.moe.moe_experts != [1]:
         raise NotAvailableError(
             "init_inference: moe.ep_size and moe.moe_experts need expert parallelism, which is not available yet"

@@ -1,4 +1,4 @@
-"""Incremental detokenization, with search for stop strings."""
+"""Incremental detokenization and search for stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ _REPLACEMENT = "\ufffd"  # text of an incomplete character
 
 
 class Detokenizer:
-    """Incremental decoder for one sequence; the tokens `before` are context for a possible leading space."""
+    """Incremental decoder for one sequence.
+
+    Args:
+        decode: maps token ids to text.
+        before: tokens before the first new one; they determine whether the new text begins with a space.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -21,7 +26,7 @@ class Detokenizer:
         self._begun, self._shown = 0, len(self._tokens)  # start of the decoded context, and end of the returned text
 
     def push(self, tokens: Sequence[int], final: bool = False) -> str:
-        """Append tokens and return the new text; an incomplete character is returned only with `final`."""
+        """Append tokens and return the new text. An incomplete last character is held back unless `final`."""
         self._tokens += tokens
         if text := self._decode_to(len(self._tokens), final):
             return text
@@ -38,7 +43,7 @@ class Detokenizer:
         return ""
 
     def _decode_to(self, end: int, final: bool) -> str:
-        """Decode up to `end`, after a few earlier tokens: tokenizers treat the first token of a text specially."""
+        """Decode up to token `end`, with a few earlier tokens: tokenizers treat the first token of a text specially."""
         before = self._decode(self._tokens[self._begun : self._shown])
         whole = self._decode(self._tokens[self._begun : end])
         if len(whole) <= len(before) or (whole.endswith(_REPLACEMENT) and not final):
@@ -50,13 +55,12 @@ class Detokenizer:
 class TextStream:
     """Text stream of one answer, which ends before the first stop string.
 
-    The generator reads `matched` to detect stop strings. The server sends the text that `push` returns to the client;
-    its stream skips special tokens.
+    The generator uses the attribute `matched`, the detected stop string or None; the server uses the returned text.
 
     Args:
         tokenizer: object with a method `decode(list[int]) -> str`.
         stops: the stop strings.
-        before: tokens of the prompt.
+        before: tokens of the prompt; they determine whether the text begins with a space.
         skip_special_tokens: whether special tokens are omitted from the text.
     """
 
@@ -72,8 +76,10 @@ class TextStream:
         self.matched: str | None = None
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Append tokens and return the text that can be sent: no incomplete character, no start of a stop string.
-        `matched` becomes the stop string that these tokens complete (of several, the one that begins first)."""
+        """Append tokens and return the new text, up to an incomplete character or a possible start of a stop string.
+
+        Set `matched` to the stop string that these tokens complete; if several, to the one that begins first.
+        """
         old = len(self._held)
         self._held += self._detokenizer.push(tokens)
         places = [(self._held.find(stop, max(0, old - len(stop) + 1)), -len(stop), stop) for stop in self._stops]

@@ -1,4 +1,4 @@
-"""`init_inference`: casts a module, moves it to the device, and wraps it; the wrapper forwards calls and attributes."""
+"""`init_inference`: an engine around a module that was cast and moved to the device."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
     Raises:
         ValueError: an unknown key, a wrong value, or a contradiction.
+        ArgumentError: `model` is not an `nn.Module`; also a ValueError.
+        CheckpointError: the weights of the key `checkpoint` do not fit the model.
+        TensorParallelError: the model cannot be split over `tensor_parallel.tp_size` ranks.
         NotAvailableError: a key requests a feature that this version does not have.
 
     Example:
@@ -58,11 +61,14 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
 
 
 class InferenceEngine(ModuleWrapper):
-    """Wrapper of a module for inference. Unknown attributes are read from and set on the module.
+    """Wrapper of a module for inference. Attributes that the engine does not have are read from and set on the module.
 
     Args:
         model: changed in place: dtype, device, evaluation mode, and, if configured, packed or split matrices.
-        config: typed configuration.
+        config: typed configuration; None: defaults.
+
+    Raises:
+        The errors of `init_inference`.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | None = None) -> None:
@@ -132,7 +138,7 @@ class InferenceEngine(ModuleWrapper):
         )
 
     def _choose_dtype(self, device: torch.device) -> torch.dtype:
-        """Choose the dtype of weights and products; CPUs do not use fp16, in which their products are very slow."""
+        """Return the dtype of weights and products. On CPUs, fp16 is replaced, because its products are very slow."""
         held = {p.dtype for p in self.module.parameters() if p.is_floating_point() and p.dim() > 1}
         wanted = self._config.dtype
         if wanted == torch.int8:  # of the matrices; other tensors stay floating point
@@ -213,21 +219,27 @@ class InferenceEngine(ModuleWrapper):
 
     @property
     def config(self) -> Any:
-        """Return the model's config; if it has none, the value of the key `config` (or `args`)."""
+        """The model's config; without one, the value of the key `config` (alias `args`)."""
         own = getattr(self.module, "config", None)
         return own if own is not None else self._config.config
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; floating-point inputs are cast to its dtype."""
+        """Run the module's forward. If its dtype has 16 bits, fp32 and fp64 inputs of 2 or more dims are cast to it."""
         inputs, kwargs = self._cast((inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Check that prompt and new tokens fit, then call the module's `generate` (beam search included). With
-        `replace_with_kernel_inject`, greedy calls use the native executor if it supports the model's structure.
+        """Check the lengths of prompt and new tokens, then call the module's `generate` with the same arguments.
+
+        With `replace_with_kernel_inject`, greedy calls run on the native executor if it supports the model and the
+        arguments. Other calls (such as beam search) run the module's own `generate`.
+
+        Returns:
+            Result of the module's `generate`; from the native executor: tokens, int64 [batch, prompt + new].
 
         Raises:
-            LengthError: prompt and new tokens do not fit; the message has the numbers.
+            LengthError: prompt and new tokens exceed `max_out_tokens` or the model's limit.
+            AttributeError: the module has no `generate`.
         """
         generate = getattr(self.module, "generate", None)
         if generate is None:
@@ -262,7 +274,7 @@ class InferenceEngine(ModuleWrapper):
     # -- measuring, compiling, ending -----------------------------------------------------------------------------
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure every forward of the module from now on.
+        """Measure the time of every forward of the module from now on; `model_times` returns the results.
 
         Args:
             use_cuda_events: has no effect; the device is synchronized before and after each forward.
@@ -293,7 +305,7 @@ class InferenceEngine(ModuleWrapper):
         return times
 
     def compile(self, backend: str | None = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
-        """Compile the module's forward; without this call nothing is compiled.
+        """Compile the module's forward, in place. A second call has no effect.
 
         Args:
             backend: backend of torch.compile; None: the accelerator's default.
@@ -309,11 +321,15 @@ class InferenceEngine(ModuleWrapper):
         return self._compiled
 
     def load_model_with_checkpoint(self, module: nn.Module) -> None:
-        """Load the weights of the key `checkpoint` into a module, which may be on the meta device."""
+        """Load the weights of the key `checkpoint` into `module`, in place; it may be on the meta device.
+
+        Raises:
+            CheckpointError: the weights do not fit the module, or a file is missing or corrupt.
+        """
         self._load_weights(module, self._inputs_in, torch.device(get_accelerator().current_device_name()))
 
     def destroy(self) -> None:
-        """Free the engine's resources; the module and other engines are unchanged."""
+        """Remove the timing hooks and free the native executor; the module stays usable."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], []
@@ -332,7 +348,7 @@ class InferenceEngine(ModuleWrapper):
 
 
 class NativeGenerate:
-    """`replace_with_kernel_inject`: greedy calls of `generate` run in a `Generator` on the native executor."""
+    """Greedy `generate` on the native executor, for the key `replace_with_kernel_inject`."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -340,7 +356,11 @@ class NativeGenerate:
 
     @classmethod
     def of(cls, model: nn.Module, lossless: bool) -> NativeGenerate | None:
-        """Create the native form of a model, packed if `lossless`; if unsupported, log the reason and return None."""
+        """Create the native form of a model; if it is unsupported, log the reason and return None.
+
+        Args:
+            lossless: pack bf16 matrices in 12 bits, as for the key `lossless_weights`.
+        """
         try:
             from deepspeed.inference.executors.native import FusedExecutor
             from deepspeed.inference.generator import Generator
@@ -359,8 +379,10 @@ class NativeGenerate:
         return None
 
     def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tokens of `generate` for these arguments, int64 [batch, prompt + new]. If the native executor does
-        not support the call, log the reason and return None."""
+        """Return the tokens of `generate` for these arguments: prompts and answers, int64 [batch, prompt + new].
+
+        If the native executor does not support the call, log the reason and return None.
+        """
         why = self._why_not_native(inputs, kwargs)
         if why is not None:
             warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")

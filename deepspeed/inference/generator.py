@@ -1,4 +1,4 @@
-"""Generator: serves many requests on one model with submit, step and outputs."""
+"""Generator: continuous batching of many requests on one model, by `submit` and `step`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,15 @@ DRAFTING_STREAMS = 8  # more sequences make a pass compute-bound, and a draft as
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Load of a generator: running and waiting requests, free pages, all pages, and preemptions so far."""
+    """Load of a generator: numbers of requests, of pages of the KV cache, and of preemptions so far.
+
+    Args:
+        running: requests in the batch.
+        waiting: requests in the queue.
+        free_pages: pages that can be allocated now (free ones, and evictable ones of the prefix cache).
+        pages: all pages.
+        preemptions: running requests that returned to the queue because the cache was full.
+    """
 
     running: int
     waiting: int
@@ -66,8 +74,13 @@ Load = EngineStats  # former name, still importable
 
 
 class NgramProposer:
-    """Draft proposer for one sequence by n-gram lookup in its text, at most `most` tokens at a time. The proposer
-    pauses after many rejected drafts."""
+    """Draft proposer for one sequence: n-gram lookup in its tokens (prompt lookup decoding).
+
+    It pauses for `REST` tokens when too few of its drafts were accepted.
+
+    Args:
+        most: maximum number of draft tokens at a time.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -76,7 +89,7 @@ class NgramProposer:
         self._judged = self._held = self._resting = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Propose at most `most` tokens that may follow `tokens`."""
+        """Return at most `most` draft tokens to follow `tokens`; an empty list if there is no match."""
         self._learn(tokens)
         if self._resting > 0:
             self._resting -= 1
@@ -88,7 +101,7 @@ class NgramProposer:
         return []
 
     def judge(self, guessed: int, held: int) -> None:
-        """Record how many of the last draft tokens were accepted."""
+        """Record that `held` of the last `guessed` draft tokens were accepted."""
         self._judged, self._held = self._judged + guessed, self._held + held
         if self._judged >= TRIAL:
             if self._held < PAYS * self._judged:
@@ -121,7 +134,7 @@ class _LiveSequence(TokenSequence):
         self.failure: Exception | None = None
 
     def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
-        """Sample a token, or record a greedy `token`, and check whether it ends the request."""
+        """Sample a token from `logits`, or record the greedy `token`; set `reason` if it ends the request."""
         if token is None:
             token, logprob = self.sampler.next(logits)  # type: ignore[arg-type]
             if logprob is not None:
@@ -141,7 +154,12 @@ class _LiveSequence(TokenSequence):
 
     @staticmethod
     def take_in_thread(reference: weakref.ref[_LiveSequence], row: torch.Tensor) -> int | None:
-        """Call `take` from a thread, through a weak reference: a strong one would keep request and thread alive."""
+        """Call `take` from the thread of `generate`; return None once the request has ended.
+
+        Args:
+            reference: the sequence, by a weak reference: a strong one would keep request and thread alive.
+            row: logits [vocabulary].
+        """
         sequence = reference()
         if sequence is None:
             return None
@@ -156,7 +174,7 @@ class _LiveSequence(TokenSequence):
         self.reason, self.failure = "error", error
 
     def output(self) -> Output:
-        """Return the tokens since the last output."""
+        """Return the tokens since the last output, as an `Output`."""
         logprobs = self.logprobs if self.sampling.logprobs is not None else None
         error = None
         if self.failure is not None:
@@ -168,10 +186,10 @@ class _LiveSequence(TokenSequence):
 
 
 class Generator:
-    """Generates for many requests at once, in batched passes over a paged KV cache.
+    """Generator of tokens for many requests at once, in batched passes over a paged KV cache; methods are thread-safe.
 
-    Other callers can use the model at the same time, and a model may have several generators. A model that no executor
-    can batch runs its own `generate`; `kind` and `why` report this.
+    A model may have several generators, and other code may use it between passes. If no executor can batch the model,
+    requests run the model's own `generate`; then `kind` is "generate" and `why` is the reason.
 
     Args:
         model: a causal LM of Transformers, or any object with `generate`, which then serves requests one by one.
@@ -179,17 +197,19 @@ class Generator:
         cache_bytes: size of the KV cache; None: enough for all sequences, but at most 4 GiB and a quarter of the free
             memory. On a CPU, pages use memory only once they are written.
         page_size: tokens per page.
-        max_batch_tokens: maximum number of rows in a pass.
+        max_batch_tokens: maximum number of tokens in a pass, over all sequences.
         max_sequences: maximum number of running sequences.
         max_length: maximum number of tokens of prompt and answer together; None: the model's own limit.
         prefix_cache: reuse the KV cache of earlier requests with the same first tokens.
-        speculation: number of draft tokens per pass, looked up in the text itself; the output does not change.
-        prompt_chunk: prompt rows per pass while others generate; None: twice the number of those, within 16 and 32.
+        speculation: maximum number of draft tokens per sequence and pass (n-gram lookup); 0: no speculative decoding.
+            The output does not change.
+        prompt_chunk: maximum number of prompt tokens in a pass with decoding sequences; None: twice the number of
+            those, but at least 16 and at most 32.
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, if it has a native form: a quarter less
             memory and faster; weights, logits and `state_dict` keep every bit. Only for weights that are not trained.
 
     Raises:
-        RequestError: max_length exceeds the model's limit, or the cache has no room for one page.
+        RequestError: a size is below 1, max_length exceeds the model's limit, or cache_bytes is less than one page.
         ArgumentError: lossless_weights with a model that is being trained.
     """
 
@@ -253,7 +273,7 @@ class Generator:
 
     @staticmethod
     def _end_tokens(model: Any) -> frozenset[int]:
-        """Return the end tokens of the generation config, or else of the config."""
+        """Return the end tokens of the model's generation config or, if it has none, of its config."""
         for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
             ends = getattr(source, "eos_token_id", None)
             if ends is not None:
@@ -270,9 +290,9 @@ class Generator:
         """Queue a request; later calls of `step` return its tokens.
 
         Raises:
-            RequestError: prompt and answer exceed the limit of the model or of the cache (the message has both
-                numbers), the prompt is empty, tokens are outside of the vocabulary, the ident is in use, or there are
-                stop strings but no tokenizer.
+            RequestError: prompt and answer exceed the limit of the model or of the cache, the prompt is empty, tokens
+                are outside of the vocabulary, the ident is in use, or there are stop strings but no tokenizer.
+            UsageError: the generator is closed.
         """
         tokens, sampling = list(request.tokens), request.sampling
         with self._lock:
@@ -305,8 +325,11 @@ class Generator:
                 self._scheduler.add(sequence)
 
     def step(self) -> list[Output]:
-        """Run one pass; return the new tokens of its requests, and the final outputs of cancelled ones. As long as
-        requests are unfinished, every pass computes at least one row."""
+        """Run one forward pass of the running requests, and admit waiting ones.
+
+        Returns:
+            New tokens of each request that has any, and the last outputs of finished, failed or cancelled requests.
+        """
         with self._lock:
             outputs, self._ready = self._ready, []
             try:
@@ -321,7 +344,11 @@ class Generator:
             return outputs
 
     def cancel(self, ident: Hashable) -> bool:
-        """End a request and free its pages; the next `step` reports "cancelled". Returns False if it is unknown."""
+        """End a request and free its pages; the next `step` returns its last output, with the reason "cancelled".
+
+        Returns:
+            False if no unfinished request has this id.
+        """
         with self._lock:
             sequence = self._live.get(ident)
             if sequence is None:
@@ -344,10 +371,18 @@ class Generator:
             return EngineStats(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
-        """Generate new tokens for each prompt, with the same options for all. Other running requests continue.
+        """Generate an answer to each prompt. Other running requests continue; their outputs come from the next `step`.
+
+        Args:
+            prompts: token ids of each prompt.
+            sampling: options for all prompts; None: greedy, at most 128 new tokens.
+
+        Returns:
+            New tokens for each prompt, including the end token.
 
         Raises:
             RequestError: as in `submit`, or the logits of a prompt are not finite.
+            UsageError: the generator is closed.
             Exception: errors of the model's own `generate`, if the model runs it.
         """
         idents = [object() for _ in prompts]
@@ -373,10 +408,10 @@ class Generator:
         return [tokens[ident] for ident in idents]
 
     def refresh(self) -> None:
-        """Empty the prefix cache, after the weights have changed.
+        """Empty the prefix cache; necessary after a change of the model's weights.
 
         Raises:
-            UsageError: requests are running.
+            UsageError: requests are unfinished.
         """
         with self._lock:
             if self._live:
@@ -384,7 +419,7 @@ class Generator:
             self.pages.forget_all()
 
     def close(self) -> None:
-        """Cancel the remaining requests and free the cache."""
+        """Cancel the unfinished requests and free the KV cache; later calls of `submit` raise UsageError."""
         with self._lock:
             for ident in list(self._live):
                 self.cancel(ident)
@@ -432,7 +467,13 @@ class Generator:
         return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
-        """Accept the next token of a sequence, and further ones as long as they equal the drafts."""
+        """Accept the next token of a sequence, and further tokens as long as the drafts before them were right.
+
+        Args:
+            rows: slice of the sequence in the last pass.
+            logits: [rows with logits, vocabulary].
+            chosen: argmax of each row; negative if the row is not finite.
+        """
         sequence, drafts = rows.sequence, rows.drafts
         accepted: list[int] = []
         for place, token in enumerate(chosen):
@@ -455,7 +496,7 @@ class Generator:
         return [sequence.output()] if accepted or sequence.reason is not None else []
 
     def _generate_step(self, sequence: _LiveSequence) -> Output:
-        """Produce one token of a request that runs in the model's own `generate`."""
+        """Generate one token of a request that runs the model's own `generate`."""
         try:
             sequence.thread.step()  # type: ignore[union-attr]
         except Exception as error:  # any error of the model's own generate concerns only this request

@@ -1,6 +1,6 @@
-"""Block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors.
+"""Block pool of the KV cache: reference counts and prefix caching. It manages block numbers; executors own the tensors.
 
-Arguments (`page_size`), attributes and messages call a block a page; both words mean the same.
+"Page" and "block" mean the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ MOST_LOOKED_AT = 8  # pages with a common first token, compared for a partial ma
 
 @dataclass(eq=False)
 class PrefixBlock:
-    """Full page in the prefix tree: its tokens follow those of its ancestors. `children` is keyed by the tokens
-    themselves, not by a hash alone, so hash collisions cannot match."""
+    """Node of the prefix tree: one full page, with tokens that follow those of its ancestors.
+
+    `children` is keyed by the tokens of the child, not by a hash, so collisions are impossible. `by_first` has the same
+    children, grouped by first token. `alive` becomes False when the page is evicted.
+    """
 
     page: int
     parent: PrefixBlock | None = None
@@ -29,7 +32,8 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class Match:
-    """Cached pages for the beginning of a prompt: full matches, and a last page with `partial` matching tokens."""
+    """Cached pages for the beginning of a prompt: full matches `nodes`, and a page `tail` with `partial` leading tokens
+    in common."""
 
     nodes: list[PrefixBlock]
     tail: PrefixBlock | None = None
@@ -37,8 +41,15 @@ class Match:
 
 
 class BlockPool:
-    """Pool of `count` pages of `size` tokens. A page is free, held by one or more sequences, or cached (full and held
-    by none). Cached pages are evicted, least recently used first, when no page is free."""
+    """Pool of pages with reference counts. A page is free, used by one or more sequences, or cached (full and unused).
+
+    Cached pages are evicted, least recently used first, when no page is free.
+
+    Args:
+        count: number of pages.
+        size: tokens per page.
+        reuse: whether full pages are cached for prompts with the same beginning.
+    """
 
     def __init__(self, count: int, size: int, reuse: bool = True) -> None:
         self.count, self.size, self.reuse = count, size, reuse
@@ -54,11 +65,15 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def references(self, page: int) -> int:
-        """Return the number of sequences that hold `page`."""
+        """Return the number of sequences that use `page`."""
         return self._references[page]
 
     def take(self) -> int:
-        """Allocate a page for one sequence to write to."""
+        """Allocate a page for one sequence and return its number.
+
+        Raises:
+            MemoryExhaustedError: all pages are in use.
+        """
         if not self._free:
             if not self._cached:
                 raise MemoryExhaustedError(f"all {self.count} pages of the cache are held; raise cache_bytes")
@@ -68,12 +83,16 @@ class BlockPool:
         return page
 
     def share(self, page: int) -> None:
-        """Add a sequence to the holders of a held or cached page."""
+        """Increment the reference count of a used or cached page."""
         self._cached.pop(page, None)
         self._references[page] += 1
 
     def release(self, page: int) -> None:
-        """Remove a holder of a page; without holders, the page is cached if it is in the prefix tree, else free."""
+        """Decrement the reference count of a page; at 0, the page is cached if it is in the prefix tree, else free.
+
+        Raises:
+            UsageError: the page is not in use.
+        """
         if not 0 <= page < self.count or self._references[page] < 1:
             raise UsageError(f"page {page} of {self.count} is not in use, so it cannot be released")
         self._references[page] -= 1
@@ -84,12 +103,15 @@ class BlockPool:
                 self._free.append(page)
 
     def writable(self, page: int) -> bool:
-        """Whether the holder of a page may write to it: the page is neither shared nor in the prefix tree."""
+        """Whether a sequence may write to `page`: it is neither shared nor in the prefix tree."""
         return self._references[page] == 1 and page not in self._nodes
 
     def remember(self, parent: PrefixBlock, tokens: Sequence[int], page: int) -> PrefixBlock | None:
-        """Add the full `page` to the prefix tree under `parent`. Returns the existing node for the same tokens if there
-        is one; None if `parent` was evicted."""
+        """Add the full `page` with `tokens` to the prefix tree under `parent`.
+
+        Returns:
+            The new node, or the existing node for the same tokens; None if `parent` was evicted or `reuse` is off.
+        """
         if not self.reuse or not parent.alive:
             return None
         key = tuple(tokens)
@@ -101,7 +123,7 @@ class BlockPool:
         return node
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Find cached pages for the beginning of `tokens`; at least the last token is left to compute."""
+        """Find cached pages for the beginning of `tokens`, without the last token: its logits have to be computed."""
         nodes: list[PrefixBlock] = []
         start, most, node = 0, len(tokens) - 1, self.root
         while self.reuse and start + self.size <= most:
@@ -146,6 +168,6 @@ class BlockPool:
                 self._free.append(dropped.page)
 
     def forget_all(self) -> None:
-        """Empty the prefix tree, after the weights have changed."""
+        """Empty the prefix tree; necessary after a change of the weights."""
         for node in list(self.root.children.values()):
             self._forget(node)

@@ -17,7 +17,7 @@ CHANGING = ("dynamic", "longrope")  # rotary types that depend on the sequence l
 
 
 def length_limit(model: nn.Module) -> int | None:
-    """Return the maximum number of tokens of prompt and answer in the model's config; None if it has no limit."""
+    """Return the limit of the model's config on prompt and new tokens together; None if it has no limit."""
     config = text_config(model, decoder=True)
     for name in LENGTH_KEYS:
         value = getattr(config, name, None)
@@ -27,8 +27,10 @@ def length_limit(model: nn.Module) -> int | None:
 
 
 def packed_limit(model: nn.Module) -> int | None:
-    """Return the length beyond which a model changes the rotary embedding of all positions in a pass, so that longer
-    sequences need a pass of their own; None if length changes nothing."""
+    """Return the maximum length of sequences that can share a pass; None if it is unlimited.
+
+    Beyond it, rotary embeddings of the types "dynamic" and "longrope" change at all positions of the pass.
+    """
     config = text_config(model, decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}
     parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))] if isinstance(ropes, dict) else []
@@ -40,7 +42,10 @@ def packed_limit(model: nn.Module) -> int | None:
 
 
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
-    """Return the number of positions that a call of `generate` fills before its first new token."""
+    """Return the number of prompt positions of a `generate` call with these arguments.
+
+    Encoder-decoders: the length of `decoder_input_ids`, 1 without them.
+    """
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
     prompts = [kwargs.get(name) for name in names]
     if args and not encoder_decoder:
@@ -50,7 +55,13 @@ def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder
 
 
 def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
-    """Return the maximum number of new tokens of a `generate` call; `own` is the model's generation_config."""
+    """Return the maximum number of new tokens of a `generate` call.
+
+    Args:
+        prompt: number of prompt positions, for `max_length`.
+        kwargs: arguments of the call; they take priority over its `generation_config`, and that over `own`.
+        own: the model's generation_config.
+    """
     settings = [kwargs]
     for config in (kwargs.get("generation_config"), own):
         lengths = {key: getattr(config, key, None) for key in ("max_new_tokens", "max_length")}
@@ -66,7 +77,7 @@ def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
 
 
 def check_length(prompt: int, new: int, limit: int | None, model_limit: int | None) -> None:
-    """Raise if prompt and new tokens together exceed `limit` (`max_out_tokens`) or the model's own limit."""
+    """Raise LengthError if `prompt` + `new` tokens exceed `limit` (`max_out_tokens`) or the model's own limit."""
     for most, whose, advice in (
         (limit, "max_out_tokens", "Please increase max_tokens in the DeepSpeed Inference Config."),
         (model_limit, "the model's own limit", "Shorten the prompt, or ask for fewer tokens."),
@@ -83,7 +94,13 @@ def check_length(prompt: int, new: int, limit: int | None, model_limit: int | No
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, with an id chosen by the caller that is unique among unfinished requests."""
+    """Prompt with sampling options.
+
+    Args:
+        ident: id chosen by the caller, unique among unfinished requests.
+        tokens: token ids of the prompt, at least one.
+        sampling: sampling and stopping options; default: greedy, at most 128 tokens.
+    """
 
     ident: Hashable
     tokens: Sequence[int]
@@ -92,7 +109,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probabilities of a chosen token and of the most probable ones, largest first."""
+    """Log-probabilities at one position of the output.
+
+    Args:
+        token: chosen token.
+        logprob: its log-probability (natural logarithm).
+        top: (token, log-probability) of the most probable tokens, largest first.
+    """
 
     token: int
     logprob: float
@@ -106,10 +129,10 @@ class Output:
     Args:
         ident: id of the request.
         tokens: tokens since the last output, including the end token or the tokens of the stop string.
-        logprobs: one for each of `tokens`, if requested.
+        logprobs: one for each of `tokens`; None if not requested.
         finish_reason: None while unfinished; "stop" (end token or stop string), "length", "cancelled", "error".
-        matched: the end token or stop string that ended the request.
-        error: message of an error, which affects only this request.
+        matched: the end token or stop string that ended the request; else None.
+        error: message of an error; other requests continue.
     """
 
     ident: Hashable

@@ -16,7 +16,13 @@ COLDEST = 1e-30  # lower temperatures underflow in fp32; this one is already gre
 
 
 class Sampler:
-    """Sampler for one request, called once per token; `ends` are the model's own end tokens."""
+    """Sampler for one request, called once per token.
+
+    Args:
+        sampling: options of the request.
+        prompt: tokens of the prompt, for the repetition penalty.
+        ends: the model's own end tokens.
+    """
 
     def __init__(self, sampling: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
         self.sampling = sampling
@@ -36,7 +42,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the next token is simply the largest logit."""
+        """Whether the next token is the argmax of the unmodified logits, without log-probabilities."""
         options = self.sampling
         return (
             not options.temperature
@@ -63,7 +69,7 @@ class Sampler:
         return token, logprob
 
     def note(self, token: int) -> None:
-        """Record a chosen token in the counts."""
+        """Count a chosen token, for the penalties and `min_new_tokens`."""
         self.count += 1
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
@@ -87,7 +93,7 @@ class Sampler:
         return scores
 
     def _drawn(self, scores: torch.Tensor) -> int:
-        """Draw one token. Each draw consumes one uniform random number, whatever the options."""
+        """Draw one token from scores [vocabulary]. Each draw uses one uniform random number, with any options."""
         options = self.sampling
         scores, order = scores.sort(descending=True, stable=True)
         scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # this order cannot overflow

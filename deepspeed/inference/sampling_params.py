@@ -17,26 +17,26 @@ class SamplingParams:
 
     Applied to fp32 logits in this order: repetition penalty (tokens of prompt and output), presence and frequency
     penalty (tokens of the output), bias, end tokens masked before `min_new_tokens`, temperature, top-k, top-p, min-p.
-    `temperature=0` is greedy. Each request has its own random generator: with `seed`, its tokens do not depend on the
-    other requests in the batch; `index` distinguishes several answers with one seed.
+    Each request has its own random generator: with `seed`, its tokens do not depend on the other requests in the batch.
 
     Args:
         max_new_tokens: maximum number of new tokens.
         min_new_tokens: minimum number of new tokens before an end token.
-        temperature: divides the logits; 0 is greedy.
+        temperature: divisor of the logits; 0 is greedy.
         top_k: sample from the k most probable tokens; 0 is off.
         top_p: sample from the smallest set of most probable tokens with a total of p; 1 is off.
         min_p: sample from tokens with at least min_p times the largest probability; 0 is off.
-        repetition_penalty: divides positive and multiplies negative logits of tokens already seen; 1 is off.
-        presence_penalty: subtracted from the logits of tokens already generated.
-        frequency_penalty: the same, times the number of occurrences.
-        logit_bias: added to the logits of single tokens.
+        repetition_penalty: positive logits of tokens in prompt and output are divided by it, negative ones multiplied;
+            1 is off.
+        presence_penalty: subtracted from the logits of tokens already generated; 0 is off.
+        frequency_penalty: subtracted once per occurrence of a token in the output; 0 is off.
+        logit_bias: {token: number added to its logit}; infinities are allowed.
         seed: seed of this request's random generator; None: a random seed.
-        index: number of the answer among several with one seed.
-        logprobs: return log-probabilities of each token and of the n most probable ones, from the model's own
-            distribution (before penalties and temperature); None is off.
-        stop: strings that end the text, even across token boundaries (needs the generator's tokenizer).
-        stop_token_ids: further end tokens besides the model's own.
+        index: number of this request among several with the same prompt and seed; each gets other random numbers.
+        logprobs: number n of most probable tokens whose log-probabilities are returned, besides that of each chosen
+            token; computed from the model's own logits (before penalties and temperature). None is off.
+        stop: one or more strings that end the text, even across token boundaries; needs the generator's tokenizer.
+        stop_token_ids: end tokens in addition to the model's own.
         ignore_eos: do not stop at the model's own end tokens.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Scheduler: chooses the tokens of the next forward pass (each token is a row of the batch).
+"""Scheduler of forward passes: continuous batching with chunked prefill; each token is a row of a pass.
 
-Continuous batching with chunked prefill over the blocks of the KV cache, which are also called pages (`kv_cache.py`).
-The scheduler creates no tensors and does not depend on the model.
+Blocks of the KV cache are also called pages (`kv_cache.py`). The scheduler creates no tensors and is independent of
+the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
 
 @dataclass(eq=False)
 class TokenSequence:
-    """Tokens of one sequence; the first `computed` ones have keys and values in the blocks `pages`."""
+    """Tokens of one sequence. Keys and values of its first `computed` tokens are in the cache blocks `pages`."""
 
     ident: Hashable
     tokens: list[int]
@@ -35,25 +35,25 @@ class TokenSequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether the sequence is decoding: only its last token has no keys and values. Otherwise it is in prefill."""
+        """Whether the sequence is decoding: exactly one token has no keys and values. Otherwise it is in prefill."""
         return len(self.tokens) - self.computed == 1
 
 
 class Scheduler:
-    """Schedules decoding sequences first, then sequences in prefill; within each, the oldest first.
+    """Scheduler that plans decoding sequences before sequences in prefill, and the oldest of each first.
 
-    Prefill is split into chunks. A sequence has as many blocks as its tokens need. When the pool has no free block, the
-    youngest running sequence is preempted: its blocks return to the pool, and it waits again.
+    Prefill is split into chunks. Blocks are allocated when tokens need them. When the pool has no free block, the
+    youngest running sequence is preempted: its blocks return to the pool, and the sequence returns to the queue.
 
-    While any sequence is left, every plan has at least one row. The oldest sequence is never preempted for another and
-    fits into the cache alone (`fits`), so it finishes; then the next one is the oldest.
+    Every sequence finishes: each plan has at least one row, and the oldest sequence, which fits into the cache alone
+    (`fits`), is never preempted for another.
 
     Args:
         pool: the block pool.
-        copy: called with (from, to) when the content of a block must be copied before the next pass.
+        copy: function (from, to) that copies the content of a block before the next pass.
         max_tokens: maximum number of rows in a pass.
-        max_sequences: maximum number of running sequences; at most `max_tokens`.
-        chunk: maximum number of prefill rows in a pass with decoding sequences; bounds the delay of those. A pair (low,
+        max_sequences: maximum number of running sequences; values above `max_tokens` are reduced to it.
+        chunk: maximum number of prefill rows in a pass with decoding sequences, which it would delay. A pair (low,
             high): twice the number of decoding sequences, clamped to this range. None: no limit.
     """
 
@@ -75,7 +75,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence runs or waits."""
+        """Whether there are neither running nor waiting sequences."""
         return not self.running and not self.waiting
 
     def fits(self, tokens: int) -> bool:
@@ -83,7 +83,7 @@ class Scheduler:
         return self._pages_for(tokens) <= self.pool.count
 
     def add(self, sequence: TokenSequence) -> None:
-        """Append a sequence to the waiting queue."""
+        """Append a sequence to the queue; the caller has to check `fits` for its maximum length."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -95,10 +95,13 @@ class Scheduler:
         self._drop(sequence)
 
     def plan(self, drafts: Callable[[TokenSequence, int], Sequence[int]] | None = None) -> list[BatchSlice]:
-        """Plan the rows of the next pass, one slice per sequence, and allocate their blocks.
+        """Plan the rows of the next pass and allocate their blocks.
 
         Args:
-            drafts: called with a decoding sequence and a number; returns at most that many draft tokens.
+            drafts: function (decoding sequence, maximum number) that returns draft tokens; None: no drafts.
+
+        Returns:
+            One slice per sequence, in order of arrival.
         """
         before = self.preemptions
         slices: dict[TokenSequence, BatchSlice] = {}
@@ -126,10 +129,11 @@ class Scheduler:
         return [slices[sequence] for sequence in sorted(slices, key=lambda sequence: sequence.arrival)]
 
     def advance(self, rows: BatchSlice, accepted: Sequence[int]) -> None:
-        """After a pass, mark `rows` as computed, append the `accepted` tokens, and register full blocks.
+        """Update a sequence after a pass: count the computed tokens, append new ones, and register full blocks.
 
         Args:
-            accepted: the correct drafts and the next token after them; empty while the sequence is in prefill.
+            rows: slice of the sequence in this pass.
+            accepted: accepted drafts and the token after them; empty while the sequence is in prefill.
         """
         sequence = rows.sequence
         sequence.computed = rows.start + rows.count + max(len(accepted) - 1, 0)
@@ -147,12 +151,10 @@ class Scheduler:
     def _schedule(
         self, sequence: TokenSequence, count: int, drafts: Sequence[int], slices: dict[TokenSequence, BatchSlice]
     ) -> int:
-        """Put `count` tokens of a sequence and its drafts into the pass.
-
-        While the pool has too few blocks, the youngest running sequence is preempted.
+        """Add a slice with `count` tokens of a sequence and its drafts to `slices`; preempt others if blocks are short.
 
         Returns:
-            `count`; 0 if this sequence itself was the youngest and was preempted.
+            `count`; 0 if `count` is not positive, or if this sequence itself was the youngest and was preempted.
         """
         if count <= 0:
             return 0
@@ -176,7 +178,7 @@ class Scheduler:
         return count
 
     def _admit(self, slices: dict[TokenSequence, BatchSlice], left: int, chunk: int) -> None:
-        """Start waiting sequences, the oldest first, as long as there are rows and blocks for them."""
+        """Admit waiting sequences, the oldest first, while the pass has rows for them and the pool has blocks."""
         while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
             sequence = self.waiting[0]
             if not self._room_for(sequence):

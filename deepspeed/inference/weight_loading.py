@@ -1,4 +1,4 @@
-"""Loader of the key `checkpoint` of `init_inference`."""
+"""Loader of the weights that the key `checkpoint` of `init_inference` names."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ def load_checkpoint(
         checkpoint: a folder written by Transformers, by a training run, or by an export of `compression` (packed
             integers); a file or a list of files; or a description: a dict, or the path of its JSON file, with the key
             `checkpoints`, a list of files or a folder.
-        base_dir: base of relative paths.
+        base_dir: base of relative paths; "": the working directory.
         dtype: dtype of floating-point weights.
+        device: device of the loaded tensors.
 
     Raises:
-        CheckpointError: names or shapes differ, or a file contains other objects than tensors.
-        NotAvailableError: the files hold slices of single ranks.
+        CheckpointError: a parameter is missing, a shape differs, or a file contains other objects than tensors.
+        CheckpointMissingError: a file does not exist; also a CheckpointError.
+        ArgumentError: a description without the key `checkpoints`.
+        NotAvailableError: the files contain slices of single ranks, or an unsupported packed format.
     """
     tensors = unpacked_from(module, _tensors(checkpoint, Path(base_dir or ".")), dtype, device)
     left, strange = _fill(module, tensors, dtype, device)
@@ -78,7 +81,11 @@ def load_checkpoint(
 
 
 def _log_names(module: Any, kind: str, names: list[str], text: str) -> None:
-    """Log names that only the model or only the files have, except those that the model's class declares ignorable."""
+    """Log names that are only in the model or only in the files, except those that the model's class ignores.
+
+    Args:
+        kind: "missing" or "unexpected", as in the attributes `_keys_to_ignore_on_load_missing` and `…_unexpected`.
+    """
     patterns = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
     logged = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
     if logged:
@@ -197,7 +204,7 @@ def _of_safetensors(path: Path) -> Named:
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
-    """Copy tensors into the model by name; returns the names without a tensor, and the tensors without a place."""
+    """Copy tensors into the model by name; returns the missing and the unexpected names."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     prefix = getattr(module, "base_model_prefix", "")
@@ -234,7 +241,11 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
 
 
 def restore_buffers(module: Any, device: torch.device) -> None:
-    """Recompute non-persistent buffers of a model from the meta device, such as rotary frequencies."""
+    """Recompute buffers that are on the meta device and in no checkpoint, such as rotary frequencies, on `device`.
+
+    Raises:
+        CheckpointError: the model has no `config` from which to build it again.
+    """
     lost = {name: buffer for name, buffer in module.named_buffers() if buffer.is_meta}
     if not lost:
         return
@@ -258,7 +269,11 @@ def restore_buffers(module: Any, device: torch.device) -> None:
 
 
 def save_checkpoint(module: nn.Module, folder: str | Path) -> Path:
-    """Write the current weights, and a JSON file for the key `checkpoint`; returns the path of the JSON file."""
+    """Write the weights to safetensors files of at most 5 GB, and a JSON description of them for the key `checkpoint`.
+
+    Returns:
+        Path of the JSON file, in `folder`.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_sharded(dict(module.state_dict(keep_vars=True)), folder, "5GB", True)

@@ -1,1 +1,1 @@
-"""Weight-only quantization to 8 or 4 bits, with a scale per group; activations stay in floating point."""
+"""Weight-only quantization to 8 or 4 bits, with a scale per group, and a lossless 12-bit form of bf16."""

@@ -1,4 +1,4 @@
-"""Loader of packed matrices written by compressed-tensors."""
+"""Loader of integer matrices in the formats of the library compressed-tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def unread(section: Mapping[str, Any]) -> str:
-    """Name the unsupported part of a `quantization_config`; "" if everything is supported."""
+    """Return a description of the unsupported part of a `quantization_config`; "" if everything is supported."""
     if section.get("quant_method") != "compressed-tensors":
         return f"quant_method {section.get('quant_method')}"
     for key in ("transform_config", "kv_cache_scheme"):
@@ -48,13 +48,17 @@ def _unread_group(section: Mapping[str, Any], group: Mapping[str, Any]) -> str:
 
 
 def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> Named:
-    """Replace linear layers by packed ones as their parts arrive, in place, and yield all other tensors.
+    """Replace linear layers by packed ones, in place, as soon as all their parts were read; yield all other tensors.
 
     Args:
         module: the model; may be on the meta device.
         tensors: all stored tensors with their names.
         dtype: dtype of the products.
         device: device of the integers.
+
+    Raises:
+        NotAvailableError: a packed matrix has unsupported parts or shapes, or is tied to another layer.
+        CheckpointError: a part is missing, or a name or shape differs from the model.
     """
     packed: dict[str, dict[str, torch.Tensor]] = {}  # parts received so far, by layer
     others: list[str] = []
@@ -106,7 +110,7 @@ def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> P
 
 
 def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, torch.Size]:
-    """Return the integers for `PackedWeight.of`, their bits, and the shape, validated for the native products."""
+    """Return the integers in the layout of `PackedWeight.of`, their bits (4 or 8), and the validated matrix shape."""
     if "weight" in parts:
         shape = parts["weight"].shape
         if len(shape) != 2 or min(shape) == 0:
@@ -127,7 +131,10 @@ def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def _linear(module: nn.Module, name: str) -> str | None:
-    """Return the model's name of a linear layer with floating-point weights; files of a bare model lack its prefix."""
+    """Return the name in the model of a floating-point linear layer, which may lack the model's prefix in the file.
+
+    None if there is no such layer.
+    """
     prefix = getattr(module, "base_model_prefix", "")
     layers: dict[str, Any] = dict(module.named_modules())
     for spelling in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):

@@ -1,4 +1,4 @@
-"""Layers with a packed matrix that replace the original layers."""
+"""Linear and embedding layers with a packed matrix, as replacements of the original layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.inference.quantization.packed_weight import PackedWeight
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with a packed matrix [outputs, inputs]."""
+    """Linear layer with a packed matrix [outputs, inputs] and an optional bias [outputs]."""
 
     def __init__(self, packed: PackedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the matrix; each access unpacks it again."""
+        """The matrix [outputs, inputs]; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -30,8 +30,13 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Embedding with a packed table [entries, width] and an optional `scale` for its rows. `padding_idx` has no effect,
-    as there are no gradients."""
+    """Embedding with a packed table [entries, width].
+
+    Args:
+        packed: the table.
+        padding_idx: stored as an attribute only; it would affect gradients, and packed tables have none.
+        scale: factor of the output; None: 1.
+    """
 
     def __init__(self, packed: PackedWeight, padding_idx: int | None, scale: float | None) -> None:
         super().__init__()
@@ -40,17 +45,17 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the table; each access unpacks it again."""
+        """The table [entries, width]; each access unpacks it again."""
         return self.packed.dense()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map integers [...] to [..., width]."""
+        """Map integer indices [...] to rows [..., width]."""
         rows = self.packed.rows(input)
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 class _Whole(nn.Module):
-    """Mixin for layers in 12 bits; their `state_dict` has the unpacked matrix."""
+    """Mixin of layers with a lossless 12-bit matrix: `state_dict` and `load_state_dict` use the unpacked matrix."""
 
     packed: Any
 
@@ -79,11 +84,11 @@ class _Whole(nn.Module):
 
 
 class LosslessLinear(_Whole, PackedLinear):
-    """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits; its results do not change."""
+    """Linear layer with a bf16 matrix [outputs, inputs] in 12 bits per element; results equal the original's."""
 
 
 class LosslessEmbedding(_Whole, PackedEmbedding):
-    """Embedding with a bf16 table [entries, width] packed in 12 bits; its results do not change."""
+    """Embedding with a bf16 table [entries, width] in 12 bits per element; results equal the original's."""
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -92,7 +97,10 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def can_pack(module: Any) -> bool:
-    """Whether a layer's matrix can be packed; its forward must be the original one."""
+    """Whether a layer can be packed: a floating-point Linear, Embedding or `Conv1D` with the `forward` of its class.
+
+    An embedding with its own `forward` can be packed if it has a numeric `embed_scale`.
+    """
     if is_transposed(module):
         return True
     plain: Any = (
@@ -105,13 +113,13 @@ def can_pack(module: Any) -> bool:
 
 
 def matrix_of(module: Any) -> torch.Tensor:
-    """Return the matrix of a layer as [outputs, inputs], or [entries, width]."""
+    """Return the matrix of a layer: [outputs, inputs], or [entries, width] of an embedding."""
     weight: Any = module.weight
     return weight.t() if is_transposed(module) else weight
 
 
 def packed_layer(module: Any, packed: PackedWeight | LosslessWeight) -> nn.Module:
-    """Create the packed replacement of a layer."""
+    """Create the replacement of a Linear, Embedding or `Conv1D` that uses the packed form of its matrix."""
     whole: Any = isinstance(packed, LosslessWeight)
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)

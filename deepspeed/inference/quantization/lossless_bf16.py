@@ -1,4 +1,4 @@
-"""Lossless 12-bit form of bf16 matrices: sign, mantissa, and a code for each of the common exponents."""
+"""Lossless 12-bit form of bf16 matrices: sign, 7-bit mantissa, and a 4-bit code for the 16 most common exponents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def functions() -> ctypes.CDLL | None:
 
 
 class Room:
-    """Memory for packed matrices, in huge pages if the system has them, because a thread reads those faster."""
+    """Allocator of memory for packed matrices, in huge pages if the system has them: these are read faster."""
 
     huge = hasattr(mmap, "MADV_HUGEPAGE")
 
@@ -48,7 +48,7 @@ class Room:
         self._at = self._end = 0  # offsets in the mapped memory
 
     def take(self, count: int) -> torch.Tensor:
-        """Allocate `count` zero bytes; in huge pages, the storage cannot be resized."""
+        """Allocate `count` zero bytes, as uint8 [count]. The storage of huge pages cannot be resized."""
         if not self.huge:
             return torch.zeros(count, dtype=torch.uint8)
         begin = -(-self._at // 64) * 64
@@ -69,9 +69,15 @@ class Room:
 class LosslessWeight(nn.Module):
     """Matrix [rows, columns] of bf16 in 12 bits per element, in host memory; columns are a multiple of 64.
 
-    Elements with an exponent outside of the sixteen most common ones (escapes) are stored whole in addition. The parts
-    are non-persistent buffers: the `state_dict` of the layer above has the unpacked matrix. `PackingError` gives the
-    reason if a matrix cannot be packed, or if 12 bits would not save memory.
+    Elements with a rare exponent (not among the 16 most common ones) are called escapes and stored in 16 bits in
+    addition. The parts are non-persistent buffers: the `state_dict` of the layer has the unpacked matrix.
+
+    Args:
+        weight: bf16 matrix in host memory.
+        room: allocator of the packed memory; None: a new one.
+
+    Raises:
+        PackingError: the matrix cannot be packed, or more than one in 1024 of its elements are escapes.
     """
 
     codes: torch.Tensor
@@ -88,7 +94,16 @@ class LosslessWeight(nn.Module):
         self.pack(weight.detach(), room or Room(), RAREST)
 
     def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
-        """Pack the values of a matrix of this shape."""
+        """Pack a matrix of the same shape and replace the current values.
+
+        Args:
+            weight: bf16 [rows, columns] in host memory.
+            room: allocator of the packed memory.
+            rarest: the share of escapes may be at most 1 / `rarest`; 1: any share.
+
+        Raises:
+            PackingError: dtype, device or number of columns is unsupported, or there are too many escapes.
+        """
         native = functions()
         if native is None or weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
             raise PackingError(f"it is {weight.dtype} on {weight.device}, and bf16 in host memory is packed")
@@ -123,7 +138,7 @@ class LosslessWeight(nn.Module):
         self._shared = lambda: None
 
     def _check(self, weight: torch.Tensor) -> None:
-        """Check that unpacking restores every bit; runs in parts, at every packing."""
+        """Raise PackingError unless unpacking restores every bit; rows are compared in parts, to save memory."""
         step = max(GROUP, _CHECKED // weight.shape[1])
         for first in range(0, len(weight), step):
             part = weight[first : first + step]
@@ -157,7 +172,7 @@ class LosslessWeight(nn.Module):
         return matrix.to(self.dtype)
 
     def dense_in_torch(self) -> torch.Tensor:
-        """Unpack the matrix in bf16 with torch operations."""
+        """Return the unpacked bf16 matrix, by torch operations; for devices without the native library."""
         columns = self.shape[1]
         parts = self.codes.view(-1, columns // BLOCK, GROUP, PIECE).transpose(1, 2)
         signs, codes = parts[..., :BLOCK].int(), parts[..., BLOCK:]
@@ -169,7 +184,7 @@ class LosslessWeight(nn.Module):
         return bits[: self.shape[0]].view(torch.bfloat16)
 
     def dense_shared(self) -> torch.Tensor:
-        """Return `dense`, as one tensor while references to it exist, so tied layers share it in a `state_dict`."""
+        """Return `dense()`, and the same tensor again while it is alive, so tied layers share it in a `state_dict`."""
         matrix = self._shared()
         version = 0 if matrix is None or matrix.is_inference() else matrix._version
         if matrix is None or version != self._version:  # writes to that tensor do not change the packed matrix
@@ -186,7 +201,7 @@ class LosslessWeight(nn.Module):
         return self._unpacked(flat).view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply `inputs` [..., columns] by the transposed matrix; equals torch's product with the original."""
+        """Apply `F.linear` with the unpacked matrix to `inputs` [..., columns]: [..., rows]."""
         return F.linear(inputs, self.dense(), bias)
 
     def __deepcopy__(self, memo: Any) -> LosslessWeight:

@@ -27,7 +27,11 @@ class PackingFormat:
         num_bits: 8 or 4.
         group_size: number of elements along `group_dim` that share a scale; 0: all.
         group_dim: 1: along the inputs (columns), 0: along the outputs (rows).
-        symmetric: the offset puts zero in the middle of the integers.
+        symmetric: the range of a group is symmetric around zero; False: from its minimum to its maximum.
+
+    Raises:
+        NotAvailableError: num_bits is neither 8 nor 4.
+        ArgumentError: group_dim is no dim of a matrix.
     """
 
     num_bits: int = 8
@@ -42,7 +46,14 @@ class PackingFormat:
             raise ArgumentError(f"group_dim {self.group_dim}: a matrix has the dims 0 and 1")
 
     def groups(self, shape: torch.Size) -> torch.Size:
-        """Return the grouped shape: [rows, groups, group columns] or [groups, group rows, columns]; see `axis`."""
+        """Return the grouped shape of a matrix; the dim `axis` has the elements that share a scale.
+
+        Returns:
+            [rows, groups, columns per group], or [groups, rows per group, columns] for groups of rows.
+
+        Raises:
+            ArgumentError: group_size does not divide the size of group_dim.
+        """
         size = shape[self.group_dim]
         group = self.group_size or size
         if size % group:
@@ -55,15 +66,23 @@ class PackingFormat:
 
     @property
     def axis(self) -> int:
-        """Axis of `groups` along which elements share a scale."""
+        """Dim of the grouped shape (see `groups`) along which elements share a scale."""
         return 2 if self.group_dim in (1, -1) else 1
 
 
 class PackedWeight(nn.Module):
-    """Matrix [rows, columns] in packed form, as a module that tied layers can share.
+    """Matrix [rows, columns] of integers with scales and offsets, as a module that tied layers can share.
 
-    The parts are parameters without gradients, so code that shards, moves or saves parameters handles them too. `dense`
-    and products have dtype `dtype`, by default the dtype of the original weight.
+    Integers, scales and offsets are parameters without gradients, so code that shards, moves or saves parameters
+    handles them too.
+
+    Args:
+        weight: the matrix to quantize.
+        form: the format.
+        dtype: dtype of `dense` and of products; None: that of `weight`.
+
+    Raises:
+        ArgumentError: the shape does not fit the format: an odd number of columns in 4 bits, or incomplete groups.
     """
 
     def __init__(self, weight: torch.Tensor, form: PackingFormat, dtype: torch.dtype | None = None) -> None:
@@ -97,10 +116,13 @@ class PackedWeight(nn.Module):
         Args:
             form: format of the integers.
             shape: [rows, columns]; must be right, because native products read all of it.
-            integers: uint8, for 4 bits with two columns per byte; int8 for symmetric 8 bits.
-            scale: fp32, one per group of `form.groups`.
-            offset: the same.
+            integers: int8 for symmetric 8 bits; else uint8. 4 bits: two columns per byte, the first in the low bits.
+            scale: fp32 in the shape `form.groups(shape)`, with size 1 in the dim `form.axis`.
+            offset: the same; an element is integer · scale + offset.
             dtype: dtype of the products.
+
+        Raises:
+            ArgumentError: the number of integers does not fit the shape.
         """
         if integers.dtype.itemsize != 1 or 8 * integers.numel() != form.num_bits * shape.numel():
             raise ArgumentError(f"{integers.numel()} bytes hold no matrix {tuple(shape)} of {form.num_bits} bits")
@@ -140,7 +162,7 @@ class PackedWeight(nn.Module):
         return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix: [*indices.shape, columns]."""
+        """Return the unpacked rows `indices` of the matrix: [*indices.shape, columns] of `dtype`."""
         if self.form.axis == 1:
             return F.embedding(indices, self.dense())
         flat = indices.reshape(-1)
@@ -149,7 +171,7 @@ class PackedWeight(nn.Module):
         return rows.view(*indices.shape, self.shape[1]).to(self.dtype)
 
     def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply `inputs` [..., columns] by the transposed matrix: [..., rows], in the dtype of the inputs."""
+        """Apply `F.linear` with this matrix to `inputs` [..., columns]: [..., rows], in the dtype of `inputs`."""
         count = inputs.numel() // self.shape[1]
         fast = (
             self._layout() if inputs.dtype == torch.bfloat16 and 0 < count <= _FAST_ROWS[self.form.num_bits] else None
@@ -165,7 +187,7 @@ class PackedWeight(nn.Module):
         return outputs if bias is None else outputs + bias
 
     def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the matrix in the layout of torch's packed product; None if unsupported or if the parts are shared."""
+        """Return the matrix in the layout of torch's packed product; None if unsupported, or if parts are sharded."""
         if is_managed(self.integers):  # free memory after use, instead of caching the layout
             return None
         parts = (self.integers, self.scale, self.offset)  # inference tensors have no version counter
@@ -196,9 +218,15 @@ class PackedWeight(nn.Module):
         return copy
 
     def settle(self, take: Callable[[int], torch.Tensor]) -> int:
-        """Move parts in private host memory to memory that is read faster; returns the number of bytes moved.
+        """Move the parts to other host memory, such as huge pages, which are read faster.
 
-        Parts in a file, in shared memory or in a larger tensor stay. `take` allocates a number of uint8 elements.
+        Parts in a file, in shared memory or in a larger tensor are not moved.
+
+        Args:
+            take: function that allocates a uint8 tensor of a given number of elements.
+
+        Returns:
+            Number of bytes moved.
         """
         moved = 0
         for part in (self.scale, self.offset, self.integers):

@@ -1,4 +1,4 @@
-"""Selection of the layers to pack, by name, and their replacement."""
+"""Replacement of layers by packed ones: lossless, as integers for `dtype` int8, or by configured layer names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,20 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 def quantize(
     model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
 ) -> int:
-    """Pack layers of a model in place; layers with a shared matrix share its packed form. Returns the number of layers.
+    """Quantize layers of a model in place; layers with a shared matrix share its packed form.
 
     Args:
-        form_of: maps name and layer (Linear, Embedding or `Conv1D`) to a format; None leaves the layer unchanged.
+        model: the model; not sharded.
+        form_of: function of the name and layer (Linear, Embedding or `Conv1D`) that returns its format; None leaves the
+            layer unchanged.
         dtype: dtype of the products; None: that of the weights.
+
+    Returns:
+        Number of packed layers.
+
+    Raises:
+        ArgumentError: a format does not fit a matrix, or only some of the layers with a shared matrix have a format.
+        NotAvailableError: the model is sharded.
     """
     chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
     _check_tied_layers(model, {id(module) for module, _ in chosen.values()})
@@ -58,7 +67,11 @@ def quantize(
 
 
 def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
-    """Raise if only some of the layers with a shared matrix are packed: memory would grow, the layers would differ."""
+    """Raise if the model is sharded, or if only some layers with a shared matrix are packed (they would differ).
+
+    Args:
+        chosen: ids of the layers to pack.
+    """
     if any(is_managed(param) for param in model.parameters()):
         raise NotAvailableError(
             "the model is sharded already: build it outside zero.Init, or quantize it before initialize"
@@ -84,14 +97,18 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     """Pack the bf16 matrices of Linear and Embedding layers in 12 bits per element, in place, without loss.
 
     Matrices are packed one at a time, the smallest first, so that freed memory makes room for the largest. Layers with
-    a shared matrix share its packed form. A matrix that would not shrink stays, and the reason is logged.
+    a shared matrix share its packed form. A matrix that cannot be packed stays as it is; the reason is logged.
 
     Args:
-        model: in host memory. Other owners of its weights keep the originals; later writes to those have no effect.
-        whole: layers to leave unpacked, such as those with hooks.
+        model: a model in host memory. If other code has references to its weights, later writes to those have no effect
+            on the model.
+        whole: layers to leave unpacked. Layers with hooks are never packed.
 
     Returns:
         Number of packed matrices.
+
+    Raises:
+        ArgumentError: a parameter is sharded or has a gradient.
     """
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
@@ -115,7 +132,10 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
 
 
 def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
-    """List (bytes, names of the layers that share it) for each bf16 matrix, smallest first; holds no tensor."""
+    """Return (bytes, names of the layers that share it) of each bf16 matrix to pack, smallest first.
+
+    The list has no reference to a tensor, so packed matrices free their memory.
+    """
     layers: dict[int, tuple[int, list[str]]] = {}
     whole: set[int] = set()  # ids of matrices with an owner that cannot be packed
     for name, module in model.named_modules(remove_duplicate=False):
@@ -131,7 +151,7 @@ def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[
 
 
 def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
-    """Pack the one matrix that these layers share; returns its bytes."""
+    """Pack the matrix that the layers `names` share; return its size in bytes."""
     module: Any = model.get_submodule(names[0])
     packed = LosslessWeight(module.weight, room)
     for name in names:
@@ -145,12 +165,19 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Pack the linear layers, in place; the head and a tied embedding always get 8 bits.
+    """Quantize the linear layers, in place; the LM head and embeddings tied to it always get 8 bits.
 
     Args:
-        num_bits: 8: a scale per output row and group; 4: a scale per 32 inputs, if 32 divides them.
-        q_groups: scales per output row, with 8 bits.
-        dtype: dtype of the products.
+        num_bits: 8 (symmetric), or 4 (asymmetric, with one scale per 32 inputs, or per 16, 8, 4 or 2 if 32 does not
+            divide their number).
+        q_groups: number of scales per output, with 8 bits; 1 is used if it does not divide the number of inputs.
+        dtype: dtype of the products; None: that of the weights.
+
+    Returns:
+        Number of packed layers.
+
+    Raises:
+        ArgumentError: a layer is already packed in another number of bits.
     """
     head_layer = getattr(model, "get_output_embeddings", lambda: None)()
     _check_same_bits(model, lambda name, module: None if module is head_layer else num_bits)
@@ -173,7 +200,7 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
 
 
 def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int | None]) -> None:
-    """Raise if layers that were loaded as integers would get other bits: they would be rounded twice."""
+    """Raise if a packed layer would get another number of bits, which would round its values twice."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
             continue
@@ -186,10 +213,7 @@ def _check_same_bits(model: nn.Module, bits_of: Callable[[str, nn.Module], int |
 
 
 def _head(model: nn.Module) -> set[int]:
-    """Return the ids of the layers that hold the matrix of the LM head: the head and tied embeddings.
-
-    Empty if one of them cannot be packed.
-    """
+    """Return the ids of the LM head and of embeddings tied to it; empty if one of them cannot be packed."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
     if not isinstance(weight, nn.Parameter):
@@ -199,19 +223,21 @@ def _head(model: nn.Module) -> set[int]:
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
-    """Pack the layers selected by `weight_quantization` of a configuration.
+    """Quantize the layers that the section `weight_quantization` of a configuration selects.
 
     Args:
         model: changed in place.
-        ds_config: with `weight_quantization.post_init_quant`: {part of a module's name: {num_bits, group_size,
-            group_dim, symmetric}}, or with `quantized_initialization`: the same keys, for every layer.
+        ds_config: a dict with `weight_quantization.post_init_quant`: {part of a layer's name: {num_bits, group_size,
+            group_dim, symmetric}}; or with `weight_quantization.quantized_initialization`: the same four keys, for
+            every layer. Missing keys have the defaults of `PackingFormat`.
 
     Returns:
         The model.
 
     Raises:
-        AssertionError, ValueError: a missing section, unknown keys, or a layer matched by two entries.
-        NotAvailableError: bits other than 4 and 8.
+        DeepSpeedConfigError: a missing section, unknown keys, a layer matched by two entries, or an entry without a
+            layer; also a ValueError and an AssertionError.
+        NotAvailableError: num_bits is neither 4 nor 8, or the model is sharded.
     """
     section = ds_config.get("weight_quantization")
     if not isinstance(section, Mapping):
@@ -221,7 +247,10 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[st
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
-    """Apply the section of `_init_group_wise_weight_quantization`; returns the number of packed layers."""
+    """Quantize the layers that `post_init_quant` or `quantized_initialization` in `section` selects.
+
+    See `_init_group_wise_weight_quantization`, also for the errors. Returns the number of packed layers.
+    """
     entries: dict[str, Any] = dict(section.get("post_init_quant") or {})
     everywhere = section.get("quantized_initialization")
     if entries and everywhere:

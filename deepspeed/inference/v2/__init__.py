@@ -1,4 +1,4 @@
-"""FastGen interface: an engine that maps ragged batches to logits; the caller samples and schedules."""
+"""Interface of DeepSpeed-FastGen: an engine that maps ragged batches to logits; the caller samples and schedules."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    """Section `tensor_parallel`; only tp_size 1 is available."""
+    """Section `tensor_parallel`; only tp_size 1 is available, larger values raise NotAvailableError."""
 
     tp_size: PositiveInt = 1
 
@@ -23,7 +23,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
-    """Section `quantization` of weights; not available."""
+    """Section `quantization`: not available; any `quantization_mode` but None raises NotAvailableError."""
 
     quantization_mode: str | None = None
 
@@ -36,10 +36,17 @@ class QuantizationConfig(DeepSpeedConfigModel):
 
 
 class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
-    """Configuration of `InferenceEngineV2`; unknown keys are refused."""
+    """Configuration of `InferenceEngineV2`. Unknown keys or wrong values raise pydantic.ValidationError.
+
+    Args:
+        tensor_parallel: alias `tp`; only one rank is available.
+        state_manager: alias `manager`; limits of sequences, tokens and cache memory.
+        quantization: not available.
+        lossless_weights: pack bf16 matrices in 12 bits, in the model; None: only if the engine has loaded the model.
+    """
 
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
     state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
-    # pack bf16 matrices in 12 bits, without loss; None: only if the engine has loaded the weights itself
+
     lossless_weights: bool | None = None

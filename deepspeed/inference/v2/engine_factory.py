@@ -1,4 +1,4 @@
-"""Factories that build engines from model folders."""
+"""Functions that load a model and build an `InferenceEngineV2`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def build_hf_engine(
     """Build an engine for any causal LM of Transformers.
 
     Args:
-        path: a folder, or a name on the hub; weights keep their dtype.
-        engine_config: limits and memory.
-        debug_level: log level of the package.
+        path: a folder, or a name on the Hugging Face Hub; weights keep their dtype.
+        engine_config: limits and memory; None: defaults.
+        debug_level: log level of the package's logger.
 
     Raises:
         CheckpointError: Transformers cannot load a causal LM from there; the message has its error.
-        NotAvailableError: the model can only run its own `generate`.
+        NotAvailableError: the model cannot be batched; the message has the reason.
+        MemoryExhaustedError: no memory is left for the KV cache.
     """
     logger.setLevel(debug_level)
     if (Path(path) / ENGINE_FILE).exists():
@@ -40,10 +41,16 @@ def build_hf_engine(
 def build_engine_from_ds_checkpoint(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """Build an engine from a folder written by `InferenceEngineV2.serialize`.
+    """Build an engine from a folder written by `InferenceEngineV2.serialize`, in the dtype that it had.
+
+    Args:
+        path: the folder.
+        engine_config: limits and memory; None: defaults.
+        debug_level: log level of the package's logger.
 
     Raises:
-        CheckpointMissingError: the folder was not written by it.
+        CheckpointMissingError: the folder was not written by `serialize`.
+        CheckpointError: the weights cannot be loaded.
     """
     logger.setLevel(debug_level)
     file = Path(path) / ENGINE_FILE

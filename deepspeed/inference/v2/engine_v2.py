@@ -1,4 +1,4 @@
-"""Ragged engine: the caller passes sequence ids and tokens; the engine returns logits of each sequence's last token."""
+"""Ragged engine: maps sequence ids and their new tokens to the logits of each sequence's last token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ ENGINE_FILE = "ds_engine.json"
 
 @dataclass
 class DSSequenceDescriptor:
-    """State of one sequence."""
+    """State of one sequence.
+
+    Args:
+        uid: id chosen by the caller.
+        seen_tokens: number of tokens in the KV cache.
+        in_flight_tokens: number of tokens in the current pass.
+        blocks: numbers of its cache blocks.
+        max_context: maximum number of tokens.
+    """
 
     uid: int
     seen_tokens: int = 0
@@ -43,14 +51,15 @@ class DSSequenceDescriptor:
 
 
 class InferenceEngineV2:
-    """Runs ragged batches over the blocks of one KV cache.
+    """Engine that runs ragged batches over a paged KV cache, with 64 tokens per block.
 
     Args:
         model: a causal LM of Transformers that can be batched.
-        engine_config: limits and memory.
+        engine_config: limits and memory; None: defaults.
 
     Raises:
-        NotAvailableError: the model can only run its own `generate`; the message has the reason.
+        NotAvailableError: the model cannot be batched; the message has the reason.
+        MemoryExhaustedError: no memory is left for the KV cache.
     """
 
     def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
@@ -73,12 +82,12 @@ class InferenceEngineV2:
 
     @property
     def free_blocks(self) -> torch.Tensor:
-        """Number of free blocks of each cache group [groups]."""
+        """Number of free blocks of each cache group: int64 [groups]."""
         return torch.tensor([self._blocks.available])
 
     @property
     def n_kv_cache_groups(self) -> int:
-        """Number of cache groups (layers with a common cache)."""
+        """Number of cache groups (layers that share a block table); always 1."""
         return 1
 
     def model(self) -> nn.Module:
@@ -87,18 +96,19 @@ class InferenceEngineV2:
     def put(
         self, batch_uids: Iterable[int], batch_tokens: Iterable[torch.Tensor], do_checks: bool = True
     ) -> torch.Tensor:
-        """Run one pass over new tokens of new or known sequences.
+        """Run one pass over the new tokens of sequences; unknown ids start new sequences.
 
         Args:
             batch_uids: distinct ids of the sequences.
-            batch_tokens: new tokens of each, 1-D integers.
-            do_checks: call `can_schedule` first. Without it, a lack of blocks still raises.
+            batch_tokens: new tokens of each, as 1-D integer tensors.
+            do_checks: call `can_schedule` first.
 
         Returns:
             Logits of each sequence's last token, [sequences, vocabulary].
 
         Raises:
-            SchedulingError: the batch exceeds a limit.
+            SchedulingError: the batch exceeds a limit (only with `do_checks`).
+            MemoryExhaustedError: too few blocks are free.
             ArgumentError: duplicate uids, or invalid tokens.
         """
         uids, tokens = list(batch_uids), [self._check_tokens(new) for new in batch_tokens]
@@ -124,7 +134,10 @@ class InferenceEngineV2:
         return logits
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """Return the number of tokens that `max_request_blocks` more blocks allow, and the blocks they need."""
+        """Return how many more tokens a sequence could run within both maxima, and how many new blocks they need.
+
+        (0, 0) if the sequence is unknown and the engine already tracks its maximum number of sequences.
+        """
         manager = self._config.state_manager
         if uid not in self._sequences and len(self._sequences) >= manager.max_tracked_sequences:
             return 0, 0
@@ -135,7 +148,11 @@ class InferenceEngineV2:
         return tokens, self._more(uid, tokens)
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Check whether a batch of sequences with `lengths` new tokens can run."""
+        """Check whether a batch of the sequences `uids` with `lengths` new tokens each can run.
+
+        Returns:
+            `SchedulingResult.Success`, or the limit that the batch exceeds.
+        """
         uids, lengths = list(uids), list(lengths)
         manager = self._config.state_manager
         if len(uids) > manager.max_ragged_sequence_count:
@@ -152,12 +169,12 @@ class InferenceEngineV2:
         return SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Return the number of tokens that fit into a sequence's last block; 0 for an unknown sequence."""
+        """Return how many more tokens fit into the blocks of a sequence; 0 for an unknown sequence."""
         known = self._sequences.get(uid)
         return 0 if known is None else len(known.blocks) * BLOCK - known.seen_tokens
 
     def flush(self, uid: int) -> None:
-        """Remove a sequence and free its blocks."""
+        """Remove a sequence and free its blocks; an unknown id only logs a warning."""
         known = self._sequences.pop(uid, None)
         if known is None:
             logger.warning("flush: sequence %s is not known", uid)
@@ -166,10 +183,10 @@ class InferenceEngineV2:
             self._blocks.release(block)
 
     def serialize(self, save_path: str) -> None:
-        """Write model and configuration for `build_engine_from_ds_checkpoint`, without pickle.
+        """Write the model and its configuration for `build_engine_from_ds_checkpoint`.
 
         Args:
-            save_path: a folder.
+            save_path: a folder; weights are written as safetensors.
         """
         folder = Path(save_path)
         self._model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
@@ -177,7 +194,7 @@ class InferenceEngineV2:
         (folder / ENGINE_FILE).write_text(json.dumps(entries))
 
     def _count(self, each: int) -> int:
-        """Return the number of blocks of the cache; each block has `each` bytes."""
+        """Return the number of blocks for the KV cache, by `memory_config`; `each` is the size of a block in bytes."""
         manager = self._config.state_manager
         if manager.memory_config.mode in ("allocate",):
             return manager.memory_config.size

@@ -1,4 +1,4 @@
-"""Results of the check whether a batch can run."""
+"""Result and error of the check whether a ragged batch can run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed.errors import DeepSpeedError
 
 
 class SchedulingResult(Enum):
-    """Results of `can_schedule`."""
+    """Result of `can_schedule`: success, or the limit that the batch exceeds."""
 
     Success = 0
     EngineSequenceLimitExceeded = 1
@@ -19,7 +19,7 @@ class SchedulingResult(Enum):
 
 
 class SchedulingError(DeepSpeedError, RuntimeError):
-    """Error of a batch that cannot run; `status` has the reason."""
+    """Error of a batch that cannot run; its attribute `status` is the `SchedulingResult`."""
 
     def __init__(self, result: SchedulingResult) -> None:
         self.status = result

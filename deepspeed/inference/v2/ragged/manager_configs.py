@@ -1,4 +1,4 @@
-"""Configuration of sequences, tokens and memory of a ragged engine."""
+"""Limits of a ragged engine on sequences, tokens and cache memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from deepspeed.errors import NotAvailableError
 
 
 class AllocationMode(Enum):
-    """Meaning of `MemoryConfig.size`: memory to leave free, or blocks to allocate."""
+    """Meaning of `MemoryConfig.size`: bytes of memory to leave free (RESERVE), or blocks to allocate (ALLOCATE)."""
 
     RESERVE = "reserve"
     ALLOCATE = "allocate"
 
 
 class MemoryConfig(DeepSpeedConfigModel):
-    """Cache memory. `reserve`: leave `size` bytes free, use the other memory as needed; `allocate`: `size` blocks."""
+    """Size of the KV cache.
+
+    Args:
+        mode: "reserve": use as much memory as the tracked sequences can need, but leave `size` bytes free; "allocate":
+            `size` blocks.
+        size: bytes or blocks, according to `mode`.
+    """
 
     mode: AllocationMode = AllocationMode.RESERVE
     size: PositiveInt = 1_000_000_000
 
 
 class KVCacheConfig(DeepSpeedConfigModel):
-    """Contents of a cache block; set by the engine."""
+    """Layout of a cache block. Accepted for compatibility; the engine chooses the layout itself."""
 
     block_size: int = 64
     num_allocation_groups: PositiveInt = 1
@@ -36,7 +42,16 @@ class KVCacheConfig(DeepSpeedConfigModel):
 
 
 class DSStateManagerConfig(DeepSpeedConfigModel):
-    """Limits of tracked sequences and of one pass."""
+    """Section `state_manager`: limits of tracked sequences and of one pass.
+
+    Args:
+        max_tracked_sequences: maximum number of sequences with a KV cache.
+        max_ragged_batch_size: maximum number of tokens in a pass.
+        max_ragged_sequence_count: maximum number of sequences in a pass; not above the other two.
+        max_context: maximum number of tokens of a sequence; the model's own limit also applies.
+        memory_config: size of the KV cache.
+        offload: not available; True raises NotAvailableError.
+    """
 
     max_tracked_sequences: PositiveInt = 2048
     max_ragged_batch_size: PositiveInt = 768
