@@ -1,6 +1,6 @@
 """Model compression: pruning, layer reduction, distillation and quantization in sharded training, and export.
 
-The user guide is `docs/compression.md`. Names are imported on first use.
+The user guide is `docs/compression.md`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Modules that compute with fake-quantized weights and inputs.
+"""Modules that compute with fake-quantized weights and inputs (quantization-aware training).
 
-The class of a module becomes a subclass of its previous class; the object, its parameters, hooks and ties stay. During
-forward, a quantized weight hides the parameter of the same name.
+The class of a module is replaced by a subclass; the object, its parameters, hooks and ties do not change. During
+forward, the attribute `weight` is the quantized weight instead of the parameter.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from deepspeed.compression.utils import quantize, straight_through
 
 
 class Compressed:
-    """Mixin that adds quantizers to a module; a schedule switches them on."""
+    """Mixin that adds fake quantizers of weight and input to a module; `FakeQuantizers` enables them by schedule."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward with quantized weight and input."""
+        """Run the forward of the original class with the quantized weight and first input."""
         module: Any = self
         input_quantizer: QuantAct | None = module.__dict__.get("_activation")
         if input_quantizer is not None and inputs and isinstance(inputs[0], torch.Tensor):
@@ -34,19 +34,19 @@ class Compressed:
 
 
 class LinearLayer_Compress(Compressed, nn.Linear):  # noqa: N801
-    """`nn.Linear` with quantizers."""
+    """`nn.Linear` with fake quantizers of weight and input."""
 
 
 class Conv2dLayer_Compress(Compressed, nn.Conv2d):  # noqa: N801
-    """`nn.Conv2d` with quantizers."""
+    """`nn.Conv2d` with fake quantizers of weight and input."""
 
 
 class Embedding_Compress(Compressed, nn.Embedding):  # noqa: N801
-    """`nn.Embedding` with quantizers."""
+    """`nn.Embedding` with a fake quantizer of its weight."""
 
 
 class BNLayer_Compress(Compressed, nn.BatchNorm2d):  # noqa: N801
-    """`nn.BatchNorm2d`; none of its tensors are quantized."""
+    """`nn.BatchNorm2d` as a compressible class; its tensors are not quantized."""
 
 
 _CLASSES = (LinearLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, BNLayer_Compress)
@@ -54,7 +54,7 @@ _compressed_classes: dict[type, type] = {}  # compressed class by original class
 
 
 def compress_module(module: nn.Module) -> nn.Module:
-    """Change a module's class to one with quantizers; returns the module."""
+    """Replace a module's class by a subclass that supports fake quantizers; none is added. Returns the module."""
     own: Any = type(module)
     if isinstance(module, Compressed):
         return module
@@ -69,7 +69,7 @@ def compress_module(module: nn.Module) -> nn.Module:
 
 
 def plain_module(module: nn.Module) -> nn.Module:
-    """Undo `compress_module`; returns the module."""
+    """Restore the class that a module had before `compress_module`, and remove its quantizers. Returns the module."""
     if isinstance(module, Compressed):
         module.__dict__.pop("_activation", None)
         module.__dict__.pop("_weight_quantizer", None)
@@ -78,11 +78,14 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 
 class WeightQuantizer:
-    """Fake quantizer of one weight.
+    """Fake quantizer of one weight, with a straight-through gradient.
+
+    Attributes `bits` (0: off) and `dense_share` (fraction of the full-precision weight in the result) are set by the
+    schedule.
 
     Args:
         kind: `symmetric` or `asymmetric`.
-        groups: number of groups of the flattened weight.
+        groups: number of equal parts of the flattened weight; each has its own scale.
         stochastic: whether rounding is stochastic.
     """
 
@@ -101,12 +104,13 @@ class WeightQuantizer:
 
 
 class QuantAct:
-    """Fake quantizer of inputs, with a range per token or a running range.
+    """Fake quantizer of a module's inputs, with a straight-through gradient; `on` enables it.
 
     Args:
         bits: number of bits.
         kind: `symmetric` or `asymmetric`.
-        running: keep a running range with momentum 0.95, in a buffer of the module.
+        running: True: one range, a running average with momentum 0.95 in the buffer `x_min_max` of the module; False: a
+            range for each token, or for each sample of a convolution.
         owner: the module.
     """
 

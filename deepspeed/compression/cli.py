@@ -1,4 +1,4 @@
-"""Command `ds_compress`: lists the removable units of a model; compares an exported folder with its original."""
+"""Command `ds_compress`: list the removable units of a model, or compare an exported folder with its original."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ KINDS = ["ffn", "heads", "experts", "layers"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run `ds_compress`.
+
+    Args:
+        arguments: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, or 1 after an error.
+    """
     parser = argparse.ArgumentParser("ds_compress", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="units, coupled tensors, parameters, bytes and FLOPs of what can go")
@@ -55,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load_windows(path: str) -> torch.Tensor:
-    """Load held-out tokens, integers of shape (windows, length)."""
+    """Load held-out tokens: an integer tensor [windows, length] from a file of `torch.save`.
+
+    Raises:
+        CompressionError: the file has something else, or windows of fewer than two tokens.
+    """
     try:
         windows = torch.load(path, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -68,7 +79,11 @@ def load_windows(path: str) -> torch.Tensor:
 
 
 def load_model(path: str) -> tuple[nn.Module, Any]:
-    """Load a model on the meta device, and its config."""
+    """Return a Transformers model on the meta device and its config, for a folder or the path of a config file.
+
+    Raises:
+        CompressionError: there is no config.json.
+    """
     import transformers
 
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
@@ -83,7 +98,18 @@ def load_model(path: str) -> tuple[nn.Module, Any]:
 
 
 def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: float) -> list[dict[str, Any]]:
-    """Return a row for each config value that can shrink, or a row with the reason; the model is on the meta device."""
+    """Return what removal of each kind of unit would save.
+
+    Args:
+        model: on the meta device.
+        config: its Transformers config.
+        kinds: some of `KINDS`; None: all that the model has.
+        ratio: fraction of units kept.
+
+    Returns:
+        A row with the model's size, then rows with `kind`, the units, `parameters_gone`, `bytes_gone_fp32` and
+        `flops_gone_per_token`; or with `kind` and the reason `refused`.
+    """
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
     plan = PruningPlan(model)

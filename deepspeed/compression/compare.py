@@ -1,4 +1,4 @@
-"""Comparison of exported folders: bytes, parameters, loss and speed, each in a process without this package."""
+"""Comparison of model folders by size, loss and speed, each in a process that does not import `deepspeed`."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ with torch.no_grad():
 
 
 class Exported:
-    """Process with one exported folder in memory and one thread; it imports only torch and Transformers.
+    """Single-threaded process that loads one exported folder with plain Transformers and measures it. Context manager.
 
     Args:
         folder: folder of the model.
-        limit: maximum seconds per answer.
+        limit: maximum seconds per measurement.
 
     Raises:
         CompressionError: the folder is missing, Transformers cannot load it, or an answer takes too long.
@@ -128,11 +128,16 @@ class Exported:
         return float(self._answer())
 
     def seconds(self, kind: str, length: int = 128, times: int = 1) -> float:
-        """Measure CPU seconds of one forward of `length` tokens (`prefill`), or of one `token` after as many."""
+        """Measure the CPU time of a forward pass, in seconds, as the mean of `times` passes.
+
+        Args:
+            kind: `prefill`: a pass of `length` tokens; `token`: a pass of one token with `length` - 1 tokens in the
+                cache. Lengths above the model's maximum are reduced.
+        """
         return self._ask(kind, length, times)
 
     def loss(self, windows: torch.Tensor) -> float:
-        """Compute the loss in nats per token for integers of shape (windows, tokens + 1)."""
+        """Compute the mean cross-entropy in nats per token, for token ids [windows, tokens + 1]."""
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             torch.save(windows, file.name)
             return self._ask("loss", file.name)
@@ -149,7 +154,10 @@ class Exported:
 
 
 def faster(before: Exported, after: Exported, kind: str, rounds: int = 5, length: int = 128, times: int = 2) -> float:
-    """Measure the speedup of `after` over `before`: the median over paired rounds, in CPU time of one thread."""
+    """Measure the speedup of `after` over `before` in CPU time of one thread: the median ratio over `rounds`.
+
+    `kind`, `length` and `times` are those of `Exported.seconds`.
+    """
     ratios = [before.seconds(kind, length, times) / after.seconds(kind, length, times) for _ in range(rounds)]
     return statistics.median(ratios)
 
@@ -158,9 +166,9 @@ def report(before: str | Path, after: str | Path, windows: torch.Tensor | None =
     """Compare two folders of Transformers models, each in a fresh process that does not import this package.
 
     Args:
-        before: the dense model's folder.
-        after: the exported one.
-        windows: held-out tokens of shape (windows, tokens + 1); without them no loss is computed.
+        before: folder of the original model.
+        after: exported folder.
+        windows: held-out tokens, integers [windows, tokens + 1]; None: no loss is computed.
 
     Returns:
         `bytes`, `parameters`, and with windows `loss` (nats per token), each as [before, after]; `prefill` and

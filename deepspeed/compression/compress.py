@@ -1,4 +1,4 @@
-"""`init_compression` before `initialize`, `redundancy_clean` after training, and the initialization of a student."""
+"""Public functions of compression: `init_compression`, `redundancy_clean`, `student_initialization`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _LAST_STEP = 1 << 40  # a step after the end of every schedule
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
-    """Return the dict of a config, given as a dict or the path of a JSON file.
+    """Return a config as a dict; it may be a dict or the path of a JSON file.
 
     Raises:
         ArgumentError: the config is neither.
+        json.JSONDecodeError: the file is not valid JSON.
     """
     if isinstance(config, dict):
         return config
@@ -42,7 +43,11 @@ def check_deepspeed_config(config: Any) -> dict[str, Any]:
 
 
 def section_of(config: Any) -> tuple[CompressionTraining, QuantizeTraining]:
-    """Parse and check the sections `compression_training` and `quantize_training`."""
+    """Parse the sections `compression_training` and `quantize_training` of a dict or JSON file.
+
+    Raises:
+        ValueError: a key, type or value is wrong.
+    """
     whole = check_deepspeed_config(config)
     known = {name: whole[name] for name in ("compression_training", "quantize_training") if name in whole}
     top = DeepSpeedConfig({"train_batch_size": 1, **known}, world=1).top
@@ -59,15 +64,17 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     Args:
         model: changed in place.
         deepspeed_config: dict or path of a JSON file with `compression_training`.
-        teacher_model: needed for `layer_reduction`. An engine over it with the same configuration leaves it whole.
-        mpu: accepted for old scripts.
+        teacher_model: needed for `layer_reduction`. It is marked as a teacher: an engine with the same configuration
+            does not compress it.
+        mpu: no effect.
 
     Returns:
         The model.
 
     Raises:
-        ArgumentError: layer reduction without a teacher.
-        CompressionError: a module in the config does not exist.
+        ArgumentError: layer reduction without a teacher, or the config is neither a dict nor a file.
+        CompressionError: a module in the config does not exist or does not support its technique.
+        ValueError: a key, type or value in the config is wrong.
     """
     section, training = section_of(deepspeed_config)
     inner = _inner(model)
@@ -86,12 +93,16 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
-    """Copy a teacher's layers into a student, as configured by `layer_reduction`; buffers are not copied.
+    """Copy parameters of a teacher's layers into a student, as configured by `layer_reduction`; buffers are not copied.
 
     Args:
-        student_model: changed in place.
+        student_model: changed in place; its layer i gets the parameters of layer `teacher_layer[i]`.
         teacher_model: not changed.
-        deepspeed_config: dict or path of a JSON file.
+        deepspeed_config: dict or path of a JSON file with `compression_training.layer_reduction`.
+
+    Raises:
+        CompressionError: a layer does not exist, its parameters differ, or `module_name_prefix` or `teacher_layer` is
+            missing.
     """
     student = _inner(student_model)
     _copy_layers(student, _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
@@ -129,21 +140,24 @@ def _copy_layers(student: nn.Module, teacher: nn.Module, section: LayerReduction
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Apply masks and quantization permanently to the weights of a trained model, and remove removable units.
+    """Apply masks and quantization permanently to the weights of a trained model, and remove pruned units.
 
-    Masks come from the weights: masked weights are zero after training. Learned scores are not needed.
+    Units are removed if all coupled parameters are known; otherwise they are zero.
+
+    Masks are recomputed from the magnitudes of the weights, since masked weights are zero after training.
 
     Args:
-        model: whole, with trained weights; changed in place. A model from an engine at stages 0 to 2 is supported;
-            that engine cannot train it any further.
+        model: model with trained weights, not sharded; changed in place. Its engine (ZeRO stages 0 to 2) cannot train
+            it any further.
         deepspeed_config: as in `init_compression`.
-        mpu: accepted for old scripts.
+        mpu: no effect.
 
     Returns:
         The model.
 
     Raises:
-        ArgumentError: the model is sharded.
+        ArgumentError: the model is sharded (stage 3).
+        CompressionError: as in `init_compression`.
     """
     section, training = section_of(deepspeed_config)
     inner = _inner(model)
@@ -173,7 +187,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
 
 def _take_out(inner: nn.Module) -> None:
-    """Replace an engine's parameters in a model by new ones with the same values; shared parameters stay shared."""
+    """Replace parameters that an engine manages by copies that it does not know; ties are preserved."""
     if any(isinstance(param, ShardedParameter) for param in inner.parameters()):
         raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
     managed = [param for param in inner.parameters() if is_managed(param)]
@@ -187,18 +201,18 @@ def _take_out(inner: nn.Module) -> None:
 def get_module_name(
     group_name: str, model: nn.Module, key_word: str, exist_module_name: set[str], mpu: Any = None, verbose: bool = True
 ) -> tuple[list[str], set[str]]:  # noqa: E501
-    """Return the compressible modules that match an expression, and all modules matched so far.
+    """Return the names of compressible modules that match an expression, and the names of all matches so far.
 
     Args:
-        group_name: for the error message.
+        group_name: name of the compression group, for the error message.
         model: model to search.
         key_word: regular expression; `*` matches all.
-        exist_module_name: earlier matches; a second match is an error.
-        mpu: accepted for old scripts.
-        verbose: likewise.
+        exist_module_name: names of earlier matches; the new ones are added.
+        mpu: no effect.
+        verbose: no effect.
 
     Raises:
-        ValueError: a module matches twice.
+        ValueError: a module is in `exist_module_name` already.
     """
     names = [name for _, name, _ in matched(_inner(model), [key_word])]
     for name in names:
@@ -209,12 +223,18 @@ def get_module_name(
 
 
 def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu: Any = None) -> list[Any]:
-    """Return [module names, related module names, {technique: parameters}] per entry in `modules` of enabled methods.
+    """Return the modules and parameters of all enabled compression techniques.
 
     Args:
         model: model to search.
-        compress_methods: the dict under `compression_training`.
-        mpu: accepted for old scripts.
+        compress_methods: value of `compression_training`.
+        mpu: no effect.
+
+    Returns:
+        [module names, names of related modules or None, {technique: parameters}] for each expression in `modules`.
+
+    Raises:
+        ValueError: a module matches two expressions of one group.
     """
     methods = []
     for method, content in compress_methods.items():

@@ -1,4 +1,4 @@
-"""Compression of an engine: schedule of masks, quantizers and removals by applied optimizer steps."""
+"""Compression during training: masks, quantizers and removals, scheduled by the number of applied optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,20 @@ from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
-CALLED = "_ds_compression"  # attribute of a model: the section with which `init_compression` prepared it
-TEACHER = "_ds_teacher"  # attribute of a model that `init_compression` got as the teacher
+CALLED = "_ds_compression"  # attribute of a model: the section that `init_compression` applied to it
+TEACHER = "_ds_teacher"  # attribute of a model that was the teacher of `init_compression`
 
 
 class Compression:
-    """State of `compression_training` while an engine trains; the model's parameters are managed already."""
+    """State of `compression_training` in an engine.
+
+    Args:
+        model: module of the engine, after the engine has sharded its parameters.
+        section: `compression_training`.
+        training: `quantize_training`.
+        axes: process groups of the engine.
+        optimizer: the engine's optimizer, whose gradients and states follow the masks; None without one.
+    """
 
     def __init__(
         self,
@@ -65,7 +73,7 @@ class Compression:
         self._form_masks(0)
 
     def _describe(self, rule: CompressionRule) -> str:
-        """Describe a rule: the units or weights it removes, their tensors, and the steps."""
+        """Return a log line about a rule: its units or weights, their tensors and size, and the steps."""
         when = f"after step {rule.offset}" + (f" to {rule.end}" if rule.end is not None else "")
         if rule.weights:
             total = sum(self.masks.of(name).numel for name in rule.weights)
@@ -93,13 +101,13 @@ class Compression:
         return f"{text}: {size}, {4 * sum(cut.values()) / 2**20:.1f} MiB in fp32, {work}"
 
     def step(self) -> list[CompressionRule]:
-        """Advance by one applied optimizer step; returns rules with units to remove now. All ranks call together."""
+        """Advance by one applied optimizer step; return the rules with units to remove now. Collective."""
         self.training_steps += 1
         self.quantizers.at_step(self.training_steps)
         return [rule for rule in self._form_masks(self.training_steps) if rule.physical and rule.removable]
 
     def leaving(self) -> Removal | None:
-        """Return the layers to remove now, after the units. All ranks call together."""
+        """Return the removal of layers that is due at this step, or None; call it after `step`. Collective."""
         return None if self.depth is None else self.depth.after_step(self.training_steps, self._all_samples)
 
     def _form_masks(self, step: int) -> list[CompressionRule]:
@@ -111,14 +119,14 @@ class Compression:
         return ended
 
     def removal(self, rules: list[CompressionRule]) -> Removal:
-        """Return the removal of these rules' units from the engine."""
+        """Return the removal of the units that the masks of these rules exclude."""
         chosen = [pair for rule in rules for pair in zip(rule.families, self.masks.units[rule.name], strict=True)]
         removal = self.plan.removal_of(chosen)
         removal.rules = [rule.name for rule in rules]
         return removal
 
     def removed(self, removal: Removal, optimizer: ZeroOptimizer | None, names: Mapping[str, str]) -> None:
-        """Update after a removal: the engine has a new optimizer, and the masks of other rules are rebuilt.
+        """Rebuild rules and masks after a removal, for the engine's new optimizer.
 
         Args:
             removal: the removed units or layers.
@@ -146,9 +154,9 @@ class Compression:
 
     @staticmethod
     def _rename_rule(rule: CompressionRule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
-        """Rename a rule's parameters after a removal of layers; returns whether any parameter remains.
+        """Rename a rule's parameters after a removal of layers; return whether any parameter remains.
 
-        Flags and scores of removed families are deleted from `state`, the state dict of the masks.
+        Flags and scores of removed dependency groups are deleted from `state`, the state dict of the masks.
         """
         families = [removal.renamed(family, names) for family in rule.families]
         stay = [index for index, family in enumerate(families) if family is not None]
@@ -163,12 +171,12 @@ class Compression:
         return bool(rule.families or rule.weights)
 
     def left(self, removal: Removal) -> None:
-        """Record that layers have been removed, so that they are not removed again."""
+        """Record that `removal` has removed layers, so that they are not removed again."""
         if self.depth is not None and self.depth.prefix in removal.layers:
             self.depth.left()
 
     def resume(self) -> None:
-        """Load the state that masks of other rules had before a removal. All ranks call together."""
+        """Restore the masks of the remaining rules after `removed`. Collective."""
         if self._masks_before is not None:
             self.masks.load_state_dict(self._masks_before)
             self._masks_before = None
@@ -180,7 +188,7 @@ class Compression:
         return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state common to all ranks."""
+        """Return the state, which is equal on all ranks."""
         return {
             "training_steps": self.training_steps,
             "masks": self.masks.state_dict(),
@@ -189,7 +197,7 @@ class Compression:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state, after the tensors of a checkpoint were read. All ranks call together."""
+        """Load a `state_dict`; the model's weights must be loaded before. Collective."""
         self.training_steps = saved["training_steps"]
         self.quantizers.load_state_dict(saved["quantizers"])
         self.masks.load_state_dict(saved["masks"])
@@ -207,7 +215,7 @@ class Compression:
 
 
 class _InputNorms:
-    """Sums of squared inputs, for modules with activation-weighted rules."""
+    """Sums of squared inputs over tokens, recorded by hooks, for rules with the criterion `activation`."""
 
     def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -228,9 +236,9 @@ class _InputNorms:
             raise CompressionError(f"criterion activation of {blind[0]}: an embedding has no inputs; leave it out")
 
     def of_all_ranks(self, exchange: Exchange) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return (sums of squares [inputs] in fp64, axis of inputs) by weight, summed over ranks.
+        """Return {weight name: (fp64 sums of squares [inputs], input axis of the weight)}, summed over ranks.
 
-        All ranks call together, even if they have used different modules.
+        Collective; ranks may have used different modules.
         """
         names = sorted(self._inputs)
         if not names:
@@ -256,7 +264,7 @@ class _InputNorms:
     def followed(
         self, model: nn.Module, rules: list[CompressionRule], removal: Removal, names: Mapping[str, str]
     ) -> _InputNorms:
-        """Return the sums for the model after a removal, with the remaining inputs."""
+        """Return new sums for the model after a removal, restricted to the remaining inputs."""
         self.remove()
         norms = _InputNorms(model, rules)
         modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Distillation: losses on a teacher's logits, hidden states and attention maps, added to the model's own `.loss`."""
+"""Distillation: losses between a student's and a teacher's logits, hidden states and attention maps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _IGNORED = -100
 
 
 class Distiller:
-    """Adds losses on a teacher's outputs to a student's output.
+    """Hooks on a student that add distillation losses to the `.loss` of its output, in training mode only.
 
     Args:
-        student: module of the engine; its output has `.loss` and `.logits`.
+        student: module of the engine; its output has `.loss` and `.logits`. Without `.loss`, nothing is added.
         section: `compression_training.distillation`.
     """
 
@@ -39,13 +39,21 @@ class Distiller:
         ]
 
     def set_teacher(self, teacher: Any, close: Callable[[], None] | None = None) -> None:
-        """Set a module or an engine as teacher, in evaluation mode without gradients; `close` is called at the end."""
+        """Set the teacher, which runs in evaluation mode without gradients.
+
+        Args:
+            teacher: a module or an engine.
+            close: called by `remove`; None: an earlier value stays.
+
+        Raises:
+            CompressionError: the teacher is not callable.
+        """
         if not callable(teacher):
             raise CompressionError(f"a teacher is a module or an engine, not a {type(teacher).__name__}")
         self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Make the student return hidden states and attention maps, if they are compared."""
+        """Forward pre-hook that makes the student return hidden states and attention maps, if they are compared."""
         if not module.training:
             return None
         kwargs = dict(kwargs)
@@ -76,7 +84,7 @@ class Distiller:
 
     @contextlib.contextmanager
     def _recorded_blocks(self) -> Iterator[list[_Call]]:
-        """Context that records inputs and outputs of every block of the teacher."""
+        """Context that records inputs and output of every block of the teacher, for `layerwise`."""
         calls: list[_Call] = []
 
         def record(module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -94,7 +102,7 @@ class Distiller:
                 hook.remove()
 
     def _layerwise(self, calls: list[_Call]) -> torch.Tensor:
-        """Compute the mean squared error of each student layer, run on the input of its teacher layer."""
+        """Compute the mean squared error of student layers that run on the inputs of their teacher layers."""
         lists = (
             list(module)  # found by the teacher's name, even with one remaining block
             for name, module in self.student.named_modules()
@@ -116,7 +124,7 @@ class Distiller:
 
     @staticmethod
     def _longest_list(model: Any) -> tuple[str, list[nn.Module]]:
-        """Return the longest list of repeated blocks of a module or an engine, and its name."""
+        """Return the name of the longest list of repeated blocks in a module or an engine, and the blocks."""
         lists = block_lists(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
         if not lists:
             raise CompressionError(
@@ -139,7 +147,17 @@ class Distiller:
                 self.teacher.train()
 
     def loss(self, output: Any, teacher_output: Any, labels: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """Add the distances from the teacher to the student's loss; positions with label -100 are ignored."""
+        """Return the weighted sum of the student's loss and its distances from the teacher.
+
+        Args:
+            output: student's output, with `.logits`, and `.hidden_states` and `.attentions` if they are compared.
+            teacher_output: teacher's output, with the same attributes.
+            labels: int64 labels; positions with -100 do not count for logits. None: all positions count.
+            own: the student's own loss.
+
+        Raises:
+            CompressionError: shapes or numbers of layers of student and teacher do not fit.
+        """
         section = self.section
         total = section.hard * own
         if section.logits:
@@ -165,7 +183,7 @@ class Distiller:
         return torch.stack(errors).mean()
 
     def _layers(self, count: int, teacher_count: int) -> list[int]:
-        """Return the teacher layer for each student layer."""
+        """Return the index of the teacher layer for each student layer: `distillation.layers`, or evenly spaced."""
         named = self.section.layers
         if count == teacher_count and (named is None or len(named) != count):
             return list(range(count))  # layers are not removed yet
@@ -176,7 +194,7 @@ class Distiller:
         return named
 
     def remove(self) -> None:
-        """Remove the hooks, and close the teacher."""
+        """Remove the hooks from the student, and close the teacher."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -195,13 +213,16 @@ def _first(output: Any) -> torch.Tensor:
 def divergence(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float, labels: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the KL divergence of the teacher's distribution from the student's, times the temperature squared.
+    """Compute the mean over positions of KL(teacher ‖ student) · temperature² (Hinton et al., arXiv:1503.02531).
 
     Args:
         student: logits [..., classes].
         teacher: logits of the same shape.
-        temperature: divides both logits.
-        labels: [...]; positions with -100 are excluded from the mean.
+        temperature: divisor of both logits.
+        labels: [...]; positions with -100 are excluded from the mean. None, or another shape: all positions count.
+
+    Raises:
+        CompressionError: the shapes differ.
     """
     if student.shape != teacher.shape:
         raise CompressionError(f"logits of student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ")

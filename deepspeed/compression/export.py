@@ -1,4 +1,4 @@
-"""Export of a folder that plain Transformers loads; quantized models are stored as packed integers."""
+"""Export of a compressed model to a folder for `from_pretrained`; quantized weights are stored as packed integers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def export(
     weights: str = "float",
     group_size: int = 32,
 ) -> dict[str, Any]:
-    """Write a model folder.
+    """Write a model folder that Transformers' `from_pretrained` loads.
 
     Args:
-        model: provides class and config; its own values are not read.
-        state: all weights, whole, as used by forward.
+        model: provides class and config; its weights are not used.
+        state: state dict of the unsharded model, with the values that its forward uses.
         folder: created if missing.
-        weights: `float`, `int8` (a scale per output row), `int4` (a signed scale per `group_size` inputs, with least
+        weights: `float`, `int8` (a scale per output row), `int4` (a scale per row and `group_size` inputs, with least
             squared error), or `w8a8`: int8 weights, and inputs rounded to 8 bits with a dynamic scale per token.
-        group_size: group size of int4.
+        group_size: number of inputs per scale of int4.
 
     Returns:
-        A report of bytes and parameters, also written to `compression.json` in the folder.
+        `parameters`, `bytes` of the files, `weights` and `class`; also written to `compression.json` in the folder.
 
     Raises:
-        CompressionError: the model has no Transformers config, or the weights do not fit the class.
-        NotAvailableError: packed integers need compressed-tensors.
+        CompressionError: `weights` is unknown, the model has no Transformers config, or the weights do not fit it.
+        NotAvailableError: compressed-tensors is needed for packed integers and not installed.
     """
     inner = inside(model)[1]
     if weights not in ("float", *BITS):
@@ -80,7 +80,7 @@ def export(
 
 
 def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
-    """Build a plain model with these weights."""
+    """Build a model of an unmodified class with these weights, in evaluation mode."""
     small = sum(value.numel() for value in state.values()) < _SMALL
     model: Any = model_class(copy.deepcopy(config)) if small else on_meta(model_class, config)
     missing, unexpected = model.load_state_dict(dict(state), strict=False, assign=True)
@@ -99,7 +99,7 @@ def _build_filled(model_class: type[nn.Module], config: Any, state: Mapping[str,
 
 
 def packable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers to store as integers: all except the head and layers tied to an embedding."""
+    """Return the linear layers to store as integers, by name: all but the LM head and layers tied to an embedding."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
@@ -110,7 +110,7 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:
-    """Pack in a separate process: within several ranks, compressed-tensors would wait for all others."""
+    """Run `_pack` in a separate process: in a distributed job, compressed-tensors would wait for all other ranks."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
     with tempfile.TemporaryDirectory() as whole:

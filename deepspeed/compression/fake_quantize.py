@@ -1,4 +1,4 @@
-"""Fake quantizers of an engine's modules, with their schedule."""
+"""Fake quantizers of a model's weights and inputs, with their schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _WeightGroup:
     Args:
         name: name of the group.
         quantizers: quantizers of its modules.
-        bits: (start, target); equal without intermediate steps.
-        offset: applied steps before quantization starts.
+        bits: (start, target); equal if the number of bits is constant.
+        offset: number of applied steps before quantization starts.
         period: steps until the first decrease by one bit; each further period is twice as long.
-        mixed: decrease per step of the fraction of dense weights; None: no mixing.
+        mixed: decrease per step of the fraction of full-precision weights in the result; None: no mixing.
         verbose: log changes of the bits.
     """
 
@@ -37,7 +37,7 @@ class _WeightGroup:
     verbose: bool
 
     def at(self, step: int) -> tuple[int, float]:
-        """Return (bits, fraction of dense weights) after `step` applied steps."""
+        """Return (bits, fraction of full-precision weights) after `step` applied steps; 0 bits: off."""
         start, target = self.bits
         if step < self.offset:
             return 0, 0.0
@@ -49,22 +49,23 @@ class _WeightGroup:
 
     @property
     def last(self) -> int:
-        """Last step with a change."""
+        """Last step at which bits or fraction change."""
         start, target = self.bits
         falls = self.offset + max(self.period, 1) * (2 ** (start - target) - 1)
         return falls + (0 if not self.mixed else int(1.0 / self.mixed))
 
 
 class FakeQuantizers:
-    """All quantizers of a model.
+    """Fake quantizers of a model's modules (quantization-aware training), off until their scheduled steps.
 
     Args:
-        model: plain or sharded.
+        model: plain or sharded model; the classes of its modules are changed by `compress_module`.
         section: `compression_training`.
         training: `quantize_training`.
 
     Raises:
-        CompressionError: modules are missing, or cannot be quantized this way.
+        CompressionError: a module is missing or selected twice, has no weight, or its weight does not divide into
+            `quantize_groups`.
     """
 
     def __init__(self, model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
@@ -82,7 +83,7 @@ class FakeQuantizers:
         self._log_shared_weights()
 
     def _log_shared_weights(self) -> None:
-        """Log quantized weights that a module without quantization shares: exports store them once."""
+        """Log weights that are shared by modules with and without quantization: exports store them quantized."""
         users: dict[int, list[str]] = {}
         quantized: set[str] = set()
         for name, module in self._model.named_modules():
@@ -173,7 +174,7 @@ class FakeQuantizers:
             self._inputs.append((shared.schedule_offset, quantizers))
 
     def at_step(self, step: int) -> None:
-        """Set all quantizers to their state after `step` applied optimizer steps."""
+        """Set bits, fractions and switches of all quantizers for `step` applied optimizer steps."""
         self._step = step
         for group in self._weights:
             bits, share = group.at(step)
@@ -186,7 +187,7 @@ class FakeQuantizers:
                 input_quantizer.on = step >= offset
 
     def bake(self, state: dict[str, Any]) -> None:
-        """Replace weights of a whole state dict by their quantized values, shared weights under all names."""
+        """Replace weights in an unsharded state dict by their quantized values, under all names of a shared weight."""
         names: dict[int, list[str]] = {}
         for name, param in self._model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
@@ -203,7 +204,7 @@ class FakeQuantizers:
         return weights and all(self._step >= offset for offset, _ in self._inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step; all other state follows from it."""
+        """Return {"step": number of applied steps}, which determines all other state."""
         return {"step": self._step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

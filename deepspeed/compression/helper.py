@@ -1,4 +1,4 @@
-"""Helpers for modules by dotted name, with upstream's names."""
+"""Functions of `deepspeed.compression.helper` that scripts for upstream DeepSpeed import: modules by dotted name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
     Args:
         model: root object.
         module_name: such as `encoder.layer.0.output`.
+
+    Raises:
+        AttributeError, IndexError: there is no such attribute.
     """
     attribute = model
     for part in module_name.split("."):
@@ -45,17 +48,27 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 def module_replacement(
     model: nn.Module, module_name: str, compression_technique: Any = None, mpu: Any = None
 ) -> nn.Module:
-    """Change one module's class to one with quantizers, in place."""
+    """Replace the class of one module by a subclass that supports fake quantizers, in place. Returns the module.
+
+    Args:
+        model: model with the module.
+        module_name: dotted name of the module.
+        compression_technique: no effect.
+        mpu: no effect.
+    """
     return compress_module(recursive_getattr(model, module_name))
 
 
 def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
-    """Whether compression techniques support a module."""
+    """Whether compression techniques support the class of a module; `mpu` has no effect."""
     return compressible(module) or isinstance(module, nn.BatchNorm2d)
 
 
 def compression_preparation(model: nn.Module, compression_technique_list: Any = None, mpu: Any = None) -> nn.Module:
-    """Change the class of every compressible module to one with quantizers, in place."""
+    """Replace the classes of all compressible modules by subclasses that support fake quantizers. Returns the model.
+
+    `compression_technique_list` and `mpu` have no effect.
+    """
     for module in model.modules():
         if is_module_compressible(module):
             compress_module(module)
@@ -65,21 +78,30 @@ def compression_preparation(model: nn.Module, compression_technique_list: Any = 
 def fix_compression(
     model: nn.Module, module_name: str, compression_technique: Any = None, mask: Any = None, dim_reduction: bool = False
 ) -> None:  # noqa: E501
-    """Restore the original class of a compressed module."""
+    """Restore the original class of a module, in place, and remove its quantizers; the weight does not change.
+
+    Args:
+        model: model with the module.
+        module_name: dotted name of the module.
+        compression_technique, mask, dim_reduction: no effect.
+    """
     plain_module(recursive_getattr(model, module_name))
 
 
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace modules such as Transformers' `Conv1D` by `nn.Linear` of the transposed weight, in place.
+    """Replace modules such as Transformers' `Conv1D` by `nn.Linear` with the transposed weight, in place.
 
-    Ties, `requires_grad` and other buffers stay. Techniques support `Conv1D` too; old scripts call this first.
+    Not necessary for compression techniques, which support `Conv1D`. Modules that occur twice stay shared.
 
     Args:
-        model: whole, before `deepspeed.initialize`.
+        model: model before `deepspeed.initialize`.
         convert_type: class of the modules to replace.
 
     Returns:
         The model.
+
+    Raises:
+        ArgumentError: the model is sharded.
     """
     linears: dict[int, nn.Linear] = {}  # new layers by the replaced module
     target: Any = model.module if hasattr(model, "module") else model

@@ -1,4 +1,4 @@
-"""Schedule of compression outside of an engine, with upstream's name."""
+"""Schedule of fake quantization outside of an engine; the names are those of upstream DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from deepspeed.compression.fake_quantize import FakeQuantizers
 
 
 class compression_scheduler:  # noqa: N801
-    """Step counter that switches a model's quantizers; an engine has its own (`engine.compression_scheduler`).
+    """Step counter that enables a model's fake quantizers; an engine has its own (`engine.compression_scheduler`).
 
     Args:
-        model: whole.
-        compression_config: the dict under `compression_training`, or a config that contains it.
+        model: model that is not sharded; its modules are changed in place.
+        compression_config: value of `compression_training`, or a configuration with this key.
+
+    Raises:
+        CompressionError: a module in the config does not exist or cannot be quantized.
     """
 
     def __init__(self, model: nn.Module, compression_config: dict[str, Any]) -> None:
@@ -26,6 +29,6 @@ class compression_scheduler:  # noqa: N801
         self._quantizers.at_step(0)
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Advance by one applied optimizer step; with `step_zero_check`, only apply the state of step 0."""
+        """Advance by one applied optimizer step; with `step_zero_check`, only apply the present step's state."""
         self.training_steps += 0 if step_zero_check else 1
         self._quantizers.at_step(self.training_steps)

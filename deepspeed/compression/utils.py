@@ -1,4 +1,4 @@
-"""Fake quantization: rounds values to a few levels, with straight-through gradients."""
+"""Fake quantization: rounding to few levels, with straight-through gradients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def _rows(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """Reshape to [groups, n] in fp32."""
+    """Reshape values to [groups, n] in fp32; ValueError if `groups` does not divide their number."""
     if values.numel() % groups:
         raise ValueError(f"{values.numel()} elements cannot be split into {groups} equal groups")
     return values.reshape(groups, -1).to(torch.float32)
 
 
 def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """Quantize to 2^bits levels around zero, with one scale per group; at least 3 bits."""
+    """Quantize to 2^bits levels around zero, with one scale per group; arguments and result as in `quantize`."""
     rows = _rows(values, groups)
     scale = (2 * rows.abs().amax(1, keepdim=True) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
     levels = _round(rows / scale, stochastic).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -23,7 +23,7 @@ def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool
 
 
 def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """Quantize to 2^bits levels from minimum to maximum, with one scale and offset per group; at least 3 bits."""
+    """Quantize to 2^bits levels from each group's minimum to its maximum; arguments and result as in `quantize`."""
     rows = _rows(values, groups)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     scale = ((high - low) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
@@ -36,16 +36,16 @@ _STARTS = (6.0, 6.5, 7.0, 7.5, 8.0, 8.5, 9.0)  # steps from zero to a group's la
 
 
 def four_bit_scales(groups: torch.Tensor) -> torch.Tensor:
-    """Compute a signed scale per group that nearly minimizes the squared error of integers from -8 to 7.
+    """Return a signed scale per group that nearly minimizes the squared error of integers from -8 to 7.
 
-    The weight of largest magnitude is mapped to -8, so all 16 levels are used; the scale is negative if that weight is
-    positive. Each candidate is improved once by least squares for its integers.
+    The weight of largest magnitude is mapped near -8, so the scale is negative if that weight is positive. Of several
+    candidates, each refined once by least squares for its integers, the best one is returned.
 
     Args:
-        groups: [..., elements of a group], fp32.
+        groups: fp32 [..., elements of a group].
 
     Returns:
-        [..., 1], fp32, never zero.
+        fp32 [..., 1], never zero.
     """
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best, least = largest, torch.full_like(largest, torch.inf)
@@ -64,7 +64,14 @@ def _not_zero(scale: torch.Tensor) -> torch.Tensor:
 
 
 def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Quantize to zero, or plus or minus a level: the mean magnitude of values above 0.7 times the mean magnitude."""
+    """Quantize to {-a, 0, a} (ternary weight networks, arXiv:1605.04711).
+
+    Magnitudes up to 0.7 times the group's mean magnitude become 0; a is the mean of the other magnitudes.
+
+    Args:
+        values: any float tensor.
+        groups: number of equal parts of the flattened tensor.
+    """
     rows = _rows(values, groups)
     sizes = rows.abs()
     above = sizes > 0.7 * sizes.mean(1, keepdim=True)
@@ -73,24 +80,27 @@ def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
 
 
 def binary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Quantize to plus or minus the mean magnitude."""
+    """Quantize to plus or minus the mean magnitude of each of `groups` equal parts of the flattened tensor."""
     rows = _rows(values, groups)
     signs = torch.where(rows < 0, -1.0, 1.0)
     return (signs * rows.abs().mean(1, keepdim=True)).view(values.shape).to(values.dtype)
 
 
 def quantize(values: torch.Tensor, bits: int, kind: str, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
-    """Quantize with the form for a number of bits: 1 binary, 2 ternary, else by `kind`.
+    """Quantize and dequantize: binary with 1 bit, ternary with 2 bits, else to 2^bits levels.
 
     Args:
         values: any float tensor.
         bits: 1 to 16.
-        kind: `symmetric` or `asymmetric`.
-        groups: number of equal pieces of the flattened tensor, each with its own scale.
-        stochastic: round up with the probability of the remainder.
+        kind: `symmetric` or `asymmetric`, for 3 bits or more.
+        groups: number of equal parts of the flattened tensor, each with its own scale.
+        stochastic: whether values are rounded up with a probability equal to their fractional part.
 
     Returns:
-        A tensor with the shape and dtype of `values`.
+        Rounded values, with the shape and dtype of `values`.
+
+    Raises:
+        ValueError: `groups` does not divide the number of elements.
     """
     if bits <= 2:
         return binary(values, groups) if bits == 1 else ternary(values, groups)
@@ -112,12 +122,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(values: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """Return `quantized` in forward; in backward the gradient passes to `values`."""
+    """Return `quantized`; in backward, `values` gets its gradient unchanged (straight-through estimator)."""
     return _StraightThrough.apply(values, quantized)  # pyright: ignore[reportReturnType]
 
 
 class _Quantizer(torch.autograd.Function):
-    """Old interface: `apply(input, num_bits, min_value=None, max_value=None, num_groups=1)`."""
+    """Fake quantizer with the interface of upstream DeepSpeed: `apply` returns values with a gradient."""
 
     form: Any = None
 
@@ -125,7 +135,15 @@ class _Quantizer(torch.autograd.Function):
     def apply(
         cls, input: torch.Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
     ) -> Any:  # noqa: A002, E501
-        """Quantize; with bounds, clamp values to them first."""
+        """Quantize and dequantize `input`, with a straight-through gradient.
+
+        Args:
+            input: any float tensor.
+            num_bits: number of bits.
+            min_value: lower bound of a clamp before quantization; None: -max_value.
+            max_value: upper bound of the clamp; None: no clamp.
+            num_groups: number of equal parts of the flattened tensor, each with its own scale.
+        """
         values = input.detach()
         if max_value is not None:
             values = values.clamp(-max_value if min_value is None else min_value, max_value)
@@ -133,35 +151,41 @@ class _Quantizer(torch.autograd.Function):
 
 
 class SymQuantizer(_Quantizer):
-    """Symmetric quantization with straight-through gradients."""
+    """Symmetric fake quantizer (see `symmetric`) with straight-through gradients."""
 
     form = staticmethod(symmetric)
 
 
 class AsymQuantizer(_Quantizer):
-    """Asymmetric quantization with straight-through gradients."""
+    """Asymmetric fake quantizer (see `asymmetric`) with straight-through gradients."""
 
     form = staticmethod(asymmetric)
 
 
 class TernaryQuantizer(_Quantizer):
-    """Ternary quantization with straight-through gradients."""
+    """Ternary fake quantizer (see `ternary`) with straight-through gradients; `num_bits` has no effect."""
 
     form = staticmethod(lambda values, bits, groups: ternary(values, groups))
 
 
 class BinaryQuantizer(_Quantizer):
-    """Binary quantization with straight-through gradients."""
+    """Binary fake quantizer (see `binary`) with straight-through gradients; `num_bits` has no effect."""
 
     form = staticmethod(lambda values, bits, groups: binary(values, groups))
 
 
 class TopKBinarizer(torch.autograd.Function):
-    """Mask of the largest scores; the gradient passes straight to the scores."""
+    """Function from scores to a mask of the largest ones, with a straight-through gradient (arXiv:2005.07683)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, threshold: float, sigmoid: bool = False) -> torch.Tensor:
-        """Return ones for the `threshold` fraction of largest scores (with `sigmoid`, for scores above `threshold`)."""
+        """Return a mask of ones and zeros, with shape and dtype of `inputs`.
+
+        Args:
+            inputs: scores.
+            threshold: fraction of the scores, the largest ones, that get a one.
+            sigmoid: instead, scores with a sigmoid above `threshold` get a one.
+        """
         if sigmoid:
             return (torch.sigmoid(inputs) > threshold).to(inputs.dtype)
         flat = inputs.reshape(-1)
@@ -172,5 +196,5 @@ class TopKBinarizer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Pass the gradient to the scores."""
+        """Return the gradient of the mask as the gradient of the scores."""
         return gradients[0], None, None

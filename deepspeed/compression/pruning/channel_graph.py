@@ -1,4 +1,4 @@
-"""Channel groups of convolutional networks, from torch-pruning's graph, verified on a copy."""
+"""Coupled channels of convolutional networks, from torch-pruning's dependency graph, verified on a model copy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | None = None) -> list[Family]:
-    """Find coupled channels: of convolutions, norms, and modules that read them, also across sums and concatenations.
+    """Return the dependency groups of convolution channels, across norms, sums, concatenations and later modules.
 
-    Channels of the model's outputs are excluded, and families for which removal and masking differ.
+    Channels of the model's outputs are excluded, and groups for which removal and masking give different outputs.
 
     Args:
-        model: plain or sharded; a whole copy is traced.
+        model: plain or sharded model; an unsharded copy with random weights is traced.
         example: inputs of forward: a tensor or a tuple.
-        refused: filled with the reason for every excluded convolution.
+        refused: filled with {name of an excluded convolution: reason}; None: reasons are dropped.
 
     Raises:
         NotAvailableError: torch-pruning is not installed.
@@ -64,14 +64,14 @@ def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | N
 
 
 def _cpu_inputs(example: Any) -> Any:
-    """Convert inputs for the copy: on the CPU, floating-point tensors in fp32."""
+    """Move inputs to the CPU; floating-point tensors become fp32."""
     if isinstance(example, tuple):
         return tuple(map(_cpu_inputs, example))
     return example.detach().cpu().float() if example.is_floating_point() else example.detach().cpu()
 
 
 def whole_twin(model: nn.Module) -> Any:
-    """Copy a model in fp32 to the CPU, with random values (constants would hide differences); nothing is gathered."""
+    """Return a copy of a model on the CPU, in fp32, unsharded, with random parameters; nothing is communicated."""
     generator = torch.Generator().manual_seed(4)
     copied: dict[int, Any] = {}
     for name, param in model.named_parameters():
@@ -90,7 +90,14 @@ def whole_twin(model: nn.Module) -> Any:
 
 
 def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
-    """Return the coupled elements, and the number of equal blocks that must keep equal numbers of channels."""
+    """Return the parameter slices of a torch-pruning group, and its number of blocks.
+
+    Each block (the groups of a grouped convolution) must keep the same number of channels.
+
+    Args:
+        group: a group of torch-pruning.
+        names: names of the modules by id.
+    """
     tables: dict[tuple[str, int], torch.Tensor] = {}
     grouped: dict[str, Any] = {}  # grouped convolutions, in which an output reads some of the inputs, by weight
     for item in group:
@@ -123,12 +130,15 @@ def _slots(group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int
 
 
 def not_proven(model: nn.Module, family: Family, run: Run) -> str:
-    """Compare removal with masking for half of the units; return "" if equal, else the reason.
+    """Compare the outputs after removal and after masking of half of the units.
 
     Args:
-        model: from `whole_twin`.
-        family: a family of that model.
-        run: computes the outputs of such a model.
+        model: a result of `whole_twin`.
+        family: a dependency group of that model.
+        run: function that computes the outputs of such a model.
+
+    Returns:
+        "" if the outputs are equal, else the reason why the group cannot be removed.
     """
     if family.size // family.blocks < 2:
         return "it has one unit per group"
@@ -158,9 +168,10 @@ def not_proven(model: nn.Module, family: Family, run: Run) -> str:
 
 
 def runner(model: nn.Module) -> Run | None:
-    """Return a function that computes the outputs of a copy of the model on known inputs; None if no inputs are known.
+    """Return a function that computes the outputs of copies of a model; None if its inputs are unknown.
 
-    Inputs are known for models with an `example_input_array` (a tensor or a tuple) and for models of Transformers.
+    Inputs are known for models with an `example_input_array` (a tensor or a tuple) and for models of Transformers up to
+    `LARGEST` parameters.
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:

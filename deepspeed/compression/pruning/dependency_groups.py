@@ -1,4 +1,4 @@
-"""Dependency groups: the elements of all coupled tensors that must be removed together."""
+"""Dependency groups (class `Family`): the elements of coupled tensors that must be removed together."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _CHUNK = 1 << 20
 
 
 def out_axis(module: nn.Module) -> int:
-    """Return the output axis of a module's weight; the weight of Transformers' `Conv1D` is transposed."""
+    """Return the output axis of a module's weight: 0, or 1 for Transformers' `Conv1D` [inputs, outputs]."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterSlice:
-    """Elements of one parameter that belong to the units of a family.
+    """Elements of one parameter that belong to the units of a dependency group.
 
     Args:
         name: name of the parameter.
-        axes: the indexed axes: one, or for packed experts (expert axis, axis).
-        table: int64, with the sizes of those axes: the unit of each index, or -1.
-        scored: whether magnitude criteria use it.
-        layouts: candidate tables, from which verification selects one.
+        axes: the indexed axes: one, or (expert axis, axis) for packed experts.
+        table: unit of each index of `axes`, or -1 for none; int64, with the sizes of these axes.
+        scored: whether the parameter counts in magnitude scores.
+        layouts: candidate tables; `prove` selects one of them.
     """
 
     name: str
@@ -41,20 +41,27 @@ class ParameterSlice:
     def along_axis(
         cls, name: str, axis: int, size: int, units: int, *, scored: bool = True, interleaved: bool = False
     ) -> ParameterSlice:
-        """Create a slice of an axis of `size`, divided into `units` equal runs.
+        """Create a slice of one axis, with the same number of indices for each unit.
 
-        `interleaved`: False: index = unit * run + offset (a head's channels); True: index = copy * units + unit.
+        Args:
+            name: name of the parameter.
+            axis: the axis.
+            size: its size, a multiple of `units`.
+            units: number of units.
+            scored: as in `ParameterSlice`.
+            interleaved: False: each unit has consecutive indices (channels of a head); True: index i belongs to unit
+                i % units.
         """
         index = torch.arange(size)
         return cls(name, (axis,), index % units if interleaved else index // (size // units), scored)
 
     def laid(self, layout: int) -> ParameterSlice:
-        """Return a copy with another candidate table."""
+        """Return a copy with candidate table number `layout`, or the last one if there are fewer."""
         tables = self.layouts or (self.table,)
         return replace(self, table=tables[min(layout, len(tables) - 1)])
 
     def units(self, shape: torch.Size, low: int, high: int) -> torch.Tensor:
-        """Return the unit of each element [low, high) of the flattened parameter; int64."""
+        """Return the unit (or -1) of each element [low, high) of the flattened parameter of this shape; int64."""
         units = torch.empty(max(high - low, 0), dtype=torch.int64)
         for start in range(low, high, _CHUNK):  # bounds temporary memory
             flat = torch.arange(start, min(start + _CHUNK, high))
@@ -65,7 +72,7 @@ class ParameterSlice:
         return units
 
     def select(self, values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Select the kept elements of a tensor with the parameter's shape, given flags of the kept units."""
+        """Return the kept elements of `values`, a tensor like the parameter; `keep`: bool [units], True: kept."""
         axis = self.axes[-1]
         if len(self.axes) == 1:
             return values.index_select(axis, self.indices(keep).to(values.device))
@@ -73,21 +80,21 @@ class ParameterSlice:
         return torch.stack([part.index_select(axis - 1, row) for part, row in zip(values.unbind(0), rows, strict=True)])
 
     def indices(self, keep: torch.Tensor, lead: int | None = None) -> torch.Tensor:
-        """Return the remaining indices of the axis."""
+        """Return the indices of the last axis that remain if the units `keep` are kept, of expert `lead` if packed."""
         table = self.table if lead is None else self.table[lead]
         return torch.nonzero((table < 0) | keep[table.clamp(min=0)]).view(-1)
 
 
 @dataclass(eq=False)
 class Family:
-    """Units of one layer among which a criterion selects.
+    """Dependency group of one layer: its units (such as heads), with all elements that must be removed with each.
 
     Args:
         kind: `ffn`, `heads`, `experts`, `rows` or `channels`.
         label: name of the layer, for messages.
         size: number of units.
-        slots: all coupled elements.
-        blocks: number of equal blocks that keep equal numbers of units (packed experts).
+        slots: slices of all coupled parameters.
+        blocks: number of equal blocks of units (such as packed experts), which keep equal numbers of units.
         config: whether the model's config can express the smaller size; None: the model has no config.
     """
 
@@ -99,11 +106,11 @@ class Family:
     config: bool | None = None
 
     def laid(self, layout: int) -> Family:
-        """Return a copy with another candidate layout of the axes."""
+        """Return a copy with candidate layout number `layout` of all slices."""
         return replace(self, slots=[slot.laid(layout) for slot in self.slots])
 
     def scored_by(self, names: Collection[str]) -> Family:
-        """Return a copy with scores from these parameters only."""
+        """Return a copy whose magnitude scores count only these parameters."""
         return replace(self, slots=[replace(slot, scored=slot.name in names) for slot in self.slots])
 
     def names(self) -> list[str]:
@@ -111,7 +118,14 @@ class Family:
         return list(dict.fromkeys(slot.name for slot in self.slots))
 
     def flags(self, name: str, shape: torch.Size, span: tuple[int, int], keep: torch.Tensor) -> torch.Tensor:
-        """Return 1-D bool flags of the kept elements [low, high) of a flattened parameter, given flags of units."""
+        """Return bool flags of the kept elements of a flattened parameter.
+
+        Args:
+            name: name of the parameter.
+            shape: its shape.
+            span: range [low, high) of elements; the result has `high - low` flags.
+            keep: bool flags of the kept units.
+        """
         flags = torch.ones(span[1] - span[0], dtype=torch.bool)
         for slot in self.slots:
             if slot.name == name:
@@ -120,7 +134,7 @@ class Family:
         return flags
 
     def choose(self, scores: torch.Tensor, count: int) -> torch.Tensor:
-        """Return flags of the `count` units with the highest scores, equal numbers in every block."""
+        """Return bool flags of the `count` units with the highest scores, with equal numbers in every block."""
         from deepspeed.compression.pruning.distributed_topk import largest_units
 
         rows = scores.view(self.blocks, -1)

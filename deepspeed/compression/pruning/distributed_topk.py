@@ -14,12 +14,12 @@ Score = Callable[[Owned], torch.Tensor]
 
 
 def kept_of(total: int, ratio: float) -> int:
-    """Return the number of elements that a ratio keeps, rounded up as in the published interface."""
+    """Return the number of elements that a ratio keeps: total · ratio, rounded up as in upstream's interface."""
     return min(total, -int(-round(total * ratio, 6) // 1)) if ratio < 1 else total
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
-    """Map scores to int64 in [0, 2^32) in the same order; NaN is smallest."""
+    """Map fp32 scores to int64 in [0, 2^32) with the same order; NaN is smallest."""
     clean = torch.nan_to_num(scores.to(torch.float32), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     raw = clean.view(torch.int32)
     return (raw ^ ((raw >> 31) & 0x7FFFFFFF)).to(torch.int64) + (1 << 31)
@@ -28,16 +28,19 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
 def keep_largest(
     sets: Sequence[Sequence[Owned]], keep: Sequence[int], score: Score, exchange: Exchange
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, 1-D bool flags over [low, high)) for each parameter: the `keep[i]` highest scores of `sets[i]` stay.
+    """Flag the `keep[i]` elements with the highest scores in each list `sets[i]`, over all ranks.
 
-    Equal scores are kept in order of parameters, and of indices inside a parameter. The flags do not depend on the
-    sharding. All ranks call together, and must consume the whole iterator.
+    Of equal scores, the first are kept, in order of parameters and of indices inside a parameter. The flags do not
+    depend on the sharding. Collective; every rank must consume the whole iterator.
 
     Args:
         sets: disjoint lists of parameters, the same on all ranks.
-        keep: number of scores to keep in each list.
-        score: maps a parameter to its 1-D scores over [low, high).
-        exchange: the ranks.
+        keep: number of elements to keep in each list.
+        score: function of a parameter that returns the scores of this rank's elements [low, high), 1-D.
+        exchange: collectives over the ranks that share the parameters.
+
+    Yields:
+        Name of each parameter, and bool flags of this rank's elements [low, high).
     """
     thresholds, remaining = [0] * len(sets), list(keep)
     for shift, bits in _DIGITS:
@@ -66,7 +69,10 @@ def keep_largest(
 
 
 def _find_digit(counts: torch.Tensor, place: int) -> tuple[int, int]:
-    """Return the digit of the `place`-th largest number, and its place among the numbers with that digit."""
+    """Return the digit of the `place`-th largest number (from 1), and its place among the numbers with that digit.
+
+    `counts[digit]` is the number of numbers with that digit.
+    """
     above = 0
     for digit in range(counts.numel() - 1, -1, -1):
         here = int(counts[digit])
@@ -77,7 +83,7 @@ def _find_digit(counts: torch.Tensor, place: int) -> tuple[int, int]:
 
 
 def _above(scores: torch.Tensor, threshold: int, equal: int) -> torch.Tensor:
-    """Return flags of the scores above a threshold, and of the first `equal` scores at the threshold."""
+    """Return flags of the scores above a threshold, and of the first `equal` scores equal to it."""
     flags = torch.empty(scores.numel(), dtype=torch.bool, device=scores.device)
     for part, flag in zip(scores.split(_CHUNK), flags.split(_CHUNK), strict=True):
         numbers = ordered(part)
@@ -88,7 +94,7 @@ def _above(scores: torch.Tensor, threshold: int, equal: int) -> torch.Tensor:
 
 
 def largest_units(scores: torch.Tensor, keep: int) -> torch.Tensor:
-    """Return flags of the `keep` highest of 1-D replicated scores; among equal scores the lower index wins."""
+    """Return bool flags of the `keep` highest of 1-D scores; of equal scores, those with lower indices are kept."""
     order = torch.sort(scores, descending=True, stable=True).indices
     flags = torch.zeros(scores.numel(), dtype=torch.bool)
     flags[order[:keep]] = True
@@ -98,13 +104,16 @@ def largest_units(scores: torch.Tensor, keep: int) -> torch.Tensor:
 def exact_sums(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]], units: int, per_unit: int, exchange: Exchange
 ) -> torch.Tensor:
-    """Sum by unit, exactly: float64 [units], independent of the sharding because sums are in fixed point.
+    """Sum values by unit over all ranks, in fixed point: the result does not depend on the sharding. Collective.
 
     Args:
-        parts: (values, unit of each value or -1), 1-D; each element on one rank only.
+        parts: pairs of 1-D tensors: values, and the unit of each value or -1; each element on one rank only.
         units: number of units.
         per_unit: maximum number of elements of one unit.
-        exchange: the ranks.
+        exchange: collectives over the ranks that share the values.
+
+    Returns:
+        float64 [units]. If a value is infinite or NaN, no sum is finite.
     """
     largest = max((float(values.abs().max()) for values, _ in parts if values.numel()), default=0.0)
     largest = exchange.max(largest, "the largest score")

@@ -1,4 +1,8 @@
-"""Importance scores of elements and units: by magnitude, by movement, by change of the loss."""
+"""Importance scores of weights and units.
+
+Criteria: magnitude |w|; activation |w| · ‖x‖ (Wanda, arXiv:2306.11695); movement, the sum of -lr · g · w
+(arXiv:2005.07683); taylor, a running sum of |g · w|, or of squared sums of units (arXiv:1906.10771).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,13 @@ _MOMENTUM = 0.9  # momentum of the Taylor scores of single weights
 
 
 class Scores:
-    """Scores that are computed on demand, and scores that accumulate over steps.
+    """Scores of pruning rules: magnitude and activation on demand, movement and taylor accumulated over steps.
 
-    Parameters are stored under their first names; `first_name` maps every name to the first one.
+    Args:
+        rules: rules of the model.
+        owned: this rank's parts of the parameters, by first name (tied parameters have several names).
+        first_name: first name of each parameter, by any of its names.
+        exchange: collectives over the ranks that share the parameters.
     """
 
     def __init__(
@@ -31,7 +39,7 @@ class Scores:
         self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squared inputs of a weight, and their axis
 
     def forget(self, rule: CompressionRule) -> None:
-        """Delete the scores of a rule with a final mask."""
+        """Delete the scores of a rule, after its mask has become final."""
         self._units.pop(rule.name, None)
         for key in [key for key in self._weights if key[0] == rule.name]:
             del self._weights[key]
@@ -40,7 +48,7 @@ class Scores:
 
     @torch.no_grad()
     def on_gradients(self, rules: Sequence[CompressionRule]) -> None:
-        """Add this accumulation window's gradients to the scores. All ranks call together."""
+        """Update movement and taylor scores by the accumulated gradients of this step. Collective."""
         for rule in rules:
             if rule.criterion not in ("movement", "taylor"):
                 continue
@@ -86,7 +94,10 @@ class Scores:
     # -- on demand ----------------------------------------------------------------------------------------------------
 
     def of_weights(self, rule: CompressionRule) -> Callable[[Owned], torch.Tensor]:
-        """Return a function that computes the scores of single weights over [low, high) of a parameter, in fp32."""
+        """Return a function that computes the fp32 scores of this rank's elements [low, high) of a parameter.
+
+        It raises CompressionError for an unknown criterion.
+        """
 
         def score(owned: Owned) -> torch.Tensor:
             if rule.criterion in ("movement", "taylor"):
@@ -107,7 +118,14 @@ class Scores:
     def by_pattern(
         self, rule: CompressionRule, owned: Owned, score: Callable[[Owned], torch.Tensor], ratio: float
     ) -> torch.Tensor:
-        """Compute flags over [low, high) for N:M or block patterns; gathers one parameter. All ranks call together."""
+        """Return bool flags of this rank's elements [low, high) for an N:M or block pattern. Collective.
+
+        Args:
+            rule: rule with the pattern.
+            owned: the parameter; its scores are all-gathered.
+            score: function of the parameter that returns the scores over [low, high).
+            ratio: fraction to keep at this step.
+        """
         kind, n, m = rule.pattern or ("of", 1, 1)
         whole = self._exchange.whole(owned.part(score(owned)).contiguous(), owned.cuts, f"scores of {owned.name}")
         if kind == "of":
@@ -124,7 +142,11 @@ class Scores:
         return flags.reshape(-1)[owned.low : owned.high]
 
     def of_units(self, rule: CompressionRule) -> list[torch.Tensor]:
-        """Return the scores of each family's units, float64, equal on all ranks. All ranks call together."""
+        """Return the float64 scores [units] of each dependency group, equal on all ranks. Collective.
+
+        Raises:
+            CompressionError: the criterion has no scores of units (activation).
+        """
         sizes = [family.size for family in rule.families]
         if rule.criterion in ("movement", "taylor"):
             grown = self._units.get(rule.name)
@@ -148,15 +170,15 @@ class Scores:
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def stored(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (rule, score) of one parameter's single weights."""
+        """Yield (rule name, scores over [low, high)) of one parameter's single weights, for a checkpoint."""
         yield from ((rule, score) for (rule, of), score in self._weights.items() if of == name)
 
     def put(self, rule: str, name: str, score: torch.Tensor) -> None:
-        """Load a score from `stored`."""
+        """Load scores that `stored` returned for a rule and a parameter."""
         self._weights[rule, name] = score.to(torch.float32).clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores that are equal on all ranks."""
+        """Return the scores of units, which are equal on all ranks."""
         return {"units": {rule: score.clone() for rule, score in self._units.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

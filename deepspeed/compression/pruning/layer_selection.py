@@ -1,4 +1,4 @@
-"""Removal of layers: from a model, by index; from a running engine, by index or by block influence."""
+"""Removal of layers: from a model, by index; from an engine in training, by index or block influence."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
     """Remove layers from a model, in place; per-layer lists of the config and every `layer_idx` are updated.
 
     Args:
-        model: a plain model, or a wrapper of a Transformers model. In an engine's model only the modules change here:
-            engines remove parameters themselves (`compression_training.layer_reduction`).
-        prefix: name of its list of blocks; the list stays the same object.
-        keep: indices of the kept layers, in order.
+        model: a plain model, or a wrapper of a Transformers model. An engine's parameters are not removed; use
+            `compression_training.layer_reduction` for an engine.
+        prefix: name of the model's list of blocks.
+        keep: indices of the kept layers, in their new order.
 
     Returns:
         The model.
@@ -57,11 +57,11 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
 
 
 def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, nn.Module, nn.Module] | None:
-    """Check the arguments of `keep_layers` without changes.
+    """Check the arguments of `keep_layers`; the model does not change.
 
     Returns:
-        (smaller config, model of the config, model of the smaller config), both models without memory; None if the
-        model has no config with the number of layers.
+        Smaller config, model of the present config, model of the smaller config, both on the meta device; None if the
+        model has no Transformers config.
 
     Raises:
         CompressionError: as in `keep_layers`.
@@ -94,7 +94,11 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
 
 
 def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
-    """Return a config with `keep` layers in that list of blocks and unchanged other lists (such as an encoder's)."""
+    """Return a config with the layers `keep` in the list `prefix`; other lists (such as an encoder's) are unchanged.
+
+    Raises:
+        CompressionError: the config has no such value, or `generate` would create a cache of too few layers.
+    """
     named = tuple(key for key in LAYER_KEYS if getattr(config, key, None) == total)
     wanted = {name: len(blocks) for name, blocks in block_lists(on_meta(model_class, config)).items()}
     wanted[prefix] = len(keep)
@@ -120,13 +124,20 @@ def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, t
 
 
 def _block_shapes(block: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a block's parameters by name, without adapters."""
+    """Return the unsharded shapes of a block's parameters by name, without LoRA adapters."""
     shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in block.named_parameters()}
     return {name.replace(".base_layer.", "."): shape for name, shape in shapes.items() if ".lora_" not in name}
 
 
 def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
-    """Set the attributes that differ in the smaller class; kept blocks get those of their new position."""
+    """Set the attributes of modules that depend on the number or position of layers.
+
+    Args:
+        model: the model with fewer layers.
+        base: model of the old config, on the meta device.
+        after: model of the new config, on the meta device.
+        moved: old names of the kept blocks, by new names.
+    """
     old = dict(base.named_modules())
     for name, module in after.named_modules():
         home = next((new for new in moved if name == new or name.startswith(f"{new}.")), None)
@@ -145,7 +156,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
 
 
 def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
-    """Return the list of blocks with that name."""
+    """Return the list of blocks named `prefix`; CompressionError if it is no ModuleList or Sequential."""
     try:
         named: Any = model.get_submodule(prefix) if prefix else None
     except AttributeError:
@@ -158,9 +169,11 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
 
 
 def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
-    """Whether the lists of blocks have already been shortened by this removal.
+    """Whether a removal has already shortened these lists of blocks.
 
-    `layers`: indices of the kept layers, by list of blocks; empty: returns False.
+    Args:
+        model: the model.
+        layers: indices of the kept layers, by list of blocks; False is returned if it is empty.
     """
     try:
         return bool(layers) and all(
@@ -172,9 +185,20 @@ def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
 
 @torch.no_grad()
 def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]) -> list[float]:
-    """Return the influence of each block: one minus the cosine of input and output, mean over tokens of whole batches.
+    """Compute the influence of each block: the mean over tokens of 1 - cos(input, output) (arXiv:2403.03853).
 
-    `batches`: keyword arguments of forward. Blocks with the lowest influence are the best to remove.
+    Blocks with the lowest influence are the best to remove.
+
+    Args:
+        model: the model; it runs in evaluation mode.
+        prefix: name of its list of blocks.
+        batches: keyword arguments of forward, for each batch.
+
+    Returns:
+        Influence of each block, from 0 to 2.
+
+    Raises:
+        CompressionError: there is no such list, or a block's output has another shape than its input.
     """
     watch, was_training = InfluenceWatch(block_list(model, prefix), training=False), model.training
     model.eval()
@@ -188,7 +212,12 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
 
 
 class InfluenceWatch:
-    """Hooks that sum each block's influence: one minus the cosine of input and output, in training or evaluation."""
+    """Hooks that sum 1 - cos(input, output) of each block over tokens.
+
+    Args:
+        blocks: list of blocks.
+        training: whether calls in training mode count, or those in evaluation mode.
+    """
 
     def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
         self._training = training
@@ -218,7 +247,7 @@ class InfluenceWatch:
         return add
 
     def means(self) -> list[float]:
-        """Return the mean influence of each block."""
+        """Return the mean influence of each block; 0 for a block that has not run."""
         return (self.sums[0] / self.sums[1].clamp(min=1)).tolist()
 
     def remove(self) -> None:
@@ -227,13 +256,17 @@ class InfluenceWatch:
 
 
 def by_influence(influence: list[float], keep: int) -> list[int]:
-    """Return the `keep` layers to keep: always the first, and those with the largest influence."""
+    """Return the sorted indices of `keep` layers: the first one, and those with the largest influence."""
     order = sorted(range(1, len(influence)), key=lambda index: -influence[index])
     return sorted([0, *order[: keep - 1]])
 
 
 class Depth:
-    """Removal of layers from an engine (`compression_training.layer_reduction`); parameters are managed already.
+    """Schedule of the removal of layers from an engine.
+
+    Args:
+        model: the engine's module.
+        section: `compression_training.layer_reduction`.
 
     Raises:
         CompressionError: the list of blocks does not exist, or its model cannot have so few blocks.
@@ -267,7 +300,7 @@ class Depth:
 
     @property
     def due(self) -> int:
-        """Applied step after which the layers are removed; influence needs at least one step."""
+        """Number of applied steps before the removal; at least one if layers are chosen by influence."""
         return max(self.section.schedule_offset, 1 if self.section.teacher_layer is None else 0)
 
     def _announce(self) -> None:
@@ -286,7 +319,7 @@ class Depth:
         )
 
     def after_step(self, step: int, exchange: Exchange) -> Removal | None:
-        """Return the removal due after `step` applied steps, or None. All ranks call together, over `exchange`."""
+        """Return the removal that is due after `step` applied steps, or None. Collective over `exchange`."""
         if self.over:
             return None
         if self._watch is not None:
@@ -300,7 +333,7 @@ class Depth:
         return None
 
     def _measure(self, step: int) -> None:
-        """Add hooks to the blocks if the next steps measure influence."""
+        """Add hooks to the blocks from `LOOKS` steps before the removal, if layers are chosen by influence."""
         if self.over or self.section.teacher_layer is not None or step < self.due - LOOKS:
             return
         if self._watch is None:
@@ -333,11 +366,11 @@ class Depth:
             self._watch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state common to all ranks."""
+        """Return the sums of influence, which are equal on all ranks."""
         return {"sums": self._sums.clone()}
 
     def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
-        """Load the state after `step` applied steps; None: from a run without layer removal."""
+        """Load the state after `step` applied steps; `saved` is None if the saved run had no layer removal."""
         self.remove()  # the hooks have sums of another run
         self._sums.zero_()
         if saved is not None and saved["sums"].shape == self._sums.shape:

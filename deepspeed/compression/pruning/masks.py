@@ -1,11 +1,10 @@
-"""Pruning masks on this rank's shard: packed bits, applied to gradients, master weights and moments.
+"""Pruning masks of this rank's shard: packed bits, applied to gradients, master weights and moments.
 
-[Note: dense masters] If a later mask may keep elements that an earlier mask dropped, the master keeps its values
-and gets unmasked gradients; the mask is applied to the copy that is all-gathered. The last mask is also applied to the
-master.
+[Note: dense masters] If a later mask may keep elements that an earlier mask dropped, the master weight stays dense and
+gets unmasked gradients; the mask is applied to the copy that is all-gathered. The last mask is also applied to the
+master weight.
 
-[Note: edits] Users change weights: with a setter, in place, by loading. Therefore every step and every export applies
-the final masks again; in between, a weight has the user's values.
+[Note: edits] Users may change weights between steps, so every step and every export applies the final masks again.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def unpack_flags(packed: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def apply_mask(packed: torch.Tensor, values: torch.Tensor) -> None:
-    """Multiply 1-D values of any dtype by a packed mask, in place."""
+    """Multiply 1-D `values` of any dtype by the mask `packed` (see `pack_flags`), in place."""
     flags, numel = _FLAGS.to(packed.device), values.numel()
     for start in range(0, packed.numel(), _CHUNK):
         part = values[start * 8 : min((start + _CHUNK) * 8, numel)]
@@ -65,17 +64,26 @@ def apply_mask(packed: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def count_dropped(packed: torch.Tensor) -> int:
-    """Count the unset flags of a packed mask."""
+    """Return the number of unset flags in a packed mask."""
     counts = torch.bincount(packed.to(torch.int64), minlength=256).to("cpu")
     ones = counts * _FLAGS.view(torch.uint8).view(256, 8).sum(1)
     return packed.numel() * 8 - int(ones.sum())
 
 
 class Masks:
-    """Masks of all rules on this rank; the ranks of `axis` share the state.
+    """Masks of all pruning rules for this rank's elements, by first parameter name.
 
-    Parameters are stored under their first names. `hard`: final masks, applied to master weights; `soft`: masks that
-    are applied only to the parameters, as copies of the masters.
+    `hard` are final masks, applied to master weights. `soft` are masks that may still change, applied only to the
+    parameters (copies of the masters).
+
+    Args:
+        model: plain model, or an engine's module.
+        rules: pruning rules.
+        axis: ranks that share parameters and optimizer state.
+        optimizer: the engine's optimizer; None without training.
+
+    Raises:
+        CompressionError: a rule reads gradients, and none of its parameters is trained.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class Masks:
                 self._attach(rule, optimizer)
 
     def _attach(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
-        """Mask copies of masters; keep masters dense if a later mask may keep dropped elements."""
+        """Set up the optimizer's groups of a rule: separate, dense masters if a later mask may revive elements."""
         names = rule.names()
         if rule.criterion in ("movement", "taylor") and not any(self.of(name).trained for name in names):
             raise CompressionError(
@@ -127,7 +135,7 @@ class Masks:
     # -- in a step ----------------------------------------------------------------------------------------------------
 
     def on_gradients(self) -> None:
-        """After the window's gradients are complete: update the scores, then apply final masks to the gradients."""
+        """Update scores by the accumulated gradients of this step, then apply final masks to the gradients."""
         self.scores.on_gradients([rule for rule in self.rules if rule.name not in self.final])
         for name, packed in self.hard.items():
             with self.owned[name].gradient(changed=True) as gradient:
@@ -135,7 +143,7 @@ class Masks:
                     apply_mask(packed, gradient)
 
     def on_update(self, groups: Iterable[ShardGroup]) -> None:
-        """After an update of these groups, apply final masks to the masters; optimizer or user may change them."""
+        """Apply final masks to the masters of these groups, after the optimizer has updated them."""
         among = {id(group) for group in groups}
         self._updated |= among
         for name, packed in self.hard.items():
@@ -145,25 +153,30 @@ class Masks:
                     apply_mask(packed, values)
 
     def enforce(self) -> None:
-        """Apply masks to edited parameters before an export reads them. All ranks call together."""
+        """Apply final masks to parameters that the user has edited, before an export. Collective."""
         with torch.no_grad():
             self._mask_edits(self._finally_masked(), lambda group: group.values)
 
     def _mask_edits_without_update(self) -> None:
-        """Apply masks to edited parameters without update in this step: frozen, or without gradient on any rank."""
+        """Apply final masks to edited parameters that this step has not updated: frozen, or without a gradient."""
         members = {name: self.owned[name].member for name in self._finally_masked()}
         names = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
         self._updated.clear()
         self._mask_edits(names, lambda group: group.updated)
 
     def _finally_masked(self) -> list[str]:
-        """Return the parameters with a final mask, on any rank."""
+        """Return the sorted names of parameters with a final mask; frozen parameters are included."""
         names = {self._first_name[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
         frozen = {name for name, owned in self.owned.items() if not owned.trained}
         return sorted(names | frozen)
 
     def _mask_edits(self, names: list[str], values_of: Callable[[ShardGroup], StoredTensor]) -> None:
-        """Apply the masks of parameters again if an edit on any rank has set dropped elements."""
+        """Apply the masks of these parameters if masked elements are nonzero on any rank. Collective.
+
+        Args:
+            names: first names of parameters, the same on all ranks.
+            values_of: function of a group that returns the tensor to check.
+        """
         if not names:
             return
         edited = torch.tensor([self._is_edited(name, values_of) for name in names], dtype=torch.uint8)
@@ -177,7 +190,7 @@ class Masks:
             group.refresh()
 
     def _is_edited(self, name: str, values_of: Callable[[ShardGroup], StoredTensor]) -> bool:
-        """Whether a parameter has nonzero elements that its final mask drops."""
+        """Whether this rank's elements of a parameter are nonzero where its final mask is zero."""
         packed, owned = self.hard.get(name), self.owned[name]
         if packed is None:
             return False
@@ -191,7 +204,7 @@ class Masks:
             return not torch.equal(masked, values)
 
     def _soft_mask_of(self, group: ShardGroup) -> Any:
-        """Return a function that masks a copy of a group's master."""
+        """Return a function that masks the copy of a group's master, in place."""
         names = [m.name for m in group.members if m.name in self.owned]
 
         def mask(values: torch.Tensor) -> None:
@@ -205,9 +218,10 @@ class Masks:
     # -- new masks ----------------------------------------------------------------------------------------------------
 
     def after_step(self, step: int) -> list[CompressionRule]:
-        """Compute the masks that are due after `step` applied steps; returns rules with masks that became final.
+        """Compute and apply the masks that are due after `step` applied steps. Collective.
 
-        All ranks call together.
+        Returns:
+            Rules with masks that have become final.
         """
         due = [rule for rule in self.rules if rule.name not in self.final and rule.due(step)]
         ended = []
@@ -249,7 +263,7 @@ class Masks:
         ]
 
     def act(self, names: Sequence[str]) -> None:
-        """Apply changed masks to masters, moments and copies of masters. All ranks call together."""
+        """Apply the masks of these parameters to masters, moments and copies of masters. Collective."""
         groups: dict[int, ShardGroup] = {}
         names = list(dict.fromkeys(names))
         for name in names:
@@ -264,7 +278,7 @@ class Masks:
             group.advance()
 
     def _combine(self, name: str) -> None:
-        """Combine the masks of one parameter: final masks into `hard`, all masks into `soft`."""
+        """Combine the masks of all rules for one parameter: final masks in `hard`, all masks in `soft`."""
         hard, soft = None, None
         for rule in self.rules:
             packed = self._bits(rule, name)
@@ -305,7 +319,7 @@ class Masks:
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Return masks and scores of single weights, for a checkpoint to store with a fragment's optimizer state."""
+        """Return the masks and scores of a fragment's weights, to be stored with its optimizer state."""
         name = fragment.member.name
         if name not in self.owned:
             return {}
@@ -318,9 +332,9 @@ class Masks:
         return state
 
     def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
-        """Remove masks and scores from a state that is being loaded; returns the remaining state of the optimizer.
+        """Record the masks and scores in a fragment's state, and return the rest, the state of the optimizer.
 
-        The tensors are filled later: `load_state_dict` reads them.
+        The checkpoint reader fills the recorded tensors later, before `load_state_dict` uses them.
         """
         rest = {}
         for key, value in state.items():
@@ -331,16 +345,16 @@ class Masks:
         return rest
 
     def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """Return the tensors that a load is filling."""
+        """Return the recorded masks and scores of a fragment, which the checkpoint reader fills."""
         return self._loading.get(fragment.member.name, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state common to all ranks: flags of units, their scores, and finished rules."""
+        """Return the state that is equal on all ranks: flags and scores of units, and names of finished rules."""
         units = {rule: [flags.clone() for flags in rows] for rule, rows in self.units.items()}
         return {"units": units, "final": sorted(self.final), "scores": self.scores.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load masks and scores, after the tensors of a checkpoint were read. All ranks call together."""
+        """Load a `state_dict` and the recorded masks and scores, and apply the masks. Collective."""
         self.kept.clear()
         self.hard.clear()
         self.soft.clear()
@@ -362,6 +376,6 @@ class Masks:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> int:
-        """Number of bytes of the masks on this rank."""
+        """Return the number of bytes of the masks on this rank."""
         stores = [*self.kept.values(), *self.hard.values(), *self.soft.values()]
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())

@@ -1,4 +1,4 @@
-"""Pruning plan: the verified dependency groups of a model, by parameter."""
+"""Pruning plan: the verified dependency groups of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ _FINDERS: dict[str, tuple[Any, Any]] = {
 
 
 class PruningPlan:
-    """Coupled tensors of a model, plain or sharded."""
+    """Verified dependency groups of a model, computed on first use.
+
+    Args:
+        model: plain or sharded model, or a wrapper of a Transformers model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -44,9 +48,9 @@ class PruningPlan:
         self._graph: list[Family] | None = None
         self._shrinks: dict[str, list[Shrink]] = {}
         self.refused: dict[str, str] = {}
-        self.left_alone: dict[str, str] = {}  # convolutions whose channels stay, and why
+        self.left_alone: dict[str, str] = {}  # reason by convolution with channels that cannot be removed
         self.distances: dict[str, float] = {}
-        self.unproven: list[str] = []  # modules whose partners were named, where no inputs are known to try it
+        self.unproven: list[str] = []  # modules with related_modules that cannot be verified: inputs are unknown
         self._twin: tuple[Any, ...] | None = None
 
     @property
@@ -55,7 +59,14 @@ class PruningPlan:
         return config_number(self.config, HEAD_KEYS)
 
     def shrinks(self, kind: str) -> list[Shrink]:
-        """Return the verified config values of one kind that can shrink; if none, `refused` has the reason."""
+        """Return the config values that can be reduced to remove units of one kind; each is verified on a small copy.
+
+        Args:
+            kind: `ffn`, `heads` or `experts`.
+
+        Returns:
+            A list; if it is empty, `refused[kind]` has the reason.
+        """
         if kind not in self._shrinks:
             self._shrinks[kind] = []
             if self.config is None or kind not in _FINDERS:
@@ -86,7 +97,7 @@ class PruningPlan:
         return shrink
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:
-        """Return the family with units along an axis of a parameter; None if there is none."""
+        """Return the dependency group of this kind with units along an axis of a parameter; None if there is none."""
         for family in self._channels() if kind == "channels" else ():
             if any(slot.name == name and slot.axes[-1] == axis for slot in family.slots):
                 return family
@@ -97,7 +108,7 @@ class PruningPlan:
         return None
 
     def prove_named(self, family: Family) -> None:
-        """Verify a family with partners named by the user, on a copy, if inputs are known.
+        """Verify a dependency group from `related_modules` on a copy of the model, if inputs of the model are known.
 
         Raises:
             CompressionError: removing the units gives other outputs than masking them.
@@ -115,7 +126,7 @@ class PruningPlan:
             )
 
     def _running_twin(self) -> tuple[Any, ...]:
-        """Return (copy, function that runs the copy); empty if no suitable inputs are known."""
+        """Return (copy of the model, function that computes its outputs); empty if no suitable inputs are known."""
         run = runner(self.model)
         if run is None:
             return ()
@@ -128,17 +139,17 @@ class PruningPlan:
         return twin, run
 
     def forget_twin(self) -> None:
-        """Free the memory of the copy, after the last verification."""
+        """Free the copy of the model for `prove_named`."""
         self._twin = None
 
     def why_not(self, kind: str, labels: list[str]) -> str:
-        """Return the reason why units of one kind cannot be removed from these modules."""
+        """Return the reason why units of one kind cannot be removed from the modules `labels`, for a message."""
         reasons = [f"{label}: {self.left_alone[label]}" for label in labels if label in self.left_alone]
         reason = self.refused.get("ffn" if kind == "rows" else kind, "no partners of these modules are known")
         return "; ".join(reasons) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
 
     def check_said(self, family: Family, kept_units: int) -> None:
-        """Check that the model's config can be saved with `kept_units` units per block of a family.
+        """Check that the model's config is valid with `kept_units` units per block of a dependency group.
 
         Raises:
             CompressionError: the config cannot; the message has the nearest possible number.
@@ -156,7 +167,7 @@ class PruningPlan:
             )
 
     def _config_refusal(self, shrink: Shrink, kept_units: int, of: int) -> str:
-        """Return the reason why a config rejects a number of units; "" if it accepts the number."""
+        """Return the reason why the config is invalid with `kept_units` of `of` units; "" if it is valid."""
         if shrink.kind == "experts" and kept_units < experts_per_token(self.config):
             return f"a token passes {experts_per_token(self.config)}"
         config = shrink.config(self.config, kept_units, of)
@@ -167,7 +178,15 @@ class PruningPlan:
         return ""
 
     def packed_family(self, name: str, kind: str = "ffn") -> Family:
-        """Return the family of FFN units, or of whole experts, in a packed tensor of experts."""
+        """Return the dependency group of FFN units, or of whole experts, in a packed tensor of experts.
+
+        Args:
+            name: name of the packed parameter.
+            kind: `ffn` or `experts`.
+
+        Raises:
+            CompressionError: there is no such group.
+        """
         axes = 1 if kind == "experts" else 2
         for shrink in self.shrinks(kind):
             for family in shrink.families:
@@ -179,7 +198,7 @@ class PruningPlan:
         )
 
     def _channels(self) -> list[Family]:
-        """Return the families of a convolutional network with known inputs (`example_input_array`)."""
+        """Return the dependency groups of channels; empty if the model has no `example_input_array`."""
         if self._graph is None:
             example = getattr(self.model, "example_input_array", None)
             if example is None:
@@ -188,14 +207,17 @@ class PruningPlan:
         return self._graph
 
     def shrink_of(self, family: Family) -> Shrink | None:
-        """Return the config value that a family belongs to."""
+        """Return the reducible config value of a dependency group; None if there is none."""
         for shrink in self.shrinks(family.kind):
             if any(other.label == family.label and other.names() == family.names() for other in shrink.families):
                 return shrink
         return None
 
     def removal_of(self, chosen: list[tuple[Family, torch.Tensor]]) -> Removal:
-        """Create the removal of units of families, given flags of the kept units; buffers of their sizes are cut too.
+        """Return the removal of units, which also covers buffers and config values that depend on their number.
+
+        Args:
+            chosen: pairs of a dependency group and bool flags of its kept units.
 
         Raises:
             CompressionError: the config cannot express the smaller model.
@@ -215,7 +237,7 @@ class PruningPlan:
         return removal
 
     def _change_config(self, removal: Removal, chosen: list[tuple[Family, torch.Tensor]]) -> None:
-        """Add the changed config values to a removal, and the module attributes that follow from them."""
+        """Add to a removal the new config values and the module attributes that depend on them."""
         config = copy.deepcopy(self.config)
         counts: dict[int, tuple[Shrink, list[tuple[int, int]]]] = {}  # by shrink: (kept, of) of each family
         for family, keep in chosen:

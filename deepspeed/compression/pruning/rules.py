@@ -1,4 +1,4 @@
-"""Parser of the JSON into pruning rules: parameters, scores and steps."""
+"""Pruning rules (parameters, criterion and schedule) from `compression_training`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ LEARNED = ("movement", "taylor", "activation")  # criteria that observe training
 
 @dataclass(eq=False)
 class CompressionRule:
-    """Rule for one group of one technique.
+    """Pruning rule of one group in the configuration.
 
     Args:
         name: `technique.group`.
-        technique: technique in the JSON.
-        ratio: final fraction of kept elements.
-        offset: applied steps before the first mask.
-        end: applied steps after which the mask is final; None: immediately, or never if the criterion can revive.
-        stride: applied steps between two masks.
-        cubic: whether the fraction follows a cubic from offset to end.
-        criterion: criterion of the scores.
-        over_all: whether all parameters or families share one threshold (scope global).
-        pattern: N:M or blocks, for single weights.
-        weights: parameters with single weights to prune; empty for units.
-        families: units to prune; empty for single weights.
+        technique: key of the technique, such as `sparse_pruning`.
+        ratio: final fraction of kept elements or units.
+        offset: number of applied steps before the first mask.
+        end: number of applied steps after which the mask is final; None: the first mask is final, but with criterion
+            movement, masks change until the end of training.
+        stride: number of applied steps between two masks.
+        cubic: whether the kept fraction decreases by the cubic schedule of arXiv:1710.01878 from `offset` to `end`.
+        criterion: `magnitude`, `activation`, `movement` or `taylor` (see `importance`).
+        over_all: whether all parameters or dependency groups share one threshold (scope global).
+        pattern: ("of", n, m) for N:M sparsity, ("block", rows, columns) for blocks; None: unstructured.
+        weights: names of parameters with single weights to prune; empty for units.
+        families: dependency groups with units to prune; empty for single weights.
         physical: whether the units are removed from the engine at the end of the schedule.
     """
 
@@ -59,16 +60,16 @@ class CompressionRule:
 
     @property
     def revives(self) -> bool:
-        """Whether a later mask may keep elements that an earlier one dropped; the master then stays dense."""
+        """Whether a later mask may keep elements that an earlier one dropped; then the master weight stays dense."""
         return self.criterion == "movement" or (self.end is not None and self.end > self.offset)
 
     @property
     def removable(self) -> bool:
-        """Whether the units can be removed: all coupled parameters are known."""
+        """Whether the units can be removed: all coupled parameters are known, and the config can express the sizes."""
         return bool(self.families) and all(family.config is not False for family in self.families)
 
     def due(self, step: int) -> bool:
-        """Whether a mask is due after `step` applied steps."""
+        """Whether a new mask is due after `step` applied steps."""
         first = max(self.offset, 1) if self.criterion in LEARNED else self.offset
         if step < first:
             return False
@@ -83,7 +84,7 @@ class CompressionRule:
         return step >= self.end if self.end is not None else not self.revives
 
     def ratio_at(self, step: int) -> float:
-        """Return the fraction kept by the mask of `step`."""
+        """Return the fraction that the mask after `step` applied steps keeps."""
         if not self.cubic or self.end is None or step >= self.end:
             return self.ratio
         done = (step - self.offset) / (self.end - self.offset)
@@ -95,7 +96,12 @@ class CompressionRule:
 
 
 def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> Iterator[tuple[int, str, nn.Module]]:
-    """Return (index of expression, name, module) of compressible modules; `packed`: also modules with packed experts.
+    """Yield (index of the expression, module name, module) of compressible modules, except LoRA adapters.
+
+    Args:
+        model: model to search.
+        expressions: regular expressions for names; "*" matches all.
+        packed: whether modules with packed experts are also searched.
 
     Raises:
         CompressionError: an expression matches no module.
@@ -118,12 +124,12 @@ def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> I
 
 
 def compressible(module: nn.Module) -> bool:
-    """Whether compression techniques support a module's weight."""
+    """Whether compression techniques support a module's weight: Linear, `Conv1D`, convolution or Embedding."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONV)) or type(module).__name__ == "Conv1D"
 
 
 def experts_of(module: nn.Module) -> list[str]:
-    """Return a module's own parameters that pack several experts: three axes, and no convolution."""
+    """Return the names of a module's own parameters with packed experts: 3-D, and not of a compressible module."""
     own = {} if compressible(module) else module._parameters
     return [name for name, p in own.items() if p is not None and len(getattr(p, "ds_shape", p.shape)) == 3]
 
@@ -136,8 +142,8 @@ def rules_of(
     Args:
         model: the model.
         section: `compression_training`.
-        plan: provides coupled tensors.
-        called: whether `init_compression` was called, so that `redundancy_clean` will follow.
+        plan: the model's dependency groups.
+        called: whether `init_compression` was called; then units stay in the engine until `redundancy_clean`.
 
     Raises:
         CompressionError: modules are missing, named twice, or cannot be pruned this way.
@@ -161,7 +167,7 @@ def rules_of(
 
 
 class _RuleBuilder:
-    """Builder of the rules of one model; arguments are those of `rules_of`."""
+    """Builder of pruning rules for one model; arguments are those of `rules_of`."""
 
     def __init__(self, model: nn.Module, plan: PruningPlan, called: bool) -> None:
         self.model, self.plan, self.called = model, plan, called
@@ -196,7 +202,7 @@ class _RuleBuilder:
         return rule
 
     def _set_physical(self, rule: CompressionRule, wanted: bool | None) -> None:
-        """Decide on physical removal: if configured, or if the config can express it; raise if it is impossible."""
+        """Set whether the units of a rule are removed; raise if `physical` is true and removal is impossible."""
         rule.physical = not self.called if wanted is None else wanted
         stuck = [family for family in rule.families if family.config is False]
         if wanted and stuck:
@@ -231,7 +237,7 @@ class _RuleBuilder:
                 )
 
     def _units(self, technique: str, group: Any) -> Iterator[Family]:
-        """Return the rows, channels or FFN units of a group's modules, with all coupled elements."""
+        """Yield the dependency groups of rows, channels or FFN units that a group's modules select."""
         families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules, packed=technique == "row_pruning")):
             packed = [f"{name}.{param}" for param in experts_of(module)]
@@ -254,7 +260,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _experts(self, group: Any) -> Iterator[Family]:
-        """Yield the whole experts of modules that pack them."""
+        """Yield the dependency groups of whole experts for modules with packed experts."""
         for _, name, module in matched(self.model, group.modules, packed=True):
             packed = [f"{name}.{param}" for param in experts_of(module)]
             if packed:
@@ -265,7 +271,10 @@ class _RuleBuilder:
                 )
 
     def _heads(self, group: Any, shared: Any) -> Iterator[Family]:
-        """Yield the plan's heads that a group's modules read or write; otherwise equal runs of a module's inputs."""
+        """Yield the dependency groups of heads that a group's modules read or write.
+
+        For a module that is in no group of the plan, its inputs are divided equally into `num_heads` heads.
+        """
         families: dict[int, tuple[Family, list[str]]] = {}
         for index, name, module in list(matched(self.model, group.modules)):
             weight, axis = f"{name}.weight", 1 - out_axis(module)
@@ -293,7 +302,7 @@ class _RuleBuilder:
             yield family.scored_by(weights)
 
     def _partners(self, group: Any, index: int, name: str) -> list[str]:
-        """Return a module's related modules: for each expression, the matches with the longest common name prefix."""
+        """Return names of related modules: per expression, the matches with the longest common prefix with `name`."""
         if group.related_modules is None:
             return []
         partners = []
@@ -307,7 +316,7 @@ class _RuleBuilder:
         return partners
 
     def _rows(self, name: str, module: nn.Module, partners: list[str]) -> Family:
-        """Return the output rows of one module, with the related elements of its partners."""
+        """Return the dependency group of a module's output rows, with the related elements of its partners."""
         axis, shape = out_axis(module), self._shapes.get(f"{name}.weight")
         if shape is None:
             raise CompressionError(f"{name} has no weight of its own")

@@ -1,4 +1,4 @@
-"""View of this rank's elements of a compressed parameter, and sums over ranks."""
+"""View of this rank's elements of a pruned parameter, and collectives for scores and masks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deepspeed.zero.parameters.record import ParamRecord
 
 
 class Exchange:
-    """Sums and maxima over the ranks that share a state; all ranks call together, in the same order.
+    """Collectives over the ranks of an axis; `label` describes a message in errors.
 
     Args:
-        axis: these ranks.
-        device: device of the messages, if the axis' backend is not on the CPU.
+        axis: ranks that share parameters and optimizer state.
+        device: device of the messages, if the backend of the axis does not send from the CPU.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Exchange:
         self._channel, self._rounds = axis.channel(), 0
 
     def rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """All-gather a 1-D row of equal length on every rank: [ranks, n] on the CPU."""
+        """All-gather 1-D rows of length n, equal on all ranks: [ranks, n] on the CPU."""
         axis, n = self.axis, row.numel()
         if axis.group is None or not n:
             return row.detach().cpu().view(1, -1).expand(axis.size, -1)
@@ -42,15 +42,15 @@ class Exchange:
         return flat.view(axis.size, n).cpu()
 
     def sum(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """Return the sum of all ranks' rows, in rank order."""
+        """All-reduce a 1-D row by sum, in rank order: [n] on the CPU."""
         return self.rows(row, label).sum(0)
 
     def max(self, number: float, label: str) -> float:
-        """Return the maximum of all ranks' numbers."""
+        """All-reduce a number by maximum."""
         return float(self.rows(torch.tensor([number], dtype=torch.float64), label).max())
 
     def whole(self, part: torch.Tensor, cuts: Sequence[int], label: str) -> torch.Tensor:
-        """All-gather a 1-D tensor; `cuts` are the `ranks + 1` boundaries between the ranks' parts."""
+        """All-gather 1-D parts of different lengths; rank r has the elements from `cuts[r]` to `cuts[r + 1]`."""
         axis = self.axis
         flat = torch.empty(cuts[-1], dtype=part.dtype, device=part.device)
         flat[cuts[axis.rank] : cuts[axis.rank + 1]] = part
@@ -64,10 +64,10 @@ class Owned:
     """This rank's part of one parameter: elements [low, high) of the flattened tensor.
 
     Args:
-        name: name in the model; of a tied parameter, the first one.
-        param: the parameter.
-        axis: the ranks that share the state.
-        optimizer: has the moments and gradients; None without training.
+        name: name in the model; the first name of a tied parameter.
+        param: the parameter, plain or sharded.
+        axis: ranks that share parameters and optimizer state.
+        optimizer: optimizer with the parameter's moments and gradients; None without training.
     """
 
     def __init__(self, name: str, param: nn.Parameter, axis: Axis, optimizer: ZeroOptimizer | None) -> None:
@@ -84,7 +84,7 @@ class Owned:
 
     @property
     def counted(self) -> tuple[int, int]:
-        """Range [start, stop) that this rank contributes to sums, so that each element counts once."""
+        """Range [start, stop) of elements that this rank contributes to sums over ranks; the ranges are disjoint."""
         return self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
 
     @property
@@ -94,7 +94,7 @@ class Owned:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the parameter; 1 if it is not trained."""
+        """Current learning rate of the parameter; 1 if it is not trained."""
         if self.optimizer is not None and self.member is not None:
             leaves = {id(f.leaf) for f in self.optimizer.fragments.get(self.member.uid, [])}
             for group in self.optimizer.param_groups:
@@ -112,7 +112,11 @@ class Owned:
 
     @contextlib.contextmanager
     def values(self, changed: bool = False) -> Iterator[torch.Tensor]:
-        """Context with the values of [low, high), 1-D: the master's, if there is a master."""
+        """Context with the 1-D values of [low, high), of the master weight if there is one.
+
+        Args:
+            changed: whether the caller will write to them.
+        """
         if self.member is None:
             yield self.param.data.view(-1)
             return
@@ -121,14 +125,18 @@ class Owned:
 
     @property
     def bucket(self) -> Bucket | None:
-        """Gradient bucket of the parameter's group."""
+        """Gradient bucket of the parameter's group; None if the parameter is not trained."""
         if self.optimizer is None or self.member is None or not self.trained:
             return None
         return self.optimizer.reducer.bucket_of(self.member.group)
 
     @contextlib.contextmanager
     def gradient(self, changed: bool = False) -> Iterator[torch.Tensor | None]:
-        """Context with the accumulated gradient of [low, high); None if no rank has a gradient."""
+        """Context with the accumulated gradient of [low, high), or None if no rank has a gradient.
+
+        Args:
+            changed: whether the caller will write to it.
+        """
         bucket = self.bucket
         if bucket is None or self.optimizer is None or self.member is None or not bucket.filled:
             yield None
@@ -139,7 +147,7 @@ class Owned:
                 yield total[self.span]
 
     def moments(self) -> Iterator[torch.Tensor]:
-        """Tensors of the optimizer state that are split like the parameter; valid inside the shard's `at_hand`."""
+        """Yield the optimizer's 1-D state tensors of [low, high); valid only inside the shard's context `at_hand`."""
         if self.optimizer is None or self.member is None:
             return
         for fragment in self.optimizer.fragments.get(self.member.uid, []):
@@ -148,6 +156,6 @@ class Owned:
                     yield value.view(-1)
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the contributed range of a tensor over [low, high)."""
+        """Return the elements `counted` of `values`, a 1-D tensor over [low, high)."""
         start, stop = self.counted
         return values[start - self.low : stop - self.low]

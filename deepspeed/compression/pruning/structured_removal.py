@@ -1,4 +1,4 @@
-"""Removal of pruned units: shrinks parameters, modules and config."""
+"""Removal of pruned units from parameters, buffers, module attributes and config."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SIZES = (
 
 @dataclass(eq=False)
 class Removal:
-    """Removal of units or layers from a model, with all data to repeat it in a process that has only the dense class.
+    """Removal of either units or layers from a model; stored in checkpoints, to be repeated on the original model.
 
     Args:
-        cuts: by parameter or buffer, (axis, kept indices: [n], or [experts, n] for a packed tensor).
+        cuts: by parameter or buffer: (axis, kept indices); the indices are [n], or [experts, n] for a packed tensor.
         attributes: new values of attributes, by module.
         config: new values of the model's config.
-        layers: by list of blocks, the kept indices; a removal has either layers or units.
+        layers: indices of the kept layers, by list of blocks.
         rules: names of the rules that end with this removal.
-        text: text for messages.
+        text: description for messages.
     """
 
     cuts: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Removal:
     text: str = ""
 
     def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
-        """Keep these indices of an axis; for an axis that is already cut (concatenations), keep the intersection."""
+        """Keep only these indices of an axis; for an axis that is already cut, the intersection (concatenations)."""
         rows = self.cuts.setdefault(name, [])
         for place, (other, before) in enumerate(rows):
             if other == axis and before.dim() == 1:
@@ -54,7 +54,7 @@ class Removal:
         rows.sort(key=lambda row: -row[1].dim())  # per-expert indices are applied before whole experts are removed
 
     def cut_slot(self, slot: ParameterSlice, keep: torch.Tensor) -> None:
-        """Keep some of the units of a slice, given their flags."""
+        """Keep only the units of a slice that have a True flag in `keep`, bool [units]."""
         if len(slot.axes) == 1:
             indices = slot.indices(keep)
         else:
@@ -62,7 +62,7 @@ class Removal:
         self.cut(slot.name, slot.axes[-1], indices)
 
     def cut_running_statistics(self, model: nn.Module) -> None:
-        """Cut the running statistics of batch norms with cut weights."""
+        """Add the running statistics of batch norms to `cuts`, with the indices of their weights."""
         for name, rows in list(self.cuts.items()):
             home, _, last = name.rpartition(".")
             module = model.get_submodule(home)
@@ -72,7 +72,7 @@ class Removal:
                         self.cuts[f"{home}.{buffer}"] = rows
 
     def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Select the kept elements of a tensor with the parameter's shape."""
+        """Return the kept elements of `values`, a tensor with the shape of the parameter or buffer `name`."""
         for axis, indices in self.cuts.get(name, ()):
             indices = indices.to(values.device)
             if indices.dim() == 1:
@@ -90,7 +90,7 @@ class Removal:
         return torch.Size(sizes)
 
     def remap(self, family: Family) -> Family:
-        """Return the `Family` of other units in the model after this removal of units."""
+        """Return a dependency group of other units as it is after this removal of units."""
         slots = []
         for slot in family.slots:
             table = slot.table
@@ -103,9 +103,14 @@ class Removal:
         return replace(family, slots=slots)
 
     def renamed(self, family: Family, names: Mapping[str, str]) -> Family | None:
-        """Return the `Family` of other units after this removal of layers; None if a removed layer contained it.
+        """Return a dependency group of other units as it is after this removal of layers.
 
-        `names`: new names of the remaining parameters, by their old names.
+        Args:
+            family: dependency group before the removal.
+            names: new names of the remaining parameters, by their old names.
+
+        Returns:
+            The renamed group; None if it was in a removed layer.
         """
         slots = [replace(slot, name=names[slot.name]) for slot in family.slots if slot.name in names]
         if not slots:
@@ -113,7 +118,7 @@ class Removal:
         return replace(family, label=self.moved(family.label), slots=slots)
 
     def moved(self, name: str) -> str:
-        """Return a module's name after a removal of layers."""
+        """Return a module's name after this removal of layers, given its name before."""
         for prefix, keep in self.layers.items():
             home, _, rest = name.removeprefix(f"{prefix}.").partition(".")
             if name.startswith(f"{prefix}.") and home.isdigit() and int(home) in keep:
@@ -121,7 +126,7 @@ class Removal:
         return name
 
     def follow(self, model: nn.Module) -> None:
-        """Set attributes and config of a model with cut parameters."""
+        """Update module attributes and config of a model with parameters that were already cut."""
         for name, values in self.attributes.items():
             module = model.get_submodule(name)
             for key, value in values.items():
@@ -151,7 +156,7 @@ class Removal:
             module.in_channels, module.out_channels = sizes[::-1] if isinstance(module, TRANSPOSED) else sizes
 
     def cut_buffers(self, model: nn.Module) -> None:
-        """Remove units from the buffers of a model, in place."""
+        """Cut the buffers of a model, in place."""
         for name in self.cuts:
             home, _, last = name.rpartition(".")
             buffers = model.get_submodule(home)._buffers
@@ -160,7 +165,7 @@ class Removal:
                 buffers[last] = self.select(name, buffer).clone()
 
     def to_json(self) -> dict[str, Any]:
-        """Return values and tensors for a checkpoint."""
+        """Return the fields as a dict for a checkpoint; it contains tensors."""
         return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "layers", "rules", "text")}
 
     @classmethod
@@ -171,7 +176,10 @@ class Removal:
 
 
 def changed_attributes(before: nn.Module, after: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes in which two modules of one class differ, without those of children."""
+    """Return the attributes of `after` that differ from `before`: numbers, strings, and lists of these.
+
+    Both are modules of one class; attributes of their children are not compared.
+    """
     old = {key: value for key, value in vars(before).items() if _is_plain(value)}
     return {k: v for k, v in vars(after).items() if _is_plain(v) and k in old and old[k] != v}
 
@@ -181,7 +189,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def remove_from(model: nn.Module, removal: Removal) -> None:
-    """Remove units from a plain model, in place; parameters stay the same objects."""
+    """Remove units from a model that is not sharded, in place; parameters stay the same objects, without gradients."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     with torch.no_grad():
         for name in removal.cuts:
@@ -193,10 +201,10 @@ def remove_from(model: nn.Module, removal: Removal) -> None:
 
 
 def reshape(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a parameter new values of another shape.
+    """Set a parameter to `values` of another shape, in place.
 
-    Autograd remembers the shape of a parameter as long as a graph with it exists, such as that of the last loss. A
-    change of the dtype makes it forget the shape.
+    While a graph with the parameter exists, such as that of the last loss, autograd rejects another shape; a temporary
+    change of the dtype avoids this.
     """
     other = torch.float64 if values.dtype != torch.float64 else torch.float32
     param.data = torch.empty(0, dtype=other, device=values.device)

@@ -1,8 +1,8 @@
-"""Dependency groups of Transformers models, read from the config; also for models in a wrapper or under adapters.
+"""Dependency groups of Transformers models, also inside wrappers and with LoRA adapters.
 
 The model is built twice on the meta device: with its config, and with one smaller value in the config. Parameters with
-different shapes are coupled, and the smaller model also provides the module attributes that change. The layout of an
-axis (gate next to up; query, key and value in one matrix) is determined by verification on a small copy.
+different shapes are coupled. The layout of a fused axis (gate and up; query, key and value) is determined by
+verification on a small copy (`prove`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _BASE = "base_layer"
 
 @dataclass(eq=False)
 class Shrink:
-    """Smaller value in the config, with the units that it removes.
+    """Config value that can be reduced, with the dependency groups that become smaller by it.
 
     Args:
         kind: `ffn`, `heads` or `experts`.
         changes: config keys with their current values.
-        unit: by key, the size of one unit (query heads of a key-value group).
-        families: units by layer; their slots have the verified layout.
+        unit: decrease per removed unit, by config key (such as the query heads of a key-value group).
+        families: a dependency group for each layer, in the verified layout.
     """
 
     kind: str
@@ -51,18 +51,18 @@ class Shrink:
     families: list[Family] = field(default_factory=list)
 
     def config(self, config: Any, kept_units: int, of: int) -> Any:
-        """Copy the config, with `kept_units` of `of` units."""
+        """Return a copy of the config with `kept_units` of `of` units."""
         small = copy.deepcopy(config)
         for key, value in self.changes.items():
             setattr(small, key, value // of * kept_units if key in self.unit else value)
         return small
 
     def names(self) -> set[str]:
-        """Return the coupled parameters of all layers."""
+        """Return the names of the coupled parameters of all layers."""
         return {name for family in self.families for name in family.names()}
 
     def kept_per_block(self, ratio: float) -> int:
-        """Return the units per block that a ratio keeps: at least one."""
+        """Return the number of units per block that a ratio keeps: rounded up, at least one."""
         width = self.families[0].size // self.families[0].blocks
         return max(1, min(width, -int(-round(width * ratio, 6) // 1)))
 
@@ -72,15 +72,19 @@ class Shrink:
         return max([1, *(len(slot.layouts) for family in self.families for slot in family.slots)])
 
     def laid(self, layout: int) -> Shrink:
-        """Return a copy with another layout of the axes that hold several copies of the units; 0 is the first layout.
+        """Return a copy with another layout of fused axes.
 
-        FFN layouts: copies one after the other; copies interleaved. Head layouts: query, key, value one after the
-        other; grouped by key-value group.
+        Args:
+            layout: 0: concatenated (gate then up; query, key, value); 1: interleaved (gate and up of each unit; query,
+                key and value of each key-value group).
         """
         return replace(self, families=[family.laid(layout) for family in self.families])
 
     def joined(self) -> Shrink:
-        """Return a copy with one choice of units for all layers of a stack, for biases that layers share."""
+        """Return a copy with one dependency group for all layers of a stack, which then remove the same units.
+
+        Necessary if layers share a parameter, such as a bias.
+        """
         stacks: dict[str, list[Family]] = {}
         for family in self.families:
             parts = re.split(r"\.\d+", family.label)  # the last part distinguishes two attentions of one block
@@ -93,7 +97,7 @@ class Shrink:
 
 
 def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """Build a model on the meta device; CompressionError if the class cannot be built from that config."""
+    """Return a model on the meta device; CompressionError if the class cannot be built from this config."""
     try:
         with torch.device("meta"):
             return model_class(copy.deepcopy(config))
@@ -102,19 +106,21 @@ def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
 
 
 def dense_class(model: nn.Module) -> type[nn.Module]:
-    """Return the class of a model without quantizers."""
+    """Return the class of a model before `compress_module`."""
     return getattr(type(model), "_plain", type(model))
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of the parameters by their first names; for sharded parameters the whole shapes."""
+    """Return the unsharded shapes of the parameters, by name; tied parameters only under their first name."""
     return {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
 def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
-    """Return (name prefix, Transformers model) inside a wrapper; the model itself if there is none, or several.
+    """Return (name prefix, Transformers model) inside a wrapper; ("", model) if there is none, or several.
 
-    `holding`: name of a module: of several models, select the one with this module.
+    Args:
+        model: the wrapper or model.
+        holding: name of a module; only Transformers models with this module count. None: all count.
     """
     models = pretrained_models(model)
     if "" in models:
@@ -128,15 +134,19 @@ def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
 
 
 def left_on(model: nn.Module, mark: str) -> Any:
-    """Return the mark of `init_compression` on a model, or on a model inside; None if there is none."""
+    """Return the attribute `mark` of the first module in a model that has it (such as `CALLED`); None if none has."""
     return next((vars(module)[mark] for module in model.modules() if mark in vars(module)), None)
 
 
 def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict of the inner model: names without the wrapper's prefix, LoRA weights merged.
+    """Return the state dict of the Transformers model in a wrapper: without name prefix, LoRA weights merged.
+
+    Args:
+        model: the wrapper or model.
+        state: its state dict, unsharded.
 
     Raises:
-        CompressionError: there are adapters of another kind.
+        CompressionError: there are adapters other than LoRA of Linears.
     """
     prefix, _ = inside(model)
     plain = {}
@@ -164,12 +174,16 @@ def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def slots_under_adapters(model: nn.Module, slot: ParameterSlice) -> list[ParameterSlice]:
-    """Return the slices of a parameter under plain LoRA, given its name without adapters: its own and those of LoRA.
+    """Return the slices for a parameter in a layer with LoRA: of the parameter itself, and of the LoRA matrices.
 
     Units removed from a weight are also removed from its LoRA product: rows of `lora_B`, columns of `lora_A`.
 
+    Args:
+        model: model with adapters.
+        slot: slice of the parameter in the model without adapters.
+
     Raises:
-        CompressionError: there are adapters of another kind, or the parameter does not exist.
+        CompressionError: there are adapters other than LoRA, or the parameter does not exist.
     """
     home, _, last = slot.name.rpartition(".")
     module: Any = dict(model.named_modules()).get(home, nn.Module())
@@ -200,7 +214,7 @@ def _smaller(value: int) -> int | None:
 
 
 def _differences(large: nn.Module, small: nn.Module, buffers: bool = False) -> dict[str, list[tuple[int, int, int]]]:
-    """Return (axis, size, smaller size) of each changed parameter, and of each changed buffer if requested."""
+    """Return {name: [(axis, size, smaller size)]} of parameters (and `buffers`) with different shapes in two models."""
     shapes, smaller = shapes_of(large), shapes_of(small)
     if buffers:
         shapes |= {name: buffer.shape for name, buffer in large.named_buffers()}
@@ -220,7 +234,7 @@ def _keys(config: Any) -> set[str]:
 
 
 def _layer(name: str) -> str:
-    """Return the repeated block of a parameter: its name up to the last number."""
+    """Return the name of the layer with a parameter: the parameter's name up to the last number; "" without one."""
     numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
     return name[: numbers[-1].end()] if numbers else ""
 
@@ -229,7 +243,7 @@ def _layer(name: str) -> str:
 
 
 def ffn_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return the FFN widths that the config can express."""
+    """Return the FFN widths in the config that can be reduced."""
     base, width = on_meta(type(model), config), config_number(config, WIDTH_KEYS)
     shrinks = []
     for key in (key for key in FFN_KEYS if key in _keys(config)):
@@ -282,10 +296,10 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
 
 
 def head_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return smaller numbers of heads of the same size, if the config can express them.
+    """Return the numbers of heads in the config that can be reduced with an unchanged head size.
 
     Raises:
-        CompressionError: the config cannot; the message has the reason.
+        CompressionError: there is none; the message has the reason.
     """
     base = on_meta(type(model), config)
     reasons, shrinks = [], []
@@ -345,7 +359,7 @@ def _head_shrink(
 
 @dataclass(frozen=True)
 class _HeadCounts:
-    """Query heads, key-value groups, head size, and number of units (heads that are removed together)."""
+    """Numbers of query heads, key-value groups, channels per head, and units (heads that are removed together)."""
 
     heads: int
     groups: int
@@ -353,7 +367,10 @@ class _HeadCounts:
     units: int
 
     def families(self, axes: dict[str, list[tuple[int, int, int]]]) -> list[Family]:
-        """Return a family per attention module; a decoder block with cross-attention has two."""
+        """Return a dependency group for each attention module, given the changed axes of `_differences`.
+
+        A decoder block with cross-attention has two attention modules.
+        """
         by_module: dict[str, list[ParameterSlice]] = {}
         for name, changes in axes.items():
             layer = _layer(name)
@@ -365,7 +382,7 @@ class _HeadCounts:
         return [Family("heads", module, self.units, slots, 1, True) for module, slots in by_module.items()]
 
     def tables(self, axis: int) -> list[torch.Tensor]:
-        """Return the unit at each index of an axis of that size, for each candidate layout."""
+        """Return the unit at each index of an axis of size `axis` (-1: none), for each candidate layout."""
         index = torch.arange(axis)
         q, kv = self.heads * self.size, self.groups * self.size
         per_unit = self.heads // self.units
@@ -392,12 +409,12 @@ class _HeadCounts:
 
 
 def experts_per_token(config: Any) -> int:
-    """Return the number of experts per token; 1 if the config has none."""
+    """Return the number of experts per token (top-k) in the config; 1 if it has none."""
     return config_number(config, EXPERTS_PER_TOKEN_KEYS) or 1
 
 
 def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return smaller numbers of experts, if the config has their number; also axes of that size and router buffers.
+    """Return the number of experts in the config, if it can be reduced; its groups include router buffers.
 
     Raises:
         CompressionError: a parameter changes by another amount.

@@ -1,8 +1,7 @@
-"""Verification of a removal on a small copy: the smaller model must compute the same as the masked one.
+"""Verification of a removal on a small copy of a model: removal and masking of units must give equal outputs.
 
-Experts have no masked phase: a router also selects an expert with zero weights, so masking differs from removal. For
-experts, the check verifies that all parameters of an expert are known: a model with permuted experts, parameter by
-parameter, must compute the same.
+For experts, masking differs from removal, because a router also selects an expert with zero weights. Instead, a copy
+with permuted experts must have the same outputs; this shows that all parameters of an expert are known.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ LARGEST = 40_000_000  # maximum parameters of a small copy
 
 
 def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS, total: int | None = None) -> Any:
-    """Copy the config with some of the layers, and cut its per-layer lists.
+    """Return a copy of a config with fewer layers, also in its per-layer lists.
 
     Args:
         config: config of a Transformers model.
         keep: indices of the kept layers.
-        keys: keys for the number of layers; default: all that are equal.
-        total: number of layers before; default: the first such number in the config.
+        keys: config keys to change, if their value is `total`; default: all keys for numbers of layers.
+        total: number of layers before; None: the first number of layers in the config.
     """
     small = copy.deepcopy(config)
     total = layers_of(config) if total is None else total
@@ -54,14 +53,17 @@ def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS
 
 
 def layers_of(config: Any) -> int:
-    """Return the number of layers in a config; CompressionError if it has none."""
+    """Return the number of layers in a config; raise CompressionError if it has none."""
     if (count := config_number(config, LAYER_KEYS)) is None:
         raise CompressionError(f"{type(config).__name__} says no number of layers")
     return count
 
 
 def build(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """Build a model in evaluation mode, in fp32, with random values: zeros and ones would hide differences."""
+    """Return a model in fp32 and evaluation mode, with reproducible random parameters.
+
+    Zeros and ones would hide differences. CompressionError if the model cannot be built.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
@@ -76,7 +78,7 @@ def build(model_class: type[nn.Module], config: Any) -> nn.Module:
 
 
 def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
-    """Generate inputs for a Transformers model; CompressionError if that is impossible."""
+    """Return generated forward arguments for a Transformers model; raise CompressionError if that is impossible."""
     try:
         return made_up_inputs(model, config, 2, 8)
     except ArgumentError as error:
@@ -84,7 +86,7 @@ def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """Concatenate all floating-point outputs."""
+    """Run a model and return its floating-point outputs, 1-D and concatenated; CompressionError if it fails."""
     with evaluating(model):
         torch.manual_seed(2)
         try:
@@ -97,7 +99,7 @@ def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.Tensor]:
-    """Draw flags of kept units, equal numbers in every family and block."""
+    """Return random bool flags of kept units for each dependency group, with equal numbers in every block."""
     generator = torch.Generator().manual_seed(seed)
     per_block = shrink.kept_per_block(ratio)
     return [
@@ -107,7 +109,7 @@ def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.T
 
 
 def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """Copy a plain model and set the dropped units to zero."""
+    """Return a copy of a model in which units with a False flag in `keeps` are zero."""
     twin = copy.deepcopy(model)
     params = dict(twin.named_parameters())
     with torch.no_grad():
@@ -119,7 +121,7 @@ def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Mo
 
 
 def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """Build a plain model from the smaller config, with the remaining parameters."""
+    """Return a model of the smaller config with the kept parameters; CompressionError if they do not fit."""
     params = model.state_dict(keep_vars=True)
     state = {name: value.detach() for name, value in params.items()}
     tied: dict[int, list[str]] = {}
@@ -139,19 +141,19 @@ def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Ten
 
 
 def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
-    """Find the layout of a `Shrink` for which a small copy with removed units equals the copy with masked units.
+    """Find the layout of fused axes for which removal and masking of units give equal outputs of a small copy.
 
     Args:
         model_class: class of the model.
         config: its config.
-        find: returns the list of `Shrink` for a model and its config.
+        find: function (model, config) that returns a list of `Shrink`, such as `ffn_shrinks`.
         shrink: an element of that list.
 
     Returns:
-        The `Shrink` with that layout, and the relative difference.
+        `shrink` in the layout found, and the relative difference of the outputs.
 
     Raises:
-        CompressionError: no layout fits.
+        CompressionError: no layout has equal outputs, masking has no effect, or the copy cannot be built or run.
     """
     config, twin, same = twin_of(model_class, config, find, shrink)
     inputs = inputs_for(twin, config)
@@ -176,7 +178,9 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
 
 
 def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
-    """Verify that a small copy with permuted experts computes the same, and that a smaller copy runs; see `prove`.
+    """Verify that permuted experts give equal outputs of a small copy, and that a copy with fewer experts runs.
+
+    Arguments and result are those of `prove`; the result has no router buffers, because masks cover parameters only.
 
     Raises:
         CompressionError: the order matters, as with group-limited routing, or the smaller copy fails.
@@ -216,7 +220,11 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
 
 
 def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Any, nn.Module, Shrink]:
-    """Return (config, small copy, `Shrink` of the copy); arguments are those of `prove`."""
+    """Return the config of a small copy, the copy, and its `Shrink` like `shrink`; arguments are those of `prove`.
+
+    Raises:
+        CompressionError: the copy cannot be built, or has no such units.
+    """
     config = twin_config(model_class, config)
     twin = build(model_class, config)
     same = next((other for other in find(twin, config) if set(other.unit) == set(shrink.unit)), None)
@@ -226,7 +234,11 @@ def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink
 
 
 def twin_config(model_class: type[nn.Module], config: Any) -> Any:
-    """Return a config with few layers and a small vocabulary, with the same kinds of layers and ratios of heads."""
+    """Return a config with at most two layers and, above `LARGEST` parameters, reduced widths and vocabulary.
+
+    Raises:
+        CompressionError: the model cannot be built, or still has more than `LARGEST` parameters.
+    """
     total = layers_of(config)
     small = with_layers(config, list(range(min(total, 2)))) if total > 2 else copy.deepcopy(config)
     if sum(p.numel() for p in on_meta(model_class, small).parameters()) <= LARGEST:
