@@ -1,4 +1,4 @@
-"""Checkpoints: file names, formats, and the parts that each rank reads and writes. No training logic."""
+"""Sharded checkpoints: file format, saving, loading on any topology, and compatibility with upstream's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `ds_checkpoint`: list, verify, compare and export checkpoints."""
+"""Command `ds_checkpoint`: list, verify, compare and export checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def list_tags(folder: Path) -> Iterator[str]:
-    """List the tags of a folder, one line per tag."""
+    """Yield a line of text for each tag of a folder; `*` marks the tag in `latest`."""
     latest = read_latest(folder, filesystem.LATEST)
     for tag in tags_of(folder):
         seen, path = look(folder, tag), place_of(folder, tag)
@@ -44,7 +44,7 @@ def list_tags(folder: Path) -> Iterator[str]:
 
 
 def verify(path: Path) -> Iterator[str]:
-    """Read every byte of a native checkpoint; yields a line per defect."""
+    """Read every byte of the native checkpoint in the folder of a tag, and yield a line of text for each defect."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
@@ -64,7 +64,10 @@ def verify(path: Path) -> Iterator[str]:
 
 
 def differences(first: Source, other: Source) -> Iterator[str]:
-    """List differences between two checkpoints: names, shapes, values and optimizer state, however they are sharded."""
+    """Yield a line of text for each difference between two checkpoints, independent of their sharding.
+
+    Names, shapes, values and optimizer state of parameters are compared.
+    """
     ours, other_rows = ({row.name: row for row in source.manifest.rows} for source in (first, other))
     for name in sorted(ours.keys() ^ other_rows.keys()):
         yield f"{name}: only in {first.path if name in ours else other.path}"
@@ -84,7 +87,18 @@ def differences(first: Source, other: Source) -> Iterator[str]:
 
 
 def export(source: Source, folder: Path, kind: str, dtype: torch.dtype | None, limit: str) -> list[Path]:
-    """Export weights as `hf` (safetensors and configuration) or `torch` (a state dict). dtype None: no conversion."""
+    """Write the weights of a checkpoint to files for other libraries.
+
+    Args:
+        source: the checkpoint.
+        folder: folder for the files; created if missing.
+        kind: `hf`: safetensors and config.json; `torch`: a state dict by `torch.save`.
+        dtype: dtype of floating-point weights; None: no conversion.
+        limit: maximum size of a file, such as "5GB".
+
+    Returns:
+        Paths of the written files.
+    """
     state = {row.name: in_dtype(source.whole(row.name), dtype) for row in rows_of(source, False)}
     state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
     written = write_sharded(state, folder, limit, safe=kind == "hf")
@@ -116,7 +130,14 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns 0 if it succeeds."""
+    """Run `ds_checkpoint`.
+
+    Args:
+        arguments: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, or 1 after an error, a defect or a difference.
+    """
     options = _arguments().parse_args(arguments)
     try:
         if options.command == "ls":

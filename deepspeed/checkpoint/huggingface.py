@@ -1,4 +1,4 @@
-"""Reader and writer of Hugging Face folders of safetensors, and of plain state dicts."""
+"""Reader of Hugging Face folders of safetensors, and writer of such folders and of `torch.save` state dicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderSource(Source):
-    """Source for the tensors of one or more safetensors files."""
+    """Source of the tensors in one safetensors file, or in a folder with an index.
+
+    Args:
+        path: the file or folder.
+        ranks: ranks that read together.
+
+    Raises:
+        CheckpointMissingError: the folder has no weights.
+    """
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -44,7 +52,7 @@ class FolderSource(Source):
         super().__init__(path, Manifest(rows, [], [], {}, {}))
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors, converting dtypes."""
+        """Read elements into their destinations, with conversion of dtypes. Collective."""
         with self._ranks.together(f"reading {self.path}"):
             by_file: dict[Path, list[ReadRequest]] = {}
             for request in wanted:
@@ -79,19 +87,19 @@ class FolderSource(Source):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> int:
-    """Stream weights into a model, plain or sharded by `zero.Init`. Every rank reads only its part.
+    """Load weights into a model, in place; each rank reads only its shard. Collective.
 
     Args:
-        module: the model. All ranks must call this.
+        module: the model, plain or sharded by `zero.Init`.
         path: a folder written by `save_pretrained`, or a safetensors file.
-        strict: require equal names in the model and the file.
+        strict: require equal names in the model and the file; False: load the names that both have.
 
     Returns:
         The number of loaded elements.
 
     Raises:
         CheckpointMissingError: the path has no weights.
-        CheckpointError: names or shapes differ.
+        CheckpointError: names (if `strict`) or shapes differ.
     """
     managed: dict[str, Any] = {name: param for name, param in module.named_parameters() if is_managed(param)}
     for name, param in managed.items():
@@ -109,7 +117,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def once(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each tensor under its first name only: safetensors files have no aliases, and loaders tie weights."""
+    """Return a state dict with each tensor under its first name only, because safetensors files have no aliases."""
     seen: dict[int, str] = {}
     for name, tensor in state.items():
         seen.setdefault(id(tensor), name)
@@ -117,7 +125,7 @@ def once(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bytes_of(size: str | int | None) -> float:
-    """Return a size such as "5GB" as a number of bytes; None: no limit."""
+    """Return a size such as "5GB" or "200MiB" in bytes; None: infinity. ArgumentError if it is no size."""
     if size is None:
         return math.inf
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
@@ -130,8 +138,16 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
     """Write tensors to one file, or to several with an index, named as in Hugging Face libraries.
 
     Args:
-        state: tensors, or objects with `shape`, `dtype` and `contiguous()`, by name. Memory holds one shard at a time.
-        safe: write safetensors (without aliases) instead of `torch.save` files.
+        state: tensors by name, or lazy ones (`GatheredTensor`), of which one file at a time is in memory.
+        folder: folder for the files; created if missing.
+        max_shard_size: maximum size of a file, such as "5GB"; None: one file.
+        safe: write safetensors (tied tensors only under their first name) instead of `torch.save` files.
+
+    Returns:
+        Paths of the files, without the index.
+
+    Raises:
+        ArgumentError: `max_shard_size` is no size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     limit = bytes_of(max_shard_size)

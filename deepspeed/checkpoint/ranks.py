@@ -1,4 +1,4 @@
-"""Ranks that save or load together: exchange of small objects, and errors that are raised on all ranks."""
+"""Communication of the ranks that save or load together: small objects, tensors, and errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from deepspeed.errors import CheckpointError, CommError
 
 
 class Ranks:
-    """The ranks of an axis.
+    """Ranks that save or load together.
 
     Args:
+        axis: mesh axis of the ranks; None: only this process.
         group: process group for messages; None: the group of the axis.
     """
 
@@ -24,7 +25,7 @@ class Ranks:
         self.group = group if group is not None or axis is None else axis.group
 
     def gather(self, local: Any) -> list[Any]:
-        """Gather an object from every rank, in rank order. All ranks must call this."""
+        """Return the objects of all ranks, in rank order (all-gather)."""
         if self.size == 1 or self.group is None:
             return [local] * self.size
         every: list[Any] = [None] * self.size
@@ -33,7 +34,10 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raise an error of one rank on all ranks at the end of the block."""
+        """Context that raises an error of one rank on all ranks, at its end. Collective.
+
+        The failing rank raises its own error, the others CheckpointError with the text `what`.
+        """
         error: Exception | None = None
         try:
             yield
@@ -49,7 +53,7 @@ class Ranks:
                 raise CheckpointError(f"{what} failed on rank {rank}: {text}")
 
     def send(self, tensor: Any, to: int) -> None:
-        """Send a CPU tensor to a rank that calls the matching receive."""
+        """Send a CPU tensor to rank `to` of this group, which must call `receive`."""
         comm.send(tensor, self.numbers[to], group=self.group)
 
     def receive(self, tensor: Any, sender: int) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for clients."""
+"""Functions of `deepspeed.checkpoint.utils` that other programs import."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy nested containers so that every tensor has its own storage and `torch.save` writes only its elements.
+    """Return a copy of nested containers in which every tensor has its own storage.
+
+    `torch.save` writes the whole storage of a tensor; after this, only the tensor's elements.
 
     Args:
-        item: tensors in dicts, lists and tuples.
+        item: tensors in dicts, lists and tuples; other objects are not copied.
         device: device of the copies.
     """
     if isinstance(item, torch.Tensor):

@@ -1,6 +1,6 @@
-"""Keys and file names of upstream's checkpoints, and upstream's class for reading and writing one file.
+"""Keys and file names of upstream DeepSpeed's checkpoints, and its class for reading and writing one file.
 
-Files of other programs contain these keys, so their values must not change.
+Other programs depend on these values, so they must not change.
 """
 
 from __future__ import annotations
@@ -41,29 +41,28 @@ VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Return the path of the model states of one model-parallel rank, such as "00"."""
+    """Return the path of the model states of one model-parallel rank, given its number as text, such as "00"."""
     return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Return the path of the optimizer states of one data-parallel rank within a model-parallel rank."""
+    """Return the path of the optimizer states of a pair of data-parallel and model-parallel rank."""
     return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int, tp_rank: int) -> str:
-    """Return the path of one tensor-parallel rank's states of a layer."""
+    """Return the path of the model states of one layer on one tensor-parallel rank."""
     return str(Path(base_folder, f"layer_{layer_id:02d}-model_{tp_rank:02d}-model_states.pt"))
 
 
 class TorchCheckpointEngine:
-    """Writes and reads single files with `torch.save` and `torch.load`. The engine of this package does not use it."""
+    """Writer and reader of single files with `torch.save` and `torch.load`, for programs that import it.
+
+    The engine of this package does not use it.
+    """
 
     def __init__(self, config_params: Any = None) -> None:
-        """Accept a configuration without storing it.
-
-        Args:
-            config_params: accepted, without effect.
-        """
+        """Create the object; `config_params` has no effect."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder and its parents."""
@@ -73,7 +72,7 @@ class TorchCheckpointEngine:
         """Start a checkpoint; has no effect."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write nested containers of tensors and plain values."""
+        """Write nested containers of tensors and plain values to the file `path`."""
         torch.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -81,10 +80,11 @@ class TorchCheckpointEngine:
 
         Args:
             path: path of the file.
-            map_location: device for the tensors, as in `torch.load`.
+            map_location: device for the tensors, as in `torch.load`; None: the devices of the saved tensors.
 
         Raises:
             CheckpointError: the file contains other objects, or is no file of `torch.save`.
+            OSError: the file cannot be opened.
         """
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
@@ -99,5 +99,5 @@ class TorchCheckpointEngine:
             ) from error
 
     def commit(self, info: Any) -> bool:
-        """Finish a checkpoint; has no effect, since `save` has already written each file."""
+        """Finish a checkpoint; has no effect, since `save` has already written each file. Returns True."""
         return True

@@ -28,14 +28,14 @@ from deepspeed.foundation.log import warn_once
 
 
 class Inert:
-    """Replacement for a pickled upstream object: stores the object's attributes and has no methods."""
+    """Replacement for a pickled upstream object, with the object's attributes and without methods."""
 
 
 class InertNumber(int):
-    """Replacement for a pickled upstream enumeration: stores the value."""
+    """Replacement for a pickled upstream enumeration, with its integer value."""
 
 
-# Classes that upstream's checkpoints are known to hold, by where their pickles say they are.
+# Replacements for classes in upstream's checkpoints, by the qualified names in the pickles.
 _KNOWN: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
     "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": Inert,
@@ -46,11 +46,11 @@ _KNOWN: dict[str, type] = {
 
 
 def load_pt(path: Path) -> Any:
-    """Load a file that `torch.save` wrote. Tensors are memory-mapped until they are read.
+    """Load a file of `torch.save` on the CPU, with memory-mapped tensors and a restricted unpickler.
 
     Raises:
         CheckpointError: the file names a class that is not allowed; no code of the file was executed.
-        CheckpointCorruptError: the file cannot be read.
+        CheckpointCorruptError: the file does not exist or cannot be read.
     """
     admitted: list[Any] = [(constructor, name) for name, constructor in _KNOWN.items()]
     try:
@@ -65,7 +65,7 @@ def load_pt(path: Path) -> Any:
         raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
 
 
-# What upstream itself puts beside the user's keys in a model file.
+# Keys of upstream itself in a model file; all other keys are the user's.
 _OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps "
@@ -79,16 +79,23 @@ _EXPERTS = ".deepspeed_experts."  # in the names of their parameters
 
 
 def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
-    """Open a folder in upstream's layout as a source of tensors. Tensors are memory-mapped until they are read.
+    """Open a checkpoint in upstream's layout as a source of memory-mapped tensors.
 
     Args:
-        trained: parameter names in the order of the engine's optimizer; stage-0 files have only numbers.
+        path: folder of one tag, from ZeRO stages 0 to 3 or in the universal format.
+        trained: names of the trained parameters in the order of the engine's optimizer, because stage-0 files contain
+            only their numbers; without names, their optimizer state is not read.
+
+    Raises:
+        CheckpointMissingError: a file is missing.
+        CheckpointCorruptError: a file cannot be read, or files of some ranks are missing.
+        CheckpointError: the checkpoint is from several model-parallel ranks, or does not fit `trained`.
     """
     return _Reading(path, list(trained)).source()
 
 
 class _Reading:
-    """Parser state: the rows and chunks that were read so far."""
+    """Parser of one checkpoint in upstream's layout; collects manifest rows and chunks of values."""
 
     def __init__(self, path: Path, trained: list[str]) -> None:
         self.path, self.trained = path, trained
@@ -99,7 +106,7 @@ class _Reading:
         self.experts: dict[str, torch.Tensor] = {}  # of files of their own, by name
 
     def source(self) -> TensorSource:
-        """Read the metadata of all files and return the source."""
+        """Parse all files and return the source of their tensors."""
         if list(self.path.glob("*mp_rank_01*")):
             raise CheckpointError(f"{self.path} is of several model-parallel ranks; convert it to the universal form")
         models = [load_pt(file) for file in self._model_files()]
@@ -152,7 +159,7 @@ class _Reading:
         self._take_groups(groups, scaler)
 
     def _masters(self, saved: dict[str, Any], shapes: list[torch.Size], groups: list[Any]) -> list[torch.Tensor]:
-        """Return the master weights in the order of the optimizer; empty for fp32 training."""
+        """Return the master weights of a stage-0 file in the order of the optimizer; empty for fp32 training."""
         if "fp32_groups" in saved:
             return [tensor for group in saved["fp32_groups"] for tensor in group]
         masters, shape_index = [], 0
@@ -201,7 +208,11 @@ class _Reading:
     def _by_group(
         self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
-        """Stages 1 and 2: split a group, whose concatenated parameters are cut into equal parts."""
+        """Yield (name, chunks) for each parameter of an optimizer group, at stages 1 and 2.
+
+        There, the concatenated parameters of a group are divided equally among ranks. A chunk is (first element of the
+        parameter, values, optimizer state).
+        """
         parts = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
         states = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in ranks]
         offset = 0
@@ -222,7 +233,7 @@ class _Reading:
     def _by_parameter(
         self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
     ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
-        """Stage 3: split each parameter into equal parts, of which the last is padded."""
+        """Yield (name, chunks) as `_by_group`, at stage 3, where each parameter is padded and divided equally."""
         parts = [self._joined(rank, group) for rank in ranks]
         offset = 0
         for name, shape in shapes.items():
@@ -268,7 +279,10 @@ class _Reading:
         self.chunks[entry_name(VALUE, name)] = chunks
 
     def _add_state(self, name: str, chunks: list[tuple[int, int, dict[str, Any]]]) -> None:
-        """Add a parameter's optimizer state. Tensors as long as their chunk are cut like it, others stay whole."""
+        """Add a parameter's optimizer state from chunks (first element, number of elements, state).
+
+        State tensors with as many elements as their chunk are sharded like the parameter; other tensors are scalars.
+        """
         rule = StateRule({}, {}, {})
         for start, numel, state in chunks:
             for key, value in state.items():
@@ -292,7 +306,7 @@ class _Reading:
         self.optimizer = {"groups": settings, "scaler": scaler}
 
     def _rest(self, models: list[dict[str, Any]]) -> None:
-        """Add buffers, and frozen parameters that are whole or in chunks."""
+        """Add the buffers and the frozen parameters, which may be sharded over the model files."""
         model = models[0]
         frozen = model.get("frozen_param_shapes") or {}
         for name, shape in frozen.items():
@@ -315,9 +329,10 @@ class _Reading:
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 
     def _experts(self, counts: int | list[int] | None) -> None:
-        """Read the files of experts: one per expert, of a single layer or in the old form of all layers.
+        """Read the files of single experts: one for each layer and expert or, in the old format, for each expert.
 
-        `counts`: experts of each layer, from the model file.
+        Args:
+            counts: number of experts of each layer, from the model file.
         """
         files = {
             (int(match.group(1) or 0), int(match.group(2))): file
@@ -346,7 +361,7 @@ class _Reading:
 
     @staticmethod
     def _numbered(path: Path, pattern: str) -> list[Path]:
-        """Return the files in the order of their data-parallel rank."""
+        """Return the files that match a pattern, by data-parallel rank; raise if a rank's file is missing."""
         files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
         if sorted(files) != list(range(len(files))):
             raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")
@@ -354,7 +369,7 @@ class _Reading:
 
     @staticmethod
     def _cut(value: Any, part: torch.Tensor) -> bool:
-        """Return whether a state tensor is cut like the values. Some are saved with padding, unlike the values."""
+        """Whether a state tensor is sharded like the values `part`; it may be longer, by padding."""
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
 
     @staticmethod
@@ -362,7 +377,7 @@ class _Reading:
         return loaded["param"] if isinstance(loaded, dict) else loaded
 
     def _joined(self, rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the flat values and state of an optimizer group at stage 3, with its sub-groups concatenated."""
+        """Return one rank's flat values and state of an optimizer group at stage 3; sub-groups are concatenated."""
         flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
         groups = len(rank["optimizer_state_dict"]["param_groups"])
         if len(flat) == groups:

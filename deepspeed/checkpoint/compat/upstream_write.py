@@ -1,7 +1,7 @@
-"""Writer of upstream's files next to the native ones, including the small files that upstream's tools need.
+"""Writer of a checkpoint in upstream's layout next to the native files, and of small files for upstream's tools.
 
-Each rank reads its part of upstream's layout from the native files that were just written: the two layouts are sharded
-differently, and any range of a native file can be read.
+The two layouts are sharded differently, so each rank reads its part of upstream's layout from the native files, after
+these were written.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ SCRIPTS = {"zero_to_fp32.py": _SCRIPT.encode()}
 
 
 def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters: dict[str, int]) -> dict[str, bytes]:
-    """Create files under upstream's names with the client's state and the counters, without weights.
+    """Return small files under upstream's names, with client state and counters but without weights.
 
-    `torch.load(weights_only=True)` opens them. A client's converter reads the weights with `zero_to_fp32` and the other
-    values from these files.
+    Converters of other programs read these values from the files, and the weights with `zero_to_fp32`.
+    `torch.load(weights_only=True)` can open the files.
+
+    Args:
+        client_state: the user's state; entries that such a file cannot contain are left out and logged.
+        about: entries `stage`, `ranks` and `precision` of the manifest.
+        counters: `skipped_steps`, `global_steps`, `global_samples`.
+
+    Returns:
+        Contents of the files, by name.
     """
     stage = about["stage"]
     shared = {
@@ -71,7 +79,7 @@ def _saved(value: Any) -> bytes:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that `torch.load(weights_only=True)` accepts."""
+    """Return the entries of `state` that `torch.load(weights_only=True)` accepts; the others are logged."""
     plain_values = {}
     for key, value in state.items():
         try:
@@ -87,7 +95,7 @@ _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": 
 
 
 class _Sink:
-    """A file object for `torch.save` that writes through the checkpoint's file operations."""
+    """File object for `torch.save` that writes through `filesystem.current` and computes length and CRC-32."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self.nbytes, self.crc32 = fd, 0, 0
@@ -99,11 +107,11 @@ class _Sink:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing; `write` has already written the data."""
+        """Return without effect; `write` does not buffer data."""
 
 
 class _LossScaler:
-    """Placeholder for upstream's static loss scaler, which upstream's engine reads from the file."""
+    """Placeholder for upstream's static loss scaler, which upstream's engine unpickles."""
 
     def __init__(self, scale: float) -> None:
         self.cur_scale, self.dynamic = scale, False
@@ -127,11 +135,13 @@ _PICKLE = SimpleNamespace(__name__=__name__, Pickler=_Pickler)  # what `torch.sa
 
 
 class UpstreamWriter:
-    """Writes upstream's files of one checkpoint.
+    """Writer of one checkpoint's files in upstream's layout.
 
     Args:
-        source: the native files, complete except for the manifest.
-        scale: the loss scale; a dynamic scale is written as a static one.
+        source: native checkpoint; its manifest need not be written yet.
+        ranks: ranks that save together.
+        settings: settings of each optimizer group, such as the learning rate.
+        scale: loss scale; a dynamic scale is written as a static one.
         shared: entries of every model file: counters, schedule, configuration, client state.
     """
 
@@ -148,7 +158,7 @@ class UpstreamWriter:
         self.buffers = [row for row in rows if row.kind == BUFFER]
 
     def write(self) -> dict[str, Seal]:
-        """Write this rank's files; returns the seals of all ranks' files."""
+        """Write this rank's files into the folder of `source`; return the seals of all ranks' files. Collective."""
         rank = self.ranks.rank
         seals: dict[str, Seal] = {}
         model, optimizer = self._model(), self._optimizer() if self.stage else None
@@ -171,7 +181,12 @@ class UpstreamWriter:
         )
 
     def _whole(self, rows: list[ManifestEntry], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return whole values on the ranks that write a model file; master weights in the compute dtype."""
+        """Return unsharded values by name, on the ranks that write a model file (all at stage 3, else rank 0).
+
+        Args:
+            rows: parameters or buffers.
+            dtype: dtype of the result; None: the stored dtype.
+        """
         if self.ranks.rank and self.stage < 3:
             rows = []
         tensors = {row.name: torch.empty(row.shape, dtype=dtype or row.dtype) for row in rows}
@@ -205,7 +220,7 @@ class UpstreamWriter:
         }
 
     def _fragments(self) -> dict[str, torch.Tensor]:
-        """Return this rank's equal part of every frozen parameter; the last part is padded."""
+        """Return this rank's part of every frozen parameter, at stage 3; the last part is padded."""
         fragments, wanted = {}, []
         for row in self.frozen:
             step = -(-row.numel // self.ranks.size)
@@ -217,7 +232,7 @@ class UpstreamWriter:
     # -- optimizer ------------------------------------------------------------------------------------------------
 
     def _keys(self, group: list[ManifestEntry]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Return the tensors and values of the optimizer state of a group."""
+        """Return the optimizer state of a group: dtypes of its sharded tensors by key, and its plain values by key."""
         decoder = Decoder(lambda _: torch.empty(0))
         for row in group:
             rule = self.source.manifest.state_of(row)
@@ -230,7 +245,7 @@ class UpstreamWriter:
         return {}, {}
 
     def _plain_optimizer(self) -> dict[str, Any] | None:
-        """Stage 0: return the optimizer's state dict, with master weights if the model computes in low precision."""
+        """Return the optimizer's state dict at stage 0, with master weights if the model computes in 16 bits."""
         state: dict[int, dict[str, Any]] = {}
         masters, numbers, number = [], [], 0
         for group in self.groups:
@@ -279,7 +294,10 @@ class UpstreamWriter:
         return {"optimizer_state_dict": state, "ds_version": __version__}
 
     def _step(self, group: list[ManifestEntry]) -> int:
-        """Return a rank's elements of a group at stages 1 and 2; the total is aligned to twice the number of ranks."""
+        """Return the number of a group's elements per rank at stages 1 and 2.
+
+        The total is padded to a multiple of twice the number of ranks.
+        """
         unit = 2 * self.ranks.size
         return -(-sum(row.numel for row in group) // unit) * unit // self.ranks.size
 
@@ -288,7 +306,10 @@ class UpstreamWriter:
         return self._step(group) * self.ranks.size - sum(row.numel for row in group) if last else 0
 
     def _by_group(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Stages 1 and 2: return an equal part of the concatenated parameters; master weights without final padding."""
+        """Return this rank's part of a group's concatenated parameters at stages 1 and 2.
+
+        Master weights have no padding at the end; optimizer states have.
+        """
         step, total = self._step(group), sum(row.numel for row in group)
         low, high = min(self.ranks.rank * step, total), min((self.ranks.rank + 1) * step, total)
         flat, wanted, offset = torch.zeros(high - low if field == VALUE else step, dtype=dtype), [], 0
@@ -301,7 +322,7 @@ class UpstreamWriter:
         return flat
 
     def _by_parameter(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Stage 3: return an equal part of each parameter; the last part is padded."""
+        """Return this rank's parts of a group's parameters at stage 3, concatenated; the last part is padded."""
         steps = [-(-row.numel // self.ranks.size) for row in group]
         flat, wanted, offset = torch.zeros(sum(steps), dtype=dtype), [], 0
         for row, step in zip(group, steps, strict=True):
@@ -321,7 +342,7 @@ class UpstreamWriter:
     def _run(
         field: str, row: ManifestEntry, start: int, numel: int, into: torch.Tensor
     ) -> list[tuple[str, ManifestEntry, int, int, torch.Tensor]]:
-        """Return the reads for elements [start, start + numel) of a parameter, limited to the elements it has."""
+        """Return arguments of `_read` for elements [start, start + numel) of a parameter, without padding."""
         stop = min(start + numel, row.numel)
         return [(field, row, start, stop, into[: stop - start])] if start < stop else []
 

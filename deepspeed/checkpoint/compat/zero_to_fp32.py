@@ -1,4 +1,4 @@
-"""Consolidation of any checkpoint into whole fp32 weights, without an engine."""
+"""Consolidation of a sharded checkpoint into full fp32 weights, without an engine."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
     Args:
         folder: folder that contains the tags, or the folder of one tag.
         tag: name of the tag; None: the tag in `latest`, else the newest complete one.
+
+    Raises:
+        CheckpointMissingError: there is no checkpoint.
+        CheckpointCorruptError: the checkpoint is not complete.
     """
     path = Path(folder)
     if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_model_states.pt"))):
@@ -47,7 +51,7 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
 
 
 def rows_of(source: Source, exclude_frozen: bool) -> Iterator[ManifestEntry]:
-    """Yield the rows whose values are stored."""
+    """Yield the manifest rows of tensors with stored values; `exclude_frozen`: without frozen parameters."""
     for row in source.manifest.rows:
         if row.kind != LEFT_OUT and not (exclude_frozen and row.kind == FROZEN):
             yield row
@@ -59,12 +63,12 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 class GatheredTensor:
-    """A tensor of a checkpoint that is read at the call of `contiguous()`.
+    """Lazy tensor of a checkpoint, with `shape` and `dtype`; each call of `contiguous()` reads and returns it.
 
     Args:
         source: the checkpoint.
-        row: the manifest row of the tensor.
-        dtype: dtype of the result.
+        row: manifest row of the tensor.
+        dtype: dtype of the result, if the stored dtype is floating-point.
     """
 
     def __init__(self, source: Source, row: ManifestEntry, dtype: torch.dtype) -> None:
@@ -82,16 +86,20 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> OrderedDict[str, Any]:
-    """Return the weights of a checkpoint in fp32, on the CPU.
+    """Return the full weights and buffers of a checkpoint on the CPU, floating-point tensors in fp32.
 
     Args:
-        checkpoint_dir: folder that contains the tags.
-        tag: name of the tag; None: the tag in `latest`.
+        checkpoint_dir: folder that contains the tags, or the folder of one tag.
+        tag: name of the tag; None: the tag in `latest`, else the newest complete one.
         exclude_frozen_parameters: leave out parameters that did not require a gradient.
-        lazy_mode: return objects that read their tensor at the call of `contiguous()`.
+        lazy_mode: return `GatheredTensor` objects, which read their tensor at the call of `contiguous()`.
 
     Returns:
         Tensors by name; tied parameters under each of their names.
+
+    Raises:
+        CheckpointMissingError: there is no checkpoint.
+        CheckpointCorruptError: a file is missing or differs from its checksum.
     """
     return _state_dict(open_source(checkpoint_dir, tag), torch.float32, exclude_frozen_parameters, lazy_mode)
 
@@ -116,16 +124,21 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights of a checkpoint to files for torch or Hugging Face libraries.
+    """Write the full weights of a checkpoint to files for torch or Hugging Face libraries.
 
     Args:
-        checkpoint_dir: folder that contains the tags.
+        checkpoint_dir: folder that contains the tags, or the folder of one tag.
         output_dir: folder for the files; created if missing.
         max_shard_size: maximum size of a file, such as "5GB"; None: one file.
         safe_serialization: write safetensors instead of `torch.save` files.
-        tag: name of the tag; None: the tag in `latest`.
+        tag: name of the tag; None: the tag in `latest`, else the newest complete one.
         exclude_frozen_parameters: leave out parameters that did not require a gradient.
-        dtype: dtype of the written weights.
+        dtype: dtype of the written floating-point tensors.
+
+    Raises:
+        CheckpointMissingError: there is no checkpoint.
+        CheckpointCorruptError: a file is missing or differs from its checksum.
+        ArgumentError: `max_shard_size` is no size.
     """
     state = _state_dict(open_source(checkpoint_dir, tag), dtype, exclude_frozen_parameters, lazy=True)
     write_sharded(state, Path(output_dir), max_shard_size, safe_serialization)
@@ -139,7 +152,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Call `convert_zero_checkpoint_to_state_dict` with dtype fp32."""
+    """Write the full weights of a checkpoint in fp32; arguments as in `convert_zero_checkpoint_to_state_dict`."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -148,15 +161,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into a plain model on the CPU.
+    """Load the full weights of a checkpoint into a model that is not sharded, on the CPU.
 
     Args:
-        model: the model; the call moves it to the CPU.
-        checkpoint_dir: folder that contains the tags.
-        tag: name of the tag; None: the tag in `latest`.
+        model: the model, which is moved to the CPU; names that only the model or only the checkpoint has are ignored.
+        checkpoint_dir: folder that contains the tags, or the folder of one tag.
+        tag: name of the tag; None: the tag in `latest`, else the newest complete one.
 
     Returns:
         The model.
+
+    Raises:
+        CheckpointMissingError: there is no checkpoint.
+        CheckpointCorruptError: a file is missing or differs from its checksum.
+        RuntimeError: a shape differs.
     """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -164,7 +182,11 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Return the path of rank 0's model states in a tag's folder.
+    """Return the path of rank 0's model states in upstream's layout.
+
+    Args:
+        checkpoint_dir: folder of one tag.
+        zero_stage: ZeRO stage of the training run; stage 3 has another file name.
 
     Raises:
         CheckpointMissingError: the file does not exist.
@@ -177,7 +199,11 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """Return the files in a tag's folder that match the pattern, in natural order.
+    """Return the paths of files in a folder that match a pattern, sorted with numbers in numerical order.
+
+    Args:
+        checkpoint_dir: folder of one tag.
+        glob_pattern: pattern, such as "*_optim_states.pt".
 
     Raises:
         CheckpointMissingError: no file matches.
@@ -189,17 +215,17 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Return the files with optimizer states in a tag's folder."""
+    """Return the paths of the optimizer states in a tag's folder; CheckpointMissingError if there are none."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
-    """Return the files with model states in a tag's folder."""
+    """Return the paths of the model states in a tag's folder; CheckpointMissingError if there are none."""
     return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`."""
+    """Run `python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`; `arguments` None: `sys.argv`."""
     parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint into plain files.")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, or of one tag")
     parser.add_argument("output_dir", help="folder for the weights")

@@ -1,4 +1,4 @@
-"""File operations of checkpoints. Each change on disk is one function here, so that tests can make it fail."""
+"""File operations of checkpoints. Every change on disk is a method of `FileSystem`, so that tests can make it fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.errors import CheckpointError
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 
-# A tag is one plain name: it never leaves the folder, and is never one of the hidden names of a save under way.
+# A tag is a plain folder name, and never one of the hidden names of an unfinished save.
 _TAG = re.compile(r"[^/\\\x00-\x1f]{1,200}")
 _STAGING, _REPLACED = ".saving", ".replaced"
 
@@ -27,31 +27,31 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class FileSystem:
-    """File operations of a save."""
+    """File operations of a save; tests replace the object `current`."""
 
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """Create an empty file for writing; returns its descriptor."""
+        """Create an empty file for writing, or empty an existing one; return its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """Write all of `data` at `offset`. The kernel starts writing to disk at once, so that `sync` is short."""
+        """Write all of `data` at byte `offset`. The kernel starts to write to disk at once, so that `sync` is short."""
         first = offset
         while len(data):
             done = os.pwrite(fd, data, offset)
             data, offset = data[done:], offset + done
         if _START_WRITING is not None:
-            _START_WRITING(fd, first, offset - first, _SYNC_FILE_RANGE_WRITE)  # a hint: what it says is of no interest
+            _START_WRITING(fd, first, offset - first, _SYNC_FILE_RANGE_WRITE)  # only a hint: its result is ignored
 
     def sync(self, fd: int) -> None:
-        """Wait until the file is on the disk."""
+        """Wait until the contents of the file are on disk (fsync)."""
         os.fsync(fd)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the names in a folder are on the disk."""
+        """Wait until the names in a folder are on disk (fsync of the folder)."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -80,7 +80,7 @@ current = FileSystem()
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Create a file and yield its descriptor; syncs the file to disk on exit."""
+    """Context with the descriptor of a new file, which is synced to disk and closed on exit."""
     fd = current.create(path)
     try:
         yield fd
@@ -90,7 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files and then sync them together, so that one journal commit of the file system covers all."""
+    """Write small files, given their contents by path, and sync them together, in one journal commit."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))
@@ -99,7 +99,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def checked_tag(tag: object) -> str:
-    """Return the tag as text; raises if it is not a plain, visible file name."""
+    """Return the tag as text; raise CheckpointError if it is not a plain, visible folder name."""
     text = str(tag)
     if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
         raise CheckpointError(
@@ -110,17 +110,17 @@ def checked_tag(tag: object) -> str:
 
 
 def staging_of(folder: Path, tag: str) -> Path:
-    """Return the staging folder that a save writes before the final rename."""
+    """Return the hidden staging folder into which a save writes; `publish` renames it to the tag."""
     return folder / f".{tag}{_STAGING}"
 
 
 def replaced_of(folder: Path, tag: str) -> Path:
-    """Return the folder that an existing checkpoint of the same tag is renamed to for a moment."""
+    """Return the hidden folder to which `publish` renames an earlier checkpoint of the same tag before its removal."""
     return folder / f".{tag}{_REPLACED}"
 
 
 def tag_under_way(name: str) -> str | None:
-    """Return the tag of a staging folder's name; None for other names."""
+    """Return the tag of a hidden folder's name (`staging_of` or `replaced_of`); None for other names."""
     for suffix in (_STAGING, _REPLACED):
         if name.startswith(".") and name.endswith(suffix):
             return name[1 : -len(suffix)]
@@ -128,10 +128,13 @@ def tag_under_way(name: str) -> str | None:
 
 
 def publish(folder: Path, tag: str, small_files: Mapping[str, bytes]) -> None:
-    """Rename a complete staging folder to its tag. An existing checkpoint of that tag stays complete until then.
+    """Rename a complete staging folder to its tag, and remove an earlier checkpoint of this tag.
 
     Args:
-        small_files: small files of `folder`, such as `latest`; each is replaced atomically after the rename.
+        folder: folder that contains the tags.
+        tag: name of the tag.
+        small_files: contents of small files in `folder`, such as `latest`, by name; each file is replaced atomically
+            after the rename.
     """
     final, old = folder / tag, replaced_of(folder, tag)
     hidden = {name: folder / f".{name}{_STAGING}" for name in small_files}

@@ -1,8 +1,8 @@
 """Typed JSON for plain values, containers, numpy, dates, paths, enums and dataclasses; decoding returns equal values.
 
-A value that JSON cannot express is an object with the key "!" that names its type. Tensors and arrays are stored
-separately and referred to by number. Decoding runs no code from the file: enums and dataclasses are looked up among the
-classes that the process has already imported, and a dataclass is filled without calling its constructor.
+A value that JSON cannot express becomes an object with the name of its type under the key "!". Tensors and arrays are
+stored separately and referred to by number. Decoding executes no code from the file: enums and dataclasses must be
+among the classes that the process has already imported, and the constructor of a dataclass is not called.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 class Encoder:
-    """Converts objects to JSON values.
+    """Converter from objects to JSON values.
 
     Args:
-        tensors: list that receives the tensors and arrays, in order.
-        pickled: list that receives objects without a JSON form; None: such objects raise an error.
+        tensors: list to which tensors and arrays are appended.
+        pickled: list to which objects without a JSON form are appended; None: such objects raise CheckpointError.
     """
 
     def __init__(self, tensors: list[torch.Tensor], pickled: list[Any] | None = None) -> None:
@@ -42,7 +42,15 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        """Return the JSON form of `value`. `path` names the value in errors, as in `client_state['loops']`."""
+        """Return the JSON form of a value.
+
+        Args:
+            value: the value, which may be nested.
+            path: name of the value in errors, such as `client_state['loops']`.
+
+        Raises:
+            CheckpointError: a value contains itself, or has no JSON form.
+        """
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -117,7 +125,7 @@ class Encoder:
 
     @staticmethod
     def _is_found(kind: type) -> bool:
-        """Return whether a class can be imported under its own name."""
+        """Whether a class can be looked up under its module and name, which excludes local classes."""
         return "<locals>" not in kind.__qualname__ and _look_up(kind.__module__, kind.__qualname__) is kind
 
     def _aside(self, tensor: torch.Tensor) -> int:
@@ -126,7 +134,12 @@ class Encoder:
 
 
 class Decoder:
-    """Converts JSON values back to objects."""
+    """Converter from JSON values of an `Encoder` to objects.
+
+    Args:
+        tensors: function that returns a tensor by its number.
+        pickled: objects without a JSON form; None: there are none.
+    """
 
     def __init__(self, tensors: Callable[[int], torch.Tensor], pickled: list[Any] | None = None) -> None:
         self._tensors, self._pickled = tensors, pickled or []

@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: contents and sharding.
+"""Manifest of a checkpoint: its tensors and their sharding.
 
-[Note: formats] In format 2 a group names its rows, the box of each in the global tensor, and the file of each slice.
-Format 1 had whole tensors only, with slice r in the file of rank r; it stays readable but is no longer written.
+A row is a parameter or buffer. A box is a region of a global tensor, such as a tensor-parallel slice.
+
+[Note: formats] In format 2, a group lists its rows, the box of each row, and the file of each slice. In format 1, all
+boxes were whole tensors, and slice r was in the file of rank r; this format is still read but no longer written.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _PREFIX = '{"crc32": "%08x",\n"manifest": '
 
 # Kinds of rows.
 TRAINED, FROZEN, LEFT_OUT, BUFFER = "trained", "frozen", "left out", "buffer"
-# Fields that are cut as the parameter is; those of the optimizer are `state/<key>`.
+# Fields of a parameter with its shape and sharding; those of the optimizer state are `state/<key>`.
 VALUE, GRADIENT = "value", "gradient"
 
 
@@ -41,26 +43,28 @@ def rank_file(rank: int) -> str:
 
 
 def entry_name(field_: str, name: str) -> str:
-    """Return the name of a part of a parameter in a rank's file."""
+    """Return the name of a field (`value`, `gradient`, `state/<key>`) of a parameter in a rank's file."""
     return f"{field_}/{name}"
 
 
 def state_field(key: str) -> str:
-    """Return the field name for a tensor of the optimizer state."""
+    """Return the field name for the optimizer state tensor `key`, such as `exp_avg`."""
     return f"state/{key}"
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One parameter or buffer.
+    """Manifest row: one parameter or buffer.
 
     Args:
+        name: name in the model.
+        shape: global shape.
         dtype: dtype of the stored value (of the master weight if there is one).
         kind: `trained`, `frozen`, `left out` (frozen, and its values were not stored) or `buffer`.
         state: index of the optimizer state in `Manifest.states`; None: no optimizer state (yet).
         order: position in the optimizer, counted over all groups; -1: not in the optimizer.
         group: optimizer group; -1: not in the optimizer.
-        place: position in the module of the rank that reports the row; sorts the rows; not stored.
+        place: position in the module of the rank that reports the row, by which rows are sorted; not stored.
     """
 
     name: str
@@ -83,12 +87,12 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class StateRule:
-    """Layout of the optimizer state that several parameters share.
+    """Layout of an optimizer state, common to several parameters.
 
     Args:
         sliced: dtype by key, for tensors of the parameter's shape, which are sharded like the parameter.
-        whole: (dtype, shape) by key, for other tensors, which are in the file of the parameter's first element.
-        values: numbers and other small values, in typed JSON.
+        whole: (dtype, shape) by key, for tensors of other shapes, stored in the file of the parameter's first element.
+        values: numbers and other small values by key, in typed JSON.
     """
 
     sliced: dict[str, torch.dtype]
@@ -107,15 +111,15 @@ class StateRule:
 
 @dataclass(frozen=True)
 class CutGroup:
-    """Tensors that are sharded together: slices of the concatenation of one rank's boxes.
+    """Tensors that are sharded together: their boxes are flattened and concatenated, and the result is cut into slices.
 
     Args:
-        rows: positions of the tensors in the manifest.
-        boxes: regions of the global tensors that the flattened tensors hold.
-        rule: `equal` slices of the concatenation, or cuts `between` tensors.
-        files: file r has slice r.
-        stored: False for a tensor that another group stores; empty: all are stored.
-        states: optimizer states as in `ManifestEntry` if they differ from those of the rows; else empty.
+        rows: indices of the tensors in `Manifest.rows`.
+        boxes: box of each tensor.
+        rule: `equal`: slices of equal length; `between`: cuts only between tensors.
+        files: name of the file with slice r, for each r.
+        stored: False for tensors that another group stores; empty: all are stored here.
+        states: optimizer state of each tensor, as in `ManifestEntry`; empty: those of the rows.
     """
 
     rows: tuple[int, ...]
@@ -127,14 +131,16 @@ class CutGroup:
 
     @cached_property
     def layout(self) -> ShardLayout:
-        """Return the slice boundaries of the concatenation, padding included."""
+        """Slice boundaries and offsets of the concatenation, padding included."""
         return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
 
     def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, RegionRange]]:
-        """Yield the stored pieces with elements [low, high) of a tensor, as (file, range of the packed box).
+        """Yield the stored pieces of a tensor, as (file, range of the box without padding).
 
         Args:
-            low: first element of the flattened packed box.
+            index: index of the tensor in the group.
+            low: first wanted element of the flattened box without padding.
+            high: one past the last wanted element.
         """
         box, cuts, offset = self.boxes[index], self.layout.cuts, self.layout.offsets[index]
         end = offset + box.numel
@@ -148,7 +154,7 @@ class CutGroup:
 
 @dataclass(frozen=True)
 class Read:
-    """Elements of one stored piece, and their destination."""
+    """Read of one stored piece: its file, and the copy of its elements to their destination."""
 
     file: str
     copy: Copy
@@ -159,9 +165,11 @@ class Manifest:
     """Contents of `manifest.json`.
 
     Args:
+        rows: all parameters and buffers.
         groups: sharding and files of the rows; empty if the values are stored elsewhere.
         states: the distinct optimizer states; rows refer to them by index.
-        about: all other data: counters, saving host and version, small state in typed JSON.
+        files: length and checksum of each file, by name.
+        about: all other data: counters, hosts, version, settings of the run.
     """
 
     rows: list[ManifestEntry]
@@ -187,18 +195,21 @@ class Manifest:
         return self.about.get("aliases", {})
 
     def row(self, name: str) -> ManifestEntry | None:
-        """Return the row of a parameter or buffer, looked up by any of its names."""
+        """Return the row of a parameter or buffer, by any of its names; None if there is none."""
         number = self._numbers.get(self.aliases.get(name, name))
         return None if number is None else self.rows[number]
 
     def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
-        """Return the optimizer state of a parameter, or of one box if the boxes have different states."""
+        """Return the optimizer state of a parameter, or of one of its boxes if the boxes have different states.
+
+        None if there is no optimizer state.
+        """
         group = None if box is None else self._find(row, box)
         number = row.state if group is None or not group[0].states else group[0].states[group[1]]
         return None if number is None else self.states[number]
 
     def is_whole(self, field_: str, row: ManifestEntry) -> bool:
-        """Return whether a field of a parameter has its own shape and is stored unsharded."""
+        """Whether a field of a parameter is stored unsharded because it has another shape than the parameter."""
         rule = self.state_of(row)
         return rule is not None and any(field_ == state_field(key) for key in rule.whole)
 
@@ -207,11 +218,11 @@ class Manifest:
         return next(((group, index) for group, index in stored if group.boxes[index] == box), None)
 
     def has_box(self, row: ManifestEntry, box: Region) -> bool:
-        """Return whether exactly this box is stored, so that unsharded state fits it."""
+        """Whether exactly this box of a parameter was saved, so that its unsharded optimizer state can be loaded."""
         return self._find(row, box) is not None if self.groups else box.whole
 
     def reads(self, row: ManifestEntry, wanted: RegionRange) -> Iterator[Read]:
-        """Yield the reads for a range of a parameter; they are the same for every field that is sharded like it."""
+        """Yield the reads for a range of a parameter, valid for each field that is sharded like the parameter."""
         for group, index in self._stored.get(row.name, ()):
             low, high = extent(group.boxes[index].packed, wanted)
             for file, piece in group.pieces(index, low, high):
@@ -219,7 +230,11 @@ class Manifest:
                     yield Read(file, copy)
 
     def home(self, row: ManifestEntry, box: Region) -> str:
-        """Return the file with the first element of a box; it also has the box's unsharded state."""
+        """Return the name of the file with the first element of a box, and with the box's unsharded state.
+
+        Raises:
+            CheckpointError: the parameter was not saved with this box.
+        """
         group = self._find(row, box)
         if group is None:
             raise CheckpointError(f"the checkpoint does not contain '{row.name}' split as it is here")
@@ -321,7 +336,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file exists in full length."""
+    """Raise CheckpointCorruptError unless every file of a manifest exists with its recorded length."""
     for name, seal in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

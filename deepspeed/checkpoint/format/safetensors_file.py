@@ -1,8 +1,8 @@
-"""Safetensors files with a checksum per block. Files are written as a stream; any range can be read.
+"""Safetensors files with a checksum per block; any range can be read and verified alone.
 
-[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of the data after it. The manifest
-has a CRC-32 over the header and this table, so a reader of a few bytes verifies only a few blocks, and every byte of
-the file is covered. Tensors are ordered by the size of their elements, so no element crosses the border of a block.
+[Note: blocks] The first tensor of a file, `checksums`, has the CRC-32 of each block of 1 MiB of the data after it. The
+manifest has the CRC-32 of the header and this table, so every byte is covered, and a read of a range verifies only the
+blocks of that range. Tensors are sorted by element size, so no element crosses a block boundary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepspeed.native import library
 
 
 def crc32(data: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor of bytes (1-D, uint8, contiguous, on the CPU)."""
+    """Return the CRC-32 of a contiguous 1-D uint8 tensor on the CPU."""
     native = _native()
     return zlib.crc32(data.numpy().data) if native is None else native(data.data_ptr(), data.numel())
 
@@ -64,7 +64,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """Return the name of a dtype in safetensors files."""
+    """Return the name of a dtype in safetensors files; CheckpointError, about the tensor `what`, if it has none."""
     if dtype not in NAMES:
         raise CheckpointError(f"{what} is of {dtype}, which safetensors files cannot hold; convert it before saving")
     return NAMES[dtype]
@@ -72,11 +72,15 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor to write.
+    """Tensor to write to a file.
 
     Args:
-        values: function that returns the values: contiguous, with the declared number of elements.
-        hold: context to enter while `values` and its result are in use; None: the values stay in memory until then.
+        name: name in the file.
+        dtype: dtype of the values.
+        shape: shape in the file.
+        values: function that returns a contiguous tensor with the values; its shape may differ from `shape`.
+        hold: function that returns the context in which `values` must be called and its result used, for offloaded
+            tensors; None: the result stays in memory.
     """
 
     name: str
@@ -95,8 +99,8 @@ class Seal:
     """Length and checksum of a file, as stored in the manifest.
 
     Args:
-        nbytes: length of the file.
-        crc32: over header and checksum table for tensor files, over the whole content for other files.
+        nbytes: length in bytes.
+        crc32: CRC-32 of header and checksum table for tensor files, of the whole content for other files.
     """
 
     nbytes: int
@@ -104,7 +108,7 @@ class Seal:
 
 
 def file_bytes(entries: Iterable[TensorToWrite]) -> int:
-    """Estimate the size of a file with these entries: tensors, checksums and a generous header."""
+    """Return an upper estimate of the bytes of a file with these tensors, including checksums and header."""
     listed = list(entries)
     body = sum(entry.nbytes for entry in listed)
     return body + 4 * (body // BLOCK + 2) + sum(200 + len(entry.name) for entry in listed) + 4096
@@ -114,7 +118,20 @@ def file_bytes(entries: Iterable[TensorToWrite]) -> int:
 
 
 def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
-    """Write a new file and sync it to disk. Large tensors are written without a copy."""
+    """Write a safetensors file with checksums, and sync it to disk.
+
+    Args:
+        path: path of the new file.
+        entries: tensors; large CPU tensors are written without a copy.
+        metadata: strings for the `__metadata__` of the header.
+
+    Returns:
+        Length and checksum for the manifest.
+
+    Raises:
+        CheckpointError: safetensors has no name for a dtype.
+        OSError: the file cannot be written.
+    """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     body = sum(entry.nbytes for entry in ordered)
     blocks = -(-body // BLOCK)
@@ -139,12 +156,18 @@ def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[s
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the bytes of a contiguous tensor."""
+    """Return a contiguous tensor as a 1-D uint8 view."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class _BodyWriter:
-    """Writer of a file's body: a few threads compute checksums of chunks and write them."""
+    """Writer of the tensors of a file; threads compute the checksums of chunks and write the chunks.
+
+    Args:
+        fd: descriptor of the file.
+        base: offset of the first tensor byte in the file.
+        blocks: number of blocks.
+    """
 
     def __init__(self, fd: int, base: int, blocks: int) -> None:
         self._fd, self._base = fd, base
@@ -158,7 +181,7 @@ class _BodyWriter:
         self._filled = 0
 
     def write(self, entries: list[TensorToWrite]) -> bytes:
-        """Write all entries; returns the checksum table."""
+        """Write all entries and return the checksum table, 4 bytes per block."""
         try:
             for hold, together in itertools.groupby(entries, lambda entry: entry.hold):
                 with hold() if hold is not None else nullcontext():
@@ -206,7 +229,7 @@ class _BodyWriter:
         self._at += chunk.numel()
 
     def _settle(self, most: int) -> None:
-        """Wait until at most `most` chunks are pending; raises the errors of the writer threads."""
+        """Wait until at most `most` chunks are pending; re-raise errors of the writer threads."""
         while len(self._pending) > most:
             self._pending.pop(0).result()
 
@@ -225,7 +248,7 @@ class _BodyWriter:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in a file: dtype, shape, first byte and one past the last."""
+    """Location of a tensor in a file: dtype, shape, offset of the first byte, and of the byte after the last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -234,10 +257,15 @@ class TensorLocation:
 
 
 class TensorFile:
-    """A safetensors file of any origin, open for reading.
+    """Safetensors file that is open for reading; a context manager.
 
     Args:
+        path: path of the file, which may be from another program.
         seal: length and checksum from the manifest; None for files without checksums.
+
+    Raises:
+        CheckpointCorruptError: length or checksum differ from `seal`, or the header cannot be read.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, seal: Seal | None = None) -> None:
@@ -288,20 +316,24 @@ class TensorFile:
         return self.entries[name]
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a whole tensor."""
+        """Return a tensor in full; CheckpointCorruptError if it is missing or a checksum differs."""
         stored = self.find(name)
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         read_all({self: [Range(stored.begin, stored.end, stored.dtype, tensor.reshape(-1))]})
         return tensor
 
     def verify(self) -> None:
-        """Read every byte and check the checksums. The error names the tensors in a corrupt block."""
+        """Read every byte and check the checksums.
+
+        Raises:
+            CheckpointCorruptError: a block differs; the message names its tensors.
+        """
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
             self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
 
     def _fill(self, fd: int, block: torch.Tensor, begin: int) -> None:
-        """Read one block and check its checksum."""
+        """Read the block that starts at byte `begin` into `block`, and check its checksum."""
         buffer, done = block.numpy().data, 0
         while done < len(buffer):
             got = os.preadv(fd, [buffer[done:]], begin + done)
@@ -319,13 +351,16 @@ class TensorFile:
                 )
 
     def blocks(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
-        """Yield the blocks that cover a byte range, as (begin, end) in the file; unaligned without checksums."""
+        """Yield the byte ranges (begin, end) to read for a byte range: whole blocks if the file has checksums."""
         first = self._base + (begin - self._base) // BLOCK * BLOCK if self._table else begin
         for start in range(first, end, BLOCK):
             yield start, min(start + BLOCK, self._end if self._table else end)
 
     def read_blocks(self, blocks: list[Block]) -> None:
-        """Read blocks in ascending order through a separate descriptor, so that the kernel reads ahead."""
+        """Read blocks, in ascending order, and copy them to their destinations.
+
+        A separate descriptor lets the kernel read ahead for each caller.
+        """
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -354,14 +389,14 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Range:
-    """A byte range of a file and its destination: one run of elements, or rows at equal distances.
+    """Byte range of a file and its destination: consecutive elements, or rows at a constant stride.
 
     Args:
         begin: first byte in the file.
         end: one past the last byte of the last row.
         dtype: dtype of the stored elements.
-        into: destination of any dtype and device: 1-D with the same number of elements, or (rows, elements per row).
-        stride: bytes from the start of a row to the start of the next; 0 for one run.
+        into: destination of any dtype and device: [elements], or [rows, elements per row].
+        stride: bytes from the start of a row to the start of the next; 0: consecutive elements.
     """
 
     begin: int
@@ -375,18 +410,18 @@ class Range:
         return self.into.shape[-1] * self.dtype.itemsize
 
     def rows_in(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the rows with bytes in [begin, end) of the file, as (first, one past the last)."""
+        """Return the range of rows (first, one past the last) with bytes in [begin, end) of the file."""
         if not self.stride:
             return 0, int(self.begin < end and begin < self.end)
         first = max(-(-(begin - self.begin - self.row + 1) // self.stride), 0)
         return first, min((end - 1 - self.begin) // self.stride + 1, self.into.shape[0])
 
     def row_at(self, number: int) -> tuple[int, torch.Tensor]:
-        """Return the first byte of a row and the row's destination."""
+        """Return the offset of a row's first byte in the file, and the row's destination."""
         return self.begin + number * self.stride, self.into[number] if self.stride else self.into
 
     def in_place(self, begin: int, end: int) -> torch.Tensor | None:
-        """Return the destination bytes if a block can be read directly into them; None if it needs a copy."""
+        """Return the destination of the file's bytes [begin, end) as a uint8 view; None if they must be copied."""
         first, last = self.rows_in(begin, end)
         column, into = self.row_at(first)
         if last - first != 1 or column > begin or column + self.row < end:
@@ -396,7 +431,10 @@ class Range:
         return _bytes_of(into)[begin - column : end - column]
 
     def take(self, block: torch.Tensor, begin: int, end: int) -> None:
-        """Copy this range's bytes out of a block: complete rows in one copy, rows that cross its edges one by one."""
+        """Copy this range's bytes from `block`, the bytes [begin, end) of the file, to the destination.
+
+        Complete rows are copied together, rows that cross the block's boundaries one by one.
+        """
         first, last = self.rows_in(begin, end)
         whole_first = first + (self.row_at(first)[0] < begin)
         whole_last = last - (self.row_at(last - 1)[0] + self.row > end)
@@ -419,11 +457,15 @@ class Range:
         self.into[whole_first:whole_last].copy_(strided)
 
 
-Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
+Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, ranges to copy from it
 
 
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
-    """Read ranges of files into tensors; the checksums of all affected blocks are checked."""
+    """Read ranges of files into their destinations, with several threads.
+
+    Raises:
+        CheckpointCorruptError: the checksum of an affected block differs, or a file is too short.
+    """
     runs: list[tuple[TensorFile, list[Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}

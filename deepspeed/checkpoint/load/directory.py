@@ -1,4 +1,4 @@
-"""Lookup of the checkpoint to load, and removal of old checkpoints by the retention rule."""
+"""Lookup of the checkpoint to load, and removal of old checkpoints (`checkpoint.keep_last`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from deepspeed.foundation.log import log_rank0, logger
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """A tag's checkpoint as one rank sees it.
+    """Status of a tag's checkpoint on the disk of one rank.
 
     Args:
-        kind: `native` or `foreign`; empty: nothing that can be loaded.
-        saved_at: time of the save, in ns.
-        absent: files of the manifest that are missing or too short.
+        kind: `native`, or `foreign` for upstream's layout; "": nothing that can be loaded.
+        problem: reason why nothing can be loaded.
+        saved_at: time of the save, in ns since 1970.
+        crc32: CRC-32 of the manifest file.
+        absent: files of the manifest that are missing or have another length.
     """
 
     kind: str = ""
@@ -32,7 +34,7 @@ class CheckpointStatus:
 
 
 def place_of(folder: Path, tag: str) -> Path:
-    """Return the folder of a tag; after a crash between the two renames of a save, the complete hidden folder."""
+    """Return the folder of a tag or, after a crash between the two renames of a save, its complete hidden folder."""
     final = folder / tag
     if not final.exists():
         for other in (filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)):
@@ -42,7 +44,7 @@ def place_of(folder: Path, tag: str) -> Path:
 
 
 def look(folder: Path, tag: str) -> CheckpointStatus:
-    """Return the status of a tag as this rank sees it."""
+    """Return the status of a tag's checkpoint on this rank's disk; file contents are not verified."""
     path = place_of(folder, tag)
     if not path.is_dir():
         return CheckpointStatus(problem=f"there is no folder {path}")
@@ -64,14 +66,14 @@ def look(folder: Path, tag: str) -> CheckpointStatus:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a folder has a checkpoint in upstream's layout or in upstream's universal format."""
+    """Whether the folder of a tag has a checkpoint in upstream's layout, universal format included."""
     if any(path.glob("rank-*.safetensors")):
         return False  # a native one that has lost its manifest; the small files beside it hold no weights
     return any(path.glob("*_model_states.pt")) or (path / "zero").is_dir()
 
 
 def tags_of(folder: Path) -> list[str]:
-    """Return the tags in a folder, including those of an interrupted save."""
+    """Return the sorted tags in a folder, including those of an interrupted save; empty without the folder."""
     if not folder.is_dir():
         return []
     tags = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
@@ -80,7 +82,7 @@ def tags_of(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path, name: str) -> str | None:
-    """Return the tag that `latest` contains, or None."""
+    """Return the tag in the file `name` (such as `latest`); None if there is none."""
     try:
         return filesystem.checked_tag((folder / name).read_text().strip())
     except (OSError, UnicodeDecodeError, CheckpointError):
@@ -88,14 +90,25 @@ def read_latest(folder: Path, name: str) -> str | None:
 
 
 class Finder:
-    """Finds a checkpoint for all ranks. All methods are collective and return the same checkpoint on every rank."""
+    """Lookup of a checkpoint by all ranks. Methods are collective and return the same checkpoint on every rank.
+
+    Args:
+        folder: folder that contains the tags.
+        ranks: ranks that load together; their disks may differ.
+        allow_pickle: allow unpickling of client state (`checkpoint.client_state_pickle`).
+    """
 
     def __init__(self, folder: Path, ranks: Ranks, allow_pickle: bool = False) -> None:
         self.folder, self.ranks, self._allow_pickle = folder, ranks, allow_pickle
         self.skipped: dict[str, str] = {}
 
     def named(self, tag: str) -> Source | Path:
-        """Return the checkpoint of a tag; a path if it is not in the native format."""
+        """Return the checkpoint of a tag, or its folder if it is in upstream's layout.
+
+        Raises:
+            CheckpointMissingError: there is no such tag, or no rank can read one of its files.
+            CheckpointCorruptError: the manifest cannot be read.
+        """
         return self._open(tag, self.ranks.gather(look(self.folder, tag)))
 
     def latest(self, name: str = filesystem.LATEST) -> str | None:
@@ -103,7 +116,11 @@ class Finder:
         return next((tag for tag in self.ranks.gather(read_latest(self.folder, name)) if tag), None)
 
     def newest(self, without: set[str]) -> Source | None:
-        """Return the newest complete native checkpoint, or None; logs each checkpoint that is skipped."""
+        """Return the newest complete native checkpoint, or None; incomplete ones are logged and skipped.
+
+        Args:
+            without: tags to ignore.
+        """
         local_statuses = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
         statuses_by_rank = self.ranks.gather(local_statuses)
         tags = {
@@ -127,7 +144,7 @@ class Finder:
         return None
 
     def skip(self, tag: str, why: str) -> None:
-        """Record that a checkpoint is skipped."""
+        """Record in `skipped`, and log, that the checkpoint of a tag is not used, with the reason `why`."""
         self.skipped[tag] = why
         if self.ranks.rank == 0:
             logger.warning("checkpoint '%s' is skipped: %s", tag, why)
@@ -156,11 +173,13 @@ class Finder:
 
 
 def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> None:
-    """Remove complete native checkpoints beyond the newest ones; other files in the folder are not touched.
+    """Remove old complete native checkpoints; incomplete ones and other files are not removed.
 
     Args:
-        keep_last: number of checkpoints to keep (`checkpoint.keep_last`).
-        keep_every: also keep checkpoints whose step is a multiple of this number (`checkpoint.keep_every`).
+        folder: folder that contains the tags.
+        newest: tag of the checkpoint just saved, which is always kept.
+        keep_last: number of newest checkpoints to keep, `newest` included.
+        keep_every: checkpoints with a step that is a multiple of this number are also kept; None: no others.
     """
     checkpoints = []
     for entry in folder.iterdir():

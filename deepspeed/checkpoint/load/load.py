@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into an engine's tensors, in place. Each rank reads only its part."""
+"""Loading of a checkpoint into an engine's tensors, in place; each rank reads only its shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 
 @dataclass
 class Loaded:
-    """Result of a load."""
+    """Result of a load.
+
+    Args:
+        missing: names that only the model has.
+        unexpected: names that only the checkpoint has.
+        left_out: names of frozen parameters that were saved without values.
+        elements: number of loaded elements of the global tensors.
+        total: number of elements of the model's global tensors.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -40,11 +48,11 @@ class Loaded:
     total: int = 0
 
 
-Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, where it is stored, where it goes
+Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, row in the checkpoint, destination
 
 
 def _read(source: Source, slots: Slots) -> None:
-    """Read into slots that are in memory. All ranks must call this."""
+    """Read into slots that are in memory. Collective."""
     with torch.no_grad():
         wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
         source.read([ReadRequest(*arguments) for arguments in wanted])
@@ -53,10 +61,14 @@ def _read(source: Source, slots: Slots) -> None:
 def _read_all(
     view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
 ) -> None:
-    """Read the slots of all groups: slots in memory at once, the others group by group. All ranks must call this.
+    """Read the slots of all groups: those in memory together, those of offloaded groups group by group. Collective.
 
     Args:
-        slots_of: returns the slots of a group; it is called, and the slots are read, while the group is held.
+        view: the engine's tensors.
+        source: the checkpoint.
+        slots_of: function that returns the slots of a group; it is called while the group is in memory.
+        more: slots of tensors without a group.
+        rounded: round loaded values to the dtype of the parameters.
     """
 
     def read(groups: Iterable[ShardGroup], others: Slots) -> None:
@@ -81,7 +93,16 @@ def compare(
     """Match names and shapes of the model and the checkpoint.
 
     Args:
-        elsewhere: parameter names that other ranks hold.
+        view: the engine's tensors.
+        source: the checkpoint.
+        strict: raise if names differ.
+        elsewhere: names of parameters that are only on other ranks (pipeline stages).
+
+    Returns:
+        Rows of the checkpoint by names in the model, and the result of the comparison.
+
+    Raises:
+        CheckpointError: a shape differs, or names differ and `strict` is True.
     """
     shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
     rows, loaded = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
@@ -117,11 +138,14 @@ def load_values(
     settings: list[dict[str, Any]] | None = None,
     rounded: bool = False,
 ) -> None:
-    """Read parameters and buffers, and update all replicas. All ranks must call this.
+    """Load parameters and buffers, and update all copies of the master weights. Collective.
 
     Args:
-        settings: saved settings of each optimizer group; with them, the optimizer state is read in the same pass.
-        rounded: set the masters to the values of the parameters, which are rounded to 16 bits.
+        view: the engine's tensors.
+        source: the checkpoint.
+        rows: result of `compare`.
+        settings: saved settings of each optimizer group; the optimizer state is loaded too. None: it is not loaded.
+        rounded: round the master weights to the dtype of the parameters.
     """
 
     def slots_of(group: ShardGroup) -> Slots:
@@ -146,14 +170,14 @@ def load_values(
 def load_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Read only the optimizer state, and restore the settings of the optimizer groups. All ranks must call this."""
+    """Load optimizer state and settings of the optimizer groups only. Collective; arguments as in `load_values`."""
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
     view.share_counters()
 
 
 def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
-    """Restore the settings of the optimizer groups. Tensors (such as a learning rate) are updated in place."""
+    """Restore the settings of the optimizer groups; tensors (such as a learning rate) are updated in place."""
     groups = [] if view.optimizer is None else view.optimizer.param_groups
     for group, saved in zip(groups, settings, strict=True):
         for key, value in saved.items():
@@ -167,7 +191,7 @@ def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
 def check_optimizer(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
 ) -> None:
-    """Check that an optimizer state can be loaded, without changes."""
+    """Raise CheckpointError if the optimizer state cannot be loaded. Arguments as in `load_values`."""
     have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
     advice = "build the optimizer as it was, or pass load_optimizer_states=False"
     if have != len(settings):
@@ -193,7 +217,7 @@ def check_optimizer(
 
 
 def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
-    """Create a group's optimizer states in the saved form; returns their tensors, which are not read yet."""
+    """Create a group's optimizer states in the saved layout, and return the slots of their tensors, to be read."""
     slots, decoder = [], Decoder(lambda _: torch.empty(0))
     for member in (member for member in group.members if member.name in rows):
         row = rows[member.name]
@@ -224,15 +248,20 @@ def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEn
 def load_window(
     view: StateView, source: Source, rows: dict[str, ManifestEntry], ranks: Ranks, private: dict[str, Any]
 ) -> tuple[bool, list[str]]:
-    """Restore the gradients of an unfinished accumulation window. All ranks must call this.
+    """Restore the gradients of an unfinished gradient accumulation. Collective.
 
-    On the topology of the save, every buffer gets its saved content; on another one, gradients are added up.
+    On the topology of the save, each gradient buffer is restored; on another one, gradients not yet reduced are added
+    to the reduced ones.
 
     Args:
-        private: this rank's own saved state; empty on another mesh.
+        view: the engine's tensors.
+        source: the checkpoint.
+        rows: result of `compare`.
+        ranks: ranks that load together.
+        private: state that this rank itself saved; empty if the mesh differs.
 
     Returns:
-        Whether the topology is that of the save, and the names of the parameters that had a gradient.
+        Whether the topology is that of the save, and the names of parameters with a gradient.
     """
     about = source.manifest.about
     if "groups" in private:
@@ -264,7 +293,10 @@ def load_window(
 
 
 def _add_rounds(view: StateView, source: Source) -> list[str]:
-    """Add gradients that the saving ranks had not sent yet to this rank's reduced part; returns the parameter names."""
+    """Add gradients that had not been reduced at the save to this rank's reduced gradients.
+
+    Returns the names of this rank's parameters with a gradient.
+    """
     touched: set[str] = set()
     for rank in range(source.manifest.about["ranks"]):
         own = source.private(rank)

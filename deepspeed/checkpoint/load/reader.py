@@ -1,4 +1,4 @@
-"""Sources of checkpoint data: native files on disk or read by other ranks, and state dicts in memory."""
+"""Sources of checkpoint data: native files, which other ranks may have to read, and tensors in memory."""
 
 from __future__ import annotations
 
@@ -36,28 +36,43 @@ from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements of a field of a parameter, and their destination."""
+    """Request to read elements of one field of a parameter.
 
-    field: str  # `value`, `gradient`, `state/<key>`
+    Args:
+        field: `value`, `gradient` or `state/<key>`.
+        row: manifest row of the parameter.
+        range: range of elements of a box; for state with another shape than the parameter, only the box counts.
+        into: 1-D destination with as many elements, of any dtype and device; padding of the box becomes zero.
+    """
+
+    field: str
     row: ManifestEntry
-    range: RegionRange  # which elements of which box; of state with a shape of its own: all of it, and whose
-    into: torch.Tensor  # 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero
+    range: RegionRange
+    into: torch.Tensor
 
     def clear_padding(self) -> None:
-        """Set the padding elements, which no checkpoint has, to zero."""
+        """Set the destination to zero if the box has padding, which is not stored."""
         if self.range.box.packed is not self.range.box:
             self.into.zero_()
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Elements of one entry of one file: a run, or rows at equal distances."""
+    """Read of elements of one tensor in one file: consecutive elements, or rows at a constant distance.
+
+    Args:
+        file: name of the file.
+        entry: name of the tensor in the file.
+        start: first element.
+        into: destination: [elements], or [rows, elements per row].
+        distance: elements from the start of a row to the start of the next; 0: consecutive elements.
+    """
 
     file: str
     entry: str
     start: int
-    into: torch.Tensor = field(compare=False)  # 1-D, or (rows, elements of a row)
-    distance: int = 0  # elements from the beginning of a row to that of the next
+    into: torch.Tensor = field(compare=False)
+    distance: int = 0
 
     @property
     def stop(self) -> int:
@@ -65,7 +80,7 @@ class Fetch:
 
 
 def byte_range(stored: TensorLocation, start: int, distance: int, into: torch.Tensor) -> Range:
-    """Convert elements of a stored tensor to a byte range of its file; rows of `into` as in `Fetch`."""
+    """Return the byte range of elements of a stored tensor; `start`, `distance` and `into` are those of `Fetch`."""
     size, rows = stored.dtype.itemsize, into.shape[0] if distance else 1
     begin = stored.begin + start * size
     end = begin + ((rows - 1) * distance + into.shape[-1]) * size
@@ -73,19 +88,24 @@ def byte_range(stored: TensorLocation, start: int, distance: int, into: torch.Te
 
 
 def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Split a copy into runs or rows for `Fetch`, as (start, distance, destination)."""
+    """Split a copy into arguments (start, distance, into) of `Fetch`."""
     for start, distance, place in copy.rows(into):
         yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
 
 
 class Source:
-    """Interface of all checkpoint sources."""
+    """Interface of checkpoint sources.
+
+    Args:
+        path: folder or file, for messages.
+        manifest: names, shapes and sharding of the tensors.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors. Collective over the ranks that share the source."""
+        """Read elements into their destinations. Collective over the ranks that share the source."""
         raise NotImplementedError
 
     def most(self, count: int) -> int:
@@ -93,18 +113,26 @@ class Source:
         return count
 
     def state(self) -> dict[str, Any]:
-        """Return the small state of the run by section: `engine`, `client` and so on."""
+        """Return the small state of the run, by section, such as `engine` and `client_state`."""
         raise NotImplementedError
 
     def private(self, rank: int) -> dict[str, Any]:
-        """Return the private state of one rank of the saving run; empty if it has none."""
+        """Return the state that only one rank of the saving run had; empty if there is none."""
         return {}
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read the private tensors of a saved rank into the given ones, by entry name."""
+        """Read tensors that only `rank` of the saving run had into the tensors `wanted`, by name in the file."""
 
     def whole(self, name: str, field_: str = "value") -> torch.Tensor:
-        """Return one tensor in its original shape and stored dtype."""
+        """Return a full tensor in its global shape and stored dtype.
+
+        Args:
+            name: name of the parameter or buffer.
+            field_: `value`, or `state/<key>` for a tensor of the optimizer state.
+
+        Raises:
+            CheckpointError: the checkpoint does not contain the name.
+        """
         row = self.manifest.row(name)
         if row is None:
             raise CheckpointError(f"{self.path} holds no {name!r}")
@@ -117,11 +145,14 @@ class Source:
 
 
 class NativeSource(Source):
-    """A checkpoint in the native format.
+    """Source of a checkpoint in the native format.
 
     Args:
-        seen: readable files by rank; a rank reads files for other ranks that cannot see them.
-        allow_pickle: allow unpickling of a client's objects (`checkpoint.client_state_pickle`).
+        path: folder of the tag.
+        manifest: its manifest.
+        ranks: ranks that read together.
+        seen: names of the files that each rank can read; other files are read by a rank that can, and sent.
+        allow_pickle: allow unpickling of client state (`checkpoint.client_state_pickle`).
     """
 
     def __init__(
@@ -133,7 +164,12 @@ class NativeSource(Source):
         self._everywhere = all(status == seen[0] for status in seen)
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Read elements into tensors and check the checksums of the blocks. All ranks must call this."""
+        """Read elements into their destinations and check the checksums. Collective.
+
+        Raises:
+            CheckpointCorruptError: a checksum differs, or a file is shorter than its manifest says.
+            CheckpointMissingError: no rank can read a file.
+        """
         reads: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for request in wanted:
@@ -174,10 +210,10 @@ class NativeSource(Source):
             read_all(wanted)
 
     def _read_through_peers(self, far: list[Fetch]) -> None:
-        """Read files that this rank cannot access.
+        """Read elements of files that this rank cannot access, through other ranks. Collective.
 
-        All ranks gather their requests. The lowest rank that can read a file sends its values to the requesting ranks,
-        in the same order on all ranks.
+        The requests of all ranks are gathered and served in the same order on all ranks; the lowest rank that can read
+        a file sends the elements.
         """
         requests = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
         wishes = self.ranks.gather(requests)
@@ -197,7 +233,7 @@ class NativeSource(Source):
         return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
-        """Return the rank that reads a file for ranks that do not see the file."""
+        """Return the lowest rank that can read a file; CheckpointMissingError if none can."""
         for rank, seen in enumerate(self._seen):
             if file in seen:
                 return rank
@@ -235,7 +271,7 @@ class NativeSource(Source):
         return pickle.loads(data)
 
     def private(self, rank: int) -> dict[str, Any]:
-        """Return the private state of one rank of the saving run. All ranks must call this, each for any rank."""
+        """Return the state that only `rank` of the saving run had. Collective; callers may ask for different ranks."""
         name = rank_file(rank)
         text, tensors = "{}", {}
         with self.ranks.together("reading the ranks' own state"):
@@ -257,12 +293,12 @@ class NativeSource(Source):
             return file.metadata.get("rank", "{}"), own
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
-        """Read the private tensors of a saved rank whole, by entry name. All ranks must call this."""
+        """Read tensors that only `rank` of the saving run had into `wanted`, by name in the file. Collective."""
         self._fetch([Fetch(rank_file(rank), entry, 0, into) for entry, into in wanted.items()])
 
 
 def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:
-    """Create the error for files that no rank can see; it names the host that wrote each file."""
+    """Return the error for files that no rank can read; its message names the host that wrote each file."""
     hosts = manifest.about.get("hosts", [])
     homes = {rank_file(rank): host for rank, host in enumerate(hosts)}
     listed = ", ".join(f"{name} (written by host {homes.get(name, hosts[0] if hosts else '?')})" for name in names[:8])
@@ -276,10 +312,15 @@ Chunk = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-
 
 
 class TensorSource(Source):
-    """Source for values in memory or memory-mapped from files.
+    """Source of tensors in memory, or memory-mapped.
 
     Args:
-        chunks: chunks by `entry_name`, in any order.
+        path: origin, for messages.
+        rows: parameters and buffers.
+        chunks: (first element, 1-D values) of each flattened tensor, by `entry_name`, in any order.
+        states: optimizer states; rows refer to them by index.
+        state: small state of the run, by section; None: empty.
+        about: other data of the manifest; None: empty.
     """
 
     def __init__(
@@ -315,7 +356,7 @@ class TensorSource(Source):
 
 
 def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
-    """Create a source from the tensors of a state dict."""
+    """Return a source of the tensors in a state dict; `what` describes it in messages."""
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
         ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)

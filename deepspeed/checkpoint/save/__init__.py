@@ -1,1 +1,1 @@
-"""Saving of checkpoints in the native format."""
+"""Saving of native checkpoints."""

@@ -1,4 +1,4 @@
-"""Atomic checkpoint save: plan, write to a staging directory, add checksums, rename; optionally in a thread."""
+"""Atomic save of a checkpoint: write to a staging folder, then rename it; optionally in a background thread."""
 
 from __future__ import annotations
 
@@ -44,27 +44,42 @@ _SMALL_FILES = 1 << 20  # bytes kept free for the small files
 
 @dataclass
 class Contents:
-    """Contents of a checkpoint to save."""
+    """Contents of a checkpoint to save.
+
+    Args:
+        captured: tensors of this rank.
+        state: small state of the run (counters, schedules, client state); that of rank 0 is saved.
+        about: JSON values for the manifest.
+        small_files: small files for readers of other formats, by name; those of rank 0 are saved.
+        allow_pickle: pickle objects in `state` that have no JSON form, instead of raising an error.
+    """
 
     captured: Snapshot
-    # small state of the run in plain values and tensors: counters, schedules, client state; rank 0's counts
     state: dict[str, Any]
-    about: dict[str, Any]  # JSON values for the manifest
-    # small files for readers of other formats, by name; rank 0's count
+    about: dict[str, Any]
     small_files: dict[str, bytes] = field(default_factory=dict)
     allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of a checkpoint."""
+    """Destination of a checkpoint.
+
+    Args:
+        folder: folder that contains the tags.
+        tag: name of the checkpoint.
+        leads: whether this rank creates folders and small files: one rank per node, or one rank for a shared disk.
+        latest: whether the file `latest` gets this tag.
+        tools: contents of scripts for `folder`, by name; existing ones are not replaced.
+        check_tag: reaction if ranks have different tags: `Fail`, `Warn` or `Ignore`.
+    """
 
     folder: Path
     tag: str
-    leads: bool  # this rank makes the folders and the small files, on its node or everywhere
+    leads: bool
     latest: bool = True
-    tools: dict[str, bytes] = field(default_factory=dict)  # small scripts in the folder of the tags, by name
-    check_tag: str = "Warn"  # what is done when ranks disagree on the tag: `Fail`, `Warn` or `Ignore`
+    tools: dict[str, bytes] = field(default_factory=dict)
+    check_tag: str = "Warn"
 
     @property
     def staging(self) -> Path:
@@ -72,7 +87,13 @@ class Target:
 
 
 class Saving:
-    """One save, in the order `begin`, `write`, `commit`. Each call is collective."""
+    """One save: call `begin`, `place`, `write` and `commit` in this order; each call is collective.
+
+    Args:
+        target: destination.
+        contents: contents.
+        ranks: ranks that save together.
+    """
 
     def __init__(self, target: Target, contents: Contents, ranks: Ranks) -> None:
         self.target, self.contents, self.ranks = target, contents, ranks
@@ -85,7 +106,11 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Encode the small state and decide which rank stores which shard. All ranks must call this."""
+        """Encode the small state and plan which rank stores which shard. Collective.
+
+        Raises:
+            CheckpointError: a value of the state cannot be stored, or the ranks' shards do not cover a tensor.
+        """
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             private = self._encode()
         captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
@@ -96,7 +121,11 @@ class Saving:
         self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
-        """Agree on the tag, check the free space and create the staging folder. A failure loses no data."""
+        """Check the tag and the free disk space, and create the staging folder. Collective.
+
+        Raises:
+            CheckpointError: the disk is too full, or tags differ and `check_tag` is `Fail`. Nothing was written.
+        """
         reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
         report = (self.target.tag, self.target.leads, host, need, reports)
@@ -111,7 +140,7 @@ class Saving:
                 self._make_staging(room)
 
     def _encode(self) -> list[TensorToWrite]:
-        """Encode the client's and other small state; returns the tensors of this rank's private state."""
+        """Encode the small state, and return the tensors of the state that only this rank has."""
         captured, contents = self.contents.captured, self.contents
         tensors: list[torch.Tensor] = []
         private = Encoder(tensors).encode(captured.private_state, "this rank's state")
@@ -124,7 +153,7 @@ class Saving:
         return [entry_of(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
-        """Copy the tensors of the client's state, which can change while a thread writes."""
+        """Copy the tensors of the small state, which the training thread may change while another thread writes."""
         self._small["tensors"] = [tensor.detach().clone() for tensor in self._small["tensors"]]
 
     def _check_tags(self, tags: tuple[str, ...]) -> None:
@@ -147,13 +176,18 @@ class Saving:
         filesystem.current.make_folder(self.target.staging)
 
     def write(self) -> None:
-        """Write this rank's tensors and sync them to disk."""
+        """Write this rank's tensors to the staging folder and sync them to disk. Collective."""
         with self.ranks.together(f"writing checkpoint '{self.target.tag}'"):
             name = rank_file(self.ranks.rank)
             self._seal = write_tensors(self.target.staging / name, self.entries, self._metadata)
 
     def commit(self, more: Callable[[Path, Manifest], dict[str, Seal]] | None = None) -> None:
-        """Write the manifest and rename the checkpoint to its tag. `more` writes further files from the stored ones."""
+        """Write the small files and the manifest, and rename the staging folder to the tag. Collective.
+
+        Args:
+            more: function (staging folder, manifest) that writes further files and returns their seals by name; None:
+                no further files.
+        """
         seals, hosts, times = zip(*self.ranks.gather((self._seal, platform.node(), time.time_ns())), strict=True)
         about = {
             **self.contents.about,
@@ -192,7 +226,7 @@ class Saving:
 
     @staticmethod
     def _recover(folder: Path, tag: str) -> None:
-        """Finish or undo an interrupted save of `tag`."""
+        """Complete an interrupted save of `tag` if its manifest was written, which is the last file; else undo it."""
         final, staging, old = folder / tag, filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)
         if not final.exists() and staging.exists():
             with suppress(CheckpointCorruptError):  # else it is not complete
@@ -206,7 +240,7 @@ class Saving:
 
 
 class Background:
-    """Asynchronous save, one at a time: copies the state to a host buffer and writes it in a thread."""
+    """Asynchronous save, one at a time: the state is copied to a host buffer, which a thread writes to disk."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -216,13 +250,19 @@ class Background:
         self._left = False
 
     def ranks(self, axis: Axis) -> Ranks:
-        """Return the ranks of `axis` with a process group of their own, since training uses the axis's group."""
+        """Return the ranks of `axis` with a separate gloo process group, so that saving does not block training."""
         if self._group is None and axis.size > 1:
             self._group = comm.new_group(list(axis.ranks), backend="gloo")
         return Ranks(axis, self._group)
 
     def start(self, saving: Saving, ranks: Ranks, finish: Callable[[], None]) -> None:
-        """Copy the state and return; a thread writes the copy and calls `finish`."""
+        """Copy the state and return; a thread then calls `place` and `write` of the save, and `finish`.
+
+        Args:
+            saving: save after its `begin`.
+            ranks: result of `ranks`.
+            finish: function that completes the save, such as by `commit`.
+        """
         saving.entries = self._copied(saving.entries)
         saving.copy_small()
         saving.ranks = ranks
@@ -261,7 +301,7 @@ class Background:
             self._failure = error
 
     def wait(self) -> None:
-        """Wait for the pending save.
+        """Wait for the pending save, if there is one.
 
         Raises:
             CheckpointError: the save failed; earlier checkpoints are unchanged.

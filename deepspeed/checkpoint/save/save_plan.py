@@ -1,8 +1,7 @@
-"""Contents of each rank (`Snapshot`), and the rank that stores each shard (`SavePlan`).
+"""Plan of a save: the shards of each rank (`Snapshot`), and the rank that stores each shard (`SavePlan`).
 
-Where several ranks hold the same shard, only the lowest rank's copy is stored; two shards are copies if name and box
-are equal. So replicas of hybrid sharding, tied weights of two pipeline stages and copied key-value heads need no
-special rule.
+Shards with equal name and box (region of the global tensor) are copies; only the copy of the lowest rank is stored.
+This covers replicas of hybrid sharding, tied weights of two pipeline stages, and replicated key-value heads.
 """
 
 from __future__ import annotations
@@ -41,13 +40,18 @@ from deepspeed.zero.parameters.record import ParamRecord
 def join_slices(
     view: StateView, held: dict[str, torch.Tensor], ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Send every slice to the first rank, one tensor at a time. All ranks must call this.
+    """Gather tensor-parallel or pipeline slices into full tensors on the first rank. Collective.
 
     Args:
-        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank also has.
+        view: the engine's tensors.
+        held: this rank's slices on the CPU, by name; empty on ranks with slices that another rank also has.
+        ranks: ranks with the slices.
 
     Returns:
-        On the first rank, all whole tensors and the names of tied tensors by alias. Other ranks ignore the result.
+        On the first rank: full tensors by name, and names of tied tensors by alias. On others: not defined.
+
+    Raises:
+        CheckpointError: the slices do not cover a tensor.
     """
     local_slices = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
     slices_by_rank = ranks.gather((local_slices, view.aliases))
@@ -79,7 +83,7 @@ def join_slices(
 
 
 def check_covered(boxes_of: Mapping[str, Sequence[Region]]) -> None:
-    """Raise unless the regions of each tensor (by name) cover all of its elements."""
+    """Raise CheckpointError unless the regions of each tensor, given by name, cover all of its elements."""
     gaps: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
     for name, regions in boxes_of.items():
         boxes = tuple(regions)
@@ -97,16 +101,16 @@ def check_covered(boxes_of: Mapping[str, Sequence[Region]]) -> None:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """Tensors that several ranks hold together, one slice each, and that these ranks offer to store.
+    """Tensors that are sharded over some ranks, which offer to store them (an "offer").
 
     Args:
-        rows: the parameters or buffers, without their optimizer state.
-        boxes: for each row, the region of the global tensor that these ranks hold together.
-        rule: name of the layout rule that slices them.
+        rows: parameters or buffers, without their optimizer state.
+        boxes: region of the global tensor that these ranks have together, for each row.
+        rule: name of the layout rule that cuts the boxes into slices, as in `CutGroup`.
         ranks: global ranks, in the order of the slices.
-        filled: whether the open accumulation window has a reduced part of their gradients.
-        coordinates: the mesh coordinates of the first rank.
-        alone: by name, the mesh axes along which no other rank has a copy.
+        filled: whether reduced gradients of an unfinished accumulation exist.
+        coordinates: mesh coordinates of the first rank.
+        alone: mesh axes along which no other rank has a copy, by name.
     """
 
     rows: list[ManifestEntry]
@@ -119,11 +123,14 @@ class LocalShards:
 
     @property
     def leader(self) -> int:
-        """Return the first of the ranks, which sends this offer to all others."""
+        """First of the ranks, which sends this offer to all others."""
         return self.ranks[0]
 
     def check_same(self, row: ManifestEntry, other: LocalShards, first: ManifestEntry) -> None:
-        """Raise unless `row` and `first`, the row of the same name in `other`, describe the same global tensor."""
+        """Raise CheckpointError if `row` and the row `first` of `other`, of the same name, are different tensors.
+
+        They differ if shape or dtype differ, or if the placement excludes a copy on the other rank.
+        """
         ranks = f"rank {other.leader} and rank {self.leader}"
         if (row.shape, row.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
@@ -147,13 +154,13 @@ Reports = Mapping[tuple[str, int], tuple[str | None, int]]
 
 @dataclass
 class SavePlan:
-    """The offers that are stored.
+    """Plan of the shards to store, equal on all ranks.
 
     Args:
         rows: every parameter and buffer once, sorted by rank and then by position in the rank's module.
         groups: sharding and files of the rows.
-        leaders: by name, the leaders of the offers whose boxes are stored.
-        filled: names of the parameters whose open window has a reduced part.
+        leaders: leaders of the offers that are stored, by name of the parameter or buffer.
+        filled: names of parameters with reduced gradients of an unfinished accumulation.
     """
 
     rows: list[ManifestEntry] = field(default_factory=list)
@@ -163,10 +170,11 @@ class SavePlan:
     _by_group: list[LocalShards] = field(default_factory=list)
 
     def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
-        """Return rows and groups with the optimizer states from all ranks' `reports`, and the list of these states.
+        """Add the optimizer states in the reports of all ranks.
 
-        A row has the state that was reported for its stored shard. A group has its own list if the states of its shards
-        differ from those of its rows.
+        Returns:
+            Rows, with the state of the stored shard; groups, with their own states if these differ from those of the
+            rows; and the list of distinct states.
         """
         report_of = {key: report for rank_reports in reports for key, report in rank_reports.items()}
         state_ids: dict[str, int] = {}  # by JSON: the index in the list of states
@@ -192,11 +200,11 @@ class SavePlan:
         return rows, groups, [StateRule.from_json(json.loads(text)) for text in state_ids]
 
     def check_covered(self, offer_of: Mapping[str, Mapping[Region, LocalShards]]) -> None:
-        """Raise unless stored boxes cover every element of every row (`offer_of`: by name and box)."""
+        """Raise CheckpointError unless the stored boxes cover every row; `offer_of`: stored offers by name and box."""
         check_covered({row.name: tuple(offer_of[row.name]) for row in self.rows if row.kind != LEFT_OUT})
 
     def put_in_order(self, rank_of: Mapping[str, int]) -> None:
-        """Sort the rows by rank (`rank_of`: by name), and within a rank by position in its module."""
+        """Sort the rows by rank, given by name in `rank_of`, and for one rank by position in its module."""
         order = sorted(range(len(self.rows)), key=lambda old: (rank_of[self.rows[old].name], self.rows[old].place))
         new_index = {old: new for new, old in enumerate(order)}
         self.rows = [self.rows[old] for old in order]
@@ -204,11 +212,14 @@ class SavePlan:
 
 
 def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan:
-    """Decide which offers are stored. Every rank computes the same plan.
+    """Plan which offers are stored; every rank computes the same plan.
 
     Args:
         offers: offers of all ranks, in rank order.
         saving_ranks: global ranks that save together; rank files are numbered by position in this list.
+
+    Raises:
+        CheckpointError: one name has different tensors on two ranks, or the offers do not cover a tensor.
     """
     position = {rank: index for index, rank in enumerate(saving_ranks)}
     plan = SavePlan()
@@ -242,7 +253,7 @@ def take(offers: Sequence[LocalShards], saving_ranks: Sequence[int]) -> SavePlan
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> TensorToWrite:
-    """Return the entry of a tensor that stays in memory until it is written."""
+    """Return the file entry of a tensor, which stays in memory until it is written."""
     values = tensor.detach().contiguous()
     return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
@@ -266,10 +277,10 @@ class Snapshot:
     """One rank's contribution to a checkpoint.
 
     Args:
-        offers: the shards that the rank holds, alone or together with other ranks.
-        entries: the rank's slices as (name of the parameter or buffer, entry); written if the offer is stored.
-        reports: optimizer states and groups of the parameters whose first element the rank holds.
-        always_written: entries that the rank always writes.
+        offers: shards of which this rank has a slice.
+        entries: slices of this rank: (name of the parameter or buffer, file entry); written if the offer is stored.
+        reports: optimizer state and group of each parameter with its first element on this rank.
+        always_written: file entries that are always written.
         private_state: state that only this rank has, in plain values and tensors.
     """
 
@@ -280,13 +291,13 @@ class Snapshot:
     private_state: dict[str, Any] = field(default_factory=dict)
 
     def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
-        """Return the entries that this rank writes, for the leaders in `SavePlan.leaders`."""
+        """Return the file entries that this rank writes, given `SavePlan.leaders`."""
         leader_of = {row.name: offer.leader for offer in self.offers for row in offer.rows}
         stored = [entry for name, entry in self.entries if leader_of[name] in leaders.get(name, ())]
         return stored + self.always_written
 
     def add(self, field_: str, slot: StateRange) -> None:
-        """Add the entry of a range without padding; `field_` is the range's field in the checkpoint."""
+        """Add the file entry of the range `slot` without padding, as the field `field_` of its parameter."""
         name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
         box = slot.box.packed
         if box is not slot.box:
@@ -298,7 +309,7 @@ class Snapshot:
 
     @staticmethod
     def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `values` without padding."""
+        """Return a copy of `values` without the padding of the range `padded`."""
         buffer = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
         for copy in copies(padded, packed):
             copy(values.detach(), buffer)
@@ -307,11 +318,13 @@ class Snapshot:
     def add_state(
         self, view: StateView, member: ParamRecord, range_: tuple[int, int], optimizer_group_of: dict[int, int]
     ) -> None:
-        """Add the optimizer state of a range of a parameter; the first element's range includes unsharded tensors.
+        """Add the optimizer state of a range of a parameter; unsharded state belongs to the range from element 0.
 
         Args:
+            view: the engine's tensors.
+            member: the parameter.
             range_: first element and one past the last.
-            optimizer_group_of: optimizer groups by the identity of the optimizer's tensors.
+            optimizer_group_of: optimizer group by the id of the tensor that the optimizer updates.
         """
         start, stop = range_
         for fragment in view.fragments_of(member):
@@ -334,7 +347,11 @@ class Snapshot:
 
     @staticmethod
     def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
-        """Return the state layout of a fragment; None: no optimizer state."""
+        """Return the layout of a fragment's optimizer state; None if it has none.
+
+        Raises:
+            CheckpointError: a state tensor has another shape than the parameter, which is sharded.
+        """
         state = view.state_of(fragment)
         if not state:
             return None
@@ -361,10 +378,12 @@ class Snapshot:
         return rule
 
     def add_rest(self, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
-        """Add parameters without a group, divided among the ranks, and on the first rank the buffers.
+        """Add parameters that are not sharded, divided among the ranks, and the buffers, on the first rank.
 
         Args:
-            places: positions of the names in the module.
+            view: the engine's tensors.
+            leave_out_frozen: do not store frozen parameters.
+            places: position in the module, by name.
         """
         rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
 
@@ -384,11 +403,11 @@ class Snapshot:
                     self.add(VALUE, view.plain_value(row.name))
 
     def add_rounds(self, view: StateView) -> None:
-        """Add this rank's gradients that no collective has reduced yet as private state.
+        """Add gradients that are not reduced yet, as state that only this rank has.
 
-        A round is one collective of a group's bucket, from the first gradient in the bucket until its launch.
-        `held` are the gradients in the bucket, by name. `fresh` are the indexes of the gradients that came with the
-        micro-batch that completes the round.
+        A round is one reduction of a group's bucket, from the first gradient in the bucket until its launch. `held` are
+        the gradients in the bucket by name; `fresh` are the indices of those from the micro-batch that completes the
+        round.
         """
         self.private_state["groups"] = view.topology()
         if not view.has_gradients:
@@ -406,7 +425,12 @@ class Snapshot:
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
-    """Describe an engine's state and this rank's share of the files, without copying tensors."""
+    """Return this rank's contribution to a checkpoint of an engine, without copies of tensors.
+
+    Args:
+        view: the engine's tensors.
+        leave_out_frozen: do not store frozen parameters.
+    """
     snapshot = Snapshot()
     order, optimizer_group_of = view.optimizer_order(), view.group_numbers()
     # Names of parameters and buffers in the order of the module's `state_dict()`.
