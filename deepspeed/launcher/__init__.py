@@ -1,1 +1,1 @@
-"""The `deepspeed` command: starts the ranks of a run and ends them together; imports neither torch nor the engine."""
+"""The `deepspeed` command: starts the ranks of a job and ends them together; imports neither torch nor the engine."""

@@ -1,7 +1,7 @@
-"""Agent: one process per host that starts the ranks there, and the command that starts the agent.
+"""Agent: the process on each host that starts the ranks of this host, and the command that starts an agent.
 
-The connection carries job, arguments and variables. Ranks end when the launcher requests it, or when the connection
-closes or becomes silent.
+Command, arguments and variables of the ranks come over the agent's connection to the launcher. Ranks end on request of
+the launcher, or when the connection closes or is silent for too long.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from deepspeed.launcher.rank_process import Guard, Rank, RankSpec
 CALL = "DS_AGENT_CALL"
 """Variable with the launcher's address and the token, for agents without standard input."""
 
-# The first line the agent reads is the import path, as JSON; the agent's own module does the rest. Where it is to
-# call back, `token port address…` stands in an argument or a variable, or is the first line of standard input.
-# No percent sign, no dollar, no backslash and no single quote: every starter hands it on as it is.
+# The first line that the agent reads is the import path, as JSON. If the agent must connect to the launcher,
+# `token port address…` is an argument, a variable, or the first line of standard input. The source has no percent
+# sign, dollar, backslash or single quote, so no starter changes it.
 _SOURCE = (
     "import json,os,signal,socket,sys\n"
     "signal.alarm(90)\n"
@@ -60,13 +60,13 @@ SCRIPT = 'exec("' + _SOURCE.replace('"', '\\"').replace("\n", "\\n") + '")'
 
 
 def import_path() -> list[str]:
-    """Return the import path for agents: that of this process, with this package's parent first."""
+    """Return the import path for agents: `sys.path` of this process, with this package's parent folder first."""
     own = str(Path(__file__).resolve().parents[2])
     return [own, *(path for path in sys.path if path and path != own)]
 
 
 def addresses(hosts: list[str]) -> list[str]:
-    """Return this machine's addresses at which agents can reach the launcher, those on the route to `hosts` first."""
+    """Return this machine's addresses for connections from agents; those on the route to `hosts` first."""
     local: list[str] = []
     for host in hosts[:8]:
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def addresses(hosts: list[str]) -> list[str]:
 
 
 def resolved(name: str) -> list[str]:
-    """Return the addresses of a host; empty if its name is unknown."""
+    """Return the IP addresses of a host name; empty if it cannot be resolved."""
     try:
         return [str(entry[4][0]) for entry in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)]
     except OSError:
@@ -87,12 +87,12 @@ def resolved(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` is a loopback address."""
+    """Whether `address`, an IP address as text, is a loopback address."""
     return address.startswith("127.") or address == "::1"
 
 
 def own_folder() -> str:
-    """Return the current folder, even if it was removed."""
+    """Return the working directory, or "/" if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -106,7 +106,14 @@ FULL_BYTES = 4 << 20
 
 
 def main(connection: socket.socket | None = None) -> int:
-    """Run an agent on a socket, or on standard input and output; returns 0 if the launcher ended it, else 1."""
+    """Run an agent until the job ends.
+
+    Args:
+        connection: socket to the launcher; None: standard input and output.
+
+    Returns:
+        Exit code: 0 if the launcher ended the agent, else 1.
+    """
     signal.alarm(0)  # set by the command that started this process, against a launcher that never speaks
     if connection is None:
         # Moved away from standard input and output, where ranks and libraries would disturb the connection.
@@ -126,13 +133,14 @@ def main(connection: socket.socket | None = None) -> int:
 
 
 class Agent:
-    """Runs the ranks of one host.
+    """Agent of one host: starts its ranks, forwards their output and reports their end.
 
     Args:
         channel: connection to the launcher.
-        local: the launcher is this process's parent, so only the end of the connection matters.
-        front: shows the ranks' output and forwards signals; None: the launcher does both.
-        job: this host's job if its own user supplied one; None: the launcher's job.
+        local: whether the launcher is the parent process; then no heartbeats are needed.
+        front: channel to a foreground process on this host, which shows the output and sends signals; None: the
+            launcher does both.
+        job: result of `Job.message` if the command was also run on this host; None: the launcher sends it.
     """
 
     def __init__(
@@ -157,7 +165,7 @@ class Agent:
         self._done: int | None = None
 
     def run(self) -> int:
-        """Serve until the launcher ends the agent or disconnects; returns the exit code."""
+        """Process messages until the launcher ends the agent or disconnects; return the exit code."""
         with signal_socket(FORWARDED_SIGNALS) as signals, self._selector:
             self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
             self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
@@ -258,7 +266,7 @@ class Agent:
         self._beat_at = 0.0
 
     def _on_hold(self, held: bool) -> None:
-        """Pause or resume reading the ranks' output while the launcher's own output is blocked."""
+        """Pause (`held`) or resume reading of the ranks' output, while the launcher's own output is blocked."""
         self._held = held
         for rank in self._ranks:
             for stream in rank.streams:
@@ -273,7 +281,7 @@ class Agent:
             rank.signal(number)
 
     def _on_end(self, number: int, grace: float) -> None:
-        """Signal the ranks, and kill remaining ones after `grace` seconds."""
+        """Send signal `number` to the ranks and kill the remaining ones after `grace` seconds; 0: kill all now."""
         self._clean = False
         if grace > 0:
             self._on_signal(number)
@@ -349,7 +357,7 @@ class Agent:
         (self._channel if self._front is None else self._front).send("out", data, to=descriptor)
 
     def _on_signals(self, numbers: bytes) -> None:
-        """Forward a scheduler's signals to the launcher, which decides for all hosts."""
+        """Forward signals to this agent, such as a scheduler's, to the launcher, which decides for all hosts."""
         for number in numbers:
             if number in FORWARDED_SIGNALS:
                 self._channel.send("signalled", number=number)
@@ -380,7 +388,7 @@ class Agent:
                 self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """Kill the remaining ranks, after a failure also their child processes, and dismiss the guard."""
+        """Kill the remaining ranks (after a failure also child processes of ended ranks), and end the guard."""
         for rank in self._ranks:
             if not self._clean or rank.exit_code is None:
                 rank.kill_group()
@@ -393,7 +401,7 @@ class Agent:
 
     @staticmethod
     def _own_address() -> str:
-        """Return this host's address for others: the one that ssh connected to, else that of the host name."""
+        """Return this host's address for other hosts: the one that ssh connected to, else one by name or route."""
         reached = os.environ.get("SSH_CONNECTION", "").split()
         if len(reached) == 4 and not is_loopback(reached[2]):
             return reached[2]
@@ -405,7 +413,10 @@ class Agent:
         return next((address for address in local if not is_loopback(address)), socket.gethostname())
 
     def _base_environment(self, job: Mapping[str, Any], shared: Mapping[str, str]) -> dict[str, str]:
-        """Return the host's variables (all of them on the user's own host), the job's and the rendezvous variables."""
+        """Return the environment of all ranks: variables of this host, of the job, and `shared` for the rendezvous.
+
+        Variables of MPI, SLURM or torchrun that describe the agent as a rank are left out.
+        """
         inherits = self._local or self._job is not None
         # Without those by which MPI, SLURM or torchrun gave the agent a rank of its own.
         environment = {

@@ -1,4 +1,4 @@
-"""Command-line arguments of `deepspeed`; the arguments for each node are marked."""
+"""Command-line arguments of `deepspeed`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEVELS = ["debug", "info", "warning", "error", "critical"]
 
 
 def add_rank_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for the start of each rank."""
+    """Add the options for the start of each rank to a parser or a group of a parser."""
     add = parser.add_argument
     add("--module", action="store_true", help="run the script as a module, as `python -m` does")
     add("--no_python", action="store_true", help="run the script itself, without `python` before it")
@@ -112,12 +112,16 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    """Parse a number of nodes; for MIN:MAX of elastic runs, the maximum."""
+    """Parse a number of nodes, or a range MIN:MAX of elastic runs, and return the maximum."""
     return int(text.rpartition(":")[2])
 
 
 def program(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a rank with these script arguments."""
+    """Return the command line of a rank, as a list, with these arguments of the script.
+
+    Raises:
+        LaunchError: `options` have both --module and --no_python.
+    """
     if options.module and options.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by python; give one of them")
     python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]

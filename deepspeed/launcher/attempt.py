@@ -1,4 +1,4 @@
-"""One attempt: requests each host's agent to start its ranks, and ends all ranks at the first failure."""
+"""One attempt to run a job: the agents of all hosts start the ranks, and the first failure ends all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)  # after these the ranks end, whatever 
 
 
 class Attempt:
-    """Ranks of attempt `number` (from 0) on a set of hosts; the controller creates one attempt per restart."""
+    """One attempt to run a job; the controller creates a new one for each restart.
+
+    Args:
+        job: the job.
+        members: hosts of the attempt; the first has rank 0.
+        number: number of the attempt, from 0.
+        loop: event loop for timers.
+    """
 
     def __init__(self, job: Job, members: Sequence[HostState], number: int, loop: Loop) -> None:
         self.members = list(members)
@@ -41,7 +48,7 @@ class Attempt:
         return not any(peer.left for peer in self.members)
 
     def start(self, address: str, port: int) -> None:
-        """Start the ranks on every host, with rank 0's rendezvous address and port."""
+        """Request the start of the ranks on every host, with MASTER_ADDR `address` and MASTER_PORT `port`."""
         shared = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -56,7 +63,7 @@ class Attempt:
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
     def started(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Record that the ranks of a host run."""
+        """Process the message `started` of a host's agent: record the ranks' process ids."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
             return
@@ -68,7 +75,7 @@ class Attempt:
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
     def ended(self, peer: HostState, message: dict[str, Any]) -> None:
-        """Record the end of a rank."""
+        """Process the message `ended` of a host's agent: record the end of a rank, and a failure if it failed."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
             return
@@ -81,14 +88,17 @@ class Attempt:
         self._fail(Failure(failed_at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
     def lost(self, peer: HostState, why: str) -> None:
-        """Record the loss of a host with its ranks."""
+        """Record the loss of a host and its ranks, with the reason `why`; a failure if ranks were running."""
         had_ranks = bool(peer.left)
         peer.left.clear()
         if had_ranks and not self._ending:
             self._fail(Failure(time.monotonic(), 1, f"host {peer.name} ({peer.ranks()}) was lost: {why}"))
 
     def signal(self, number: int) -> None:
-        """Send a user's or scheduler's signal to all ranks, and end them after the grace period."""
+        """Send a user's or scheduler's signal to all ranks.
+
+        After SIGINT or SIGTERM, ranks are killed after the grace period; after a second SIGINT, immediately.
+        """
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
         if number == self.stopped_by and not again:
             return  # a scheduler tells the agent of every host, a platform every container
@@ -110,7 +120,7 @@ class Attempt:
                 peer.send("end", number=int(signal.SIGTERM), grace=GRACE_SECONDS)
 
     def result(self) -> tuple[int, str]:
-        """Return the exit code and the report of the first failure; cancels pending timers."""
+        """Return the exit code (0: success) and the report of the first failure; cancel pending timers."""
         self._finished = True
         if not self.failures:
             return 0, ""

@@ -1,4 +1,4 @@
-"""Write the data of a bug report to one file: versions, variables, logs of the last job; no secrets (`ds_bundle`)."""
+"""Write the data of a bug report to a zip file: versions, variables, logs of the last job; no secrets (`ds_bundle`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,14 @@ _ALWAYS = tuple(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the bundle; returns 0, or 2 if there is no input or the target is not writable."""
+    """Run `ds_bundle`.
+
+    Args:
+        args: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, or 2 if an input is missing or the output cannot be written.
+    """
     parser = argparse.ArgumentParser(prog="ds_bundle", description=__doc__)
     parser.add_argument("-o", "--output", default="deepspeed-bundle.zip", help="the file to write")
     parser.add_argument("-l", "--logs", default="", help="folder of rank logs (default: those of the last job)")
@@ -67,9 +74,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests: Sequence[SecretDigest] = ()) -> int:
-    """Write the bundle, readable only by its owner; returns the number of its files.
+    """Write the bundle, readable only by its owner; values that look like secrets are replaced.
 
-    `logs` are by name within the bundle, `digests` of secrets of the job that this process does not have.
+    Args:
+        output: path of the zip file.
+        logs: paths of log files, by name in the bundle.
+        files: further text files; of each file, the last `LOG_BYTES` bytes are included.
+        digests: digests of the job's secrets that are not in this process's environment.
+
+    Returns:
+        Number of files in the bundle.
+
+    Raises:
+        OSError: a file cannot be read or written.
     """
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
@@ -88,7 +105,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], digests
 
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of secret variables in the environment and the environment files; longest first."""
+    """Return the values of secret variables in `environment` and the environment files, longest first."""
     secrets = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
@@ -97,7 +114,7 @@ def known_secrets(environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(environment: Mapping[str, str]) -> str:
-    """Format a line for each variable: the value if its name is in `SHOWN`, else its length."""
+    """Return a line of text for each variable: its value if the name starts as in `SHOWN`, else its length."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
         shown = name.startswith(SHOWN) and not names_a_secret(name)
@@ -106,7 +123,7 @@ def variables(environment: Mapping[str, str]) -> str:
 
 
 def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """Hide these values (longest first) and everything that looks like a secret in a text."""
+    """Return a text in which `secrets` (longest first) and everything that looks like a secret are replaced."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _ALWAYS:
@@ -125,7 +142,7 @@ def _report(secrets: Sequence[str]) -> str:
 
 
 def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
-    """Hide secrets in each string of a JSON document, since hiding them in its text can damage the JSON."""
+    """Return a JSON value with secrets replaced in each string; a replacement in the JSON text could damage it."""
     if isinstance(value, dict):
         return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -136,7 +153,7 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
 
 
 def _folder(named: str) -> Path | None:
-    """Return the log folder to include; None if this user has no job."""
+    """Return the log folder `named` or, if it is empty, that of this user's last job; None if there is none."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
     return Path(named) if named else next(iter(jobs()), None)

@@ -1,4 +1,4 @@
-"""Server for agents that were not started over a connection."""
+"""Server to which agents connect that were started by pdsh, MPI or srun, without a connection of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _LINE_BYTES = 256
 
 
 class CallbackServer:
-    """Listening socket for the agents of `peers`. Each agent connects once, and `control` gets the connections."""
+    """Listening socket for agents, which authenticate by a token.
+
+    Args:
+        control: controller that gets the connections.
+        peers: hosts; the agent of each connects once.
+    """
 
     def __init__(self, control: Control, peers: list[HostState]) -> None:
         self._control = control
@@ -39,7 +44,7 @@ class CallbackServer:
         control.loop.later(OPEN_SECONDS, self.close)
 
     def close(self) -> None:
-        """Stop listening, drop unauthenticated connections and invalidate the token."""
+        """Stop listening, and close connections that have not sent the token."""
         if self._socket.fileno() >= 0:
             self._control.loop.unwatch(self._socket.fileno())
             self._socket.close()
@@ -59,7 +64,7 @@ class CallbackServer:
             self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._drop_on_timeout(caller))
 
     def _drop_on_timeout(self, caller: socket.socket) -> None:
-        """Drop a connection that has not sent the token; its descriptor may have been reused."""
+        """Close a connection that has not sent the token in time; its descriptor may belong to another one now."""
         for descriptor, (known, _) in list(self._callers.items()):
             if known is caller:
                 self._drop(descriptor)
@@ -70,7 +75,7 @@ class CallbackServer:
             self._callers.pop(descriptor)[0].close()
 
     def _listen(self, descriptor: int) -> None:
-        """Read until the token arrives. Connections with the token are agents of this job; others are dropped."""
+        """Read the token from a connection: with the right token it is an agent of this job, otherwise it is closed."""
         caller, heard = self._callers[descriptor]
         try:
             data = caller.recv(_LINE_BYTES)
@@ -100,7 +105,7 @@ class CallbackServer:
         self._await_hello(channel)
 
     def _await_hello(self, channel: Channel) -> None:
-        """Wait for the message with the agent's host name."""
+        """Watch a channel for the agent's first message, which has its host name."""
 
         def hear() -> None:
             for message, _ in channel.receive():
@@ -133,7 +138,15 @@ class CallbackServer:
 
     @staticmethod
     def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
-        """Return the host of an agent, by the scheduler's name, its own name, its address or its number."""
+        """Return the host of an agent, by the scheduler's node name, its host name, its address or its task number.
+
+        Args:
+            hello: first message of the agent.
+            peers: hosts of the job.
+
+        Returns:
+            The host; None if it is none of them.
+        """
         free = [peer for peer in peers if peer.channel is None]
         own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}
         for candidates in (free, peers):  # a second call of one host is told from the first of another

@@ -1,4 +1,4 @@
-"""Message channel between launcher and agents: JSON heads with raw bytes, over a pipe or a socket."""
+"""Message channel between launcher and agents, over pipes or a socket; a message is a JSON object and raw bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Message = tuple[dict[str, Any], bytes]
 class Channel:
     """One side of a connection. Writes never block: bytes that cannot be written yet are queued in memory.
 
-    The channel owns both descriptors, which may be equal. With `magic`, messages begin after `MAGIC`.
+    Args:
+        reader: descriptor to read from; the channel sets it to non-blocking and closes it.
+        writer: descriptor to write to; may be the same one.
+        magic: whether messages begin after the bytes `MAGIC`; earlier bytes are kept in `preamble`.
     """
 
     def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
@@ -41,22 +44,28 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Return the number of bytes that the other side has not received yet."""
+        """Number of queued bytes."""
         return len(self._outgoing)
 
     def send(self, kind: str, data: bytes = b"", /, **fields: Any) -> None:
-        """Send a message, or queue it until `flush` can write."""
+        """Send a message, as far as possible without blocking; `flush` sends the rest.
+
+        Args:
+            kind: kind of the message, its JSON field `kind`.
+            data: raw bytes after the JSON object.
+            fields: further JSON fields.
+        """
         text = json.dumps({"kind": kind, **fields}).encode()
         self._outgoing += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
 
     def send_line(self, text: str) -> None:
-        """Send one line before all messages: the handshake of an agent."""
+        """Send one line of text before all messages, which starts an agent."""
         self._outgoing += text.encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as possible; if the other side has ended, drop the rest."""
+        """Write as many queued bytes as possible; if the other side has closed the connection, drop them."""
         while self._outgoing and self.open:
             try:
                 done = os.write(self.writer, self._outgoing[:_READ])
@@ -68,10 +77,12 @@ class Channel:
             del self._outgoing[:done]
 
     def receive(self) -> Iterator[Message]:
-        """Return the messages that have arrived; `open` is False afterwards if the other side has ended.
+        """Yield the messages (JSON object, raw bytes) that have arrived, without blocking.
+
+        Afterwards, `open` is False if the other side has closed the connection.
 
         Raises:
-            ValueError: the bytes do not follow the protocol.
+            ValueError: a message is too large or has no valid JSON.
         """
         for _ in range(64):  # a busy peer must not keep the others waiting
             try:

@@ -1,4 +1,4 @@
-"""Controller: starts the ranks on all hosts or on none, and stops all when one fails."""
+"""Controller of a job: starts the ranks on all hosts or on none, and ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -27,25 +27,35 @@ CANNOT_START = 2
 
 
 class Starter(Protocol):
-    """Starts an agent on each host."""
+    """Interface of classes that start an agent on each host; `name` is shown in messages."""
 
     name: str
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Start agents. Their channels arrive with `control.attach`, their processes with `control.adopt`."""
+        """Start the agents of `peers`; pass their channels to `control.attach` and processes to `control.adopt`.
+
+        Raises:
+            LaunchError: agents cannot be started.
+        """
         ...
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """Start the agent of a lost host again; does nothing if the starter cannot do so."""
+        """Start the agent of a lost host again, if the starter can do so."""
         ...
 
     def close(self) -> None:
-        """Release resources that are needed only for starting."""
+        """Release resources that are needed only to start agents."""
         ...
 
 
 class Control:
-    """Runs a job through the agents of `starter`; `front` shows the output and forwards signals."""
+    """Controller of a job.
+
+    Args:
+        job: the job.
+        starter: starts an agent on each host.
+        front: channel to the foreground process, which shows output and sends signals.
+    """
 
     def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
         self.job = job
@@ -65,7 +75,7 @@ class Control:
     # -- what starters use ---------------------------------------------------------------------------------------------
 
     def adopt(self, process: StarterProcess) -> None:
-        """Watch a process that starts agents; its output is kept for failure reports."""
+        """Watch a process that starts agents; the end of its output is recorded for failure reports."""
         self._processes.append(process)
         for stream in (process.popen.stderr, process.popen.stdout) if process.popen is not None else ():
             if stream is not None:
@@ -74,17 +84,17 @@ class Control:
                 self.loop.watch(fd, lambda fd=fd: process.read(fd) or self.loop.unwatch(fd))
 
     def attach(self, peer: HostState, channel: Channel) -> None:
-        """Set the connection to a host's agent."""
+        """Set the channel to a host's agent, and process its messages from now on."""
         peer.channel, peer.since = channel, time.monotonic()
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
     def on_hello(self, peer: HostState, hello: dict[str, Any]) -> None:
-        """Process the first message of a host's agent."""
+        """Process the first message of a host's agent: the host is ready."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
 
     def abort(self, why: str) -> None:
-        """End the job because of an error."""
+        """End all ranks because of the error `why`; then `wait` raises LaunchError."""
         self._refused = self._refused or why
         if self.attempt is not None:
             self.attempt.end()
@@ -92,7 +102,11 @@ class Control:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Run the job; returns 0, the exit code of the rank that failed first, or 2 if nothing could be started."""
+        """Run the job.
+
+        Returns:
+            Exit code: 0, that of the rank that failed first, or 2 if no rank could be started.
+        """
         with signal_socket(FORWARDED_SIGNALS) as signals:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
             self.loop.watch(self._front.reader, self._read_front)
@@ -110,7 +124,11 @@ class Control:
         return self._code
 
     def run_attempts(self) -> tuple[int, str]:
-        """Wait for all hosts, then run all ranks; returns the exit code and the report."""
+        """Wait for all hosts and run one attempt; return the exit code and the report.
+
+        Raises:
+            LaunchError: a host did not answer.
+        """
         self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
         missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
         if missing:
@@ -122,7 +140,7 @@ class Control:
         return self.one_attempt(self.peers, 0)
 
     def one_attempt(self, members: list[HostState], number: int) -> tuple[int, str]:
-        """Run the job on these hosts; returns the exit code and the report."""
+        """Run attempt `number` on the hosts `members`; return the exit code and the report."""
         attempt = Attempt(self.job, members, number, self.loop)
         first = members[0]
         port = self.job.port
@@ -149,7 +167,7 @@ class Control:
         return attempt.result()
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Process all events until `done`.
+        """Process events until `done()` is True.
 
         Raises:
             LaunchError: the job was aborted, and no rank runs any more.
@@ -164,7 +182,7 @@ class Control:
                 raise LaunchError(self._refused)
 
     def _serve_timers(self) -> None:
-        """Process timers: pending output, heartbeats, starters that have ended."""
+        """Perform periodic work: flush channels, send heartbeats, check processes that start agents."""
         now = time.monotonic()
         self._front.flush()
         self._hold(self._front.waiting > FULL_BYTES)
@@ -248,7 +266,7 @@ class Control:
             self.on_signal(message["number"])
 
     def lose(self, peer: HostState, why: str) -> None:
-        """Mark a host as lost."""
+        """Mark a host as lost for the reason `why`: close its channel, and kill its starter and local ranks."""
         if peer.lost:
             return
         peer.problem = why
@@ -264,7 +282,7 @@ class Control:
             self.attempt.lost(peer, why)
 
     def on_signal(self, number: int) -> None:
-        """Handle a signal to the launcher or to an agent."""
+        """Handle a signal to the launcher or an agent: pass it to the ranks, or end the job if none runs yet."""
         if number == signal.SIGCHLD:
             return
         if self.attempt is None or self.attempt.over:
@@ -286,7 +304,7 @@ class Control:
         self._front.send("out", data, to=descriptor)
 
     def _hold(self, held: bool) -> None:
-        """Pause the ranks' output while the terminal is blocked, so that it is neither lost nor accumulated."""
+        """Request all agents to pause or resume the ranks' output, while the terminal is blocked."""
         if held == self._held or (self._held and self._front.waiting > FULL_BYTES // 4):
             return
         self._held = held
@@ -294,7 +312,7 @@ class Control:
             peer.send("hold", held=held)
 
     def _shut_down(self) -> None:
-        """End agents and starters; kill them after a timeout."""
+        """End agents and their starters; kill the local ones after a timeout."""
         somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
         end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:

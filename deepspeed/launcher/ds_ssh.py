@@ -1,4 +1,4 @@
-"""Run one command on every host of a hostfile, with its words as typed (`ds_ssh`)."""
+"""Run one command on every host of a hostfile by ssh, with its arguments unchanged (`ds_ssh`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from deepspeed.launcher.multinode_runner import CONNECT_SECONDS, CONNECTING_AT_O
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command on all hosts and print each line after the host's name; returns the largest exit code."""
+    """Run `ds_ssh`: each line of output is printed after the host's name.
+
+    Args:
+        args: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Largest exit code of the hosts; 2 if the hostfile cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="ds_ssh", description=__doc__)
     parser.add_argument("-f", "--hostfile", default=DLTS_HOSTFILE)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")

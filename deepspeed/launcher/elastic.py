@@ -1,4 +1,4 @@
-"""Elastic runs: the job restarts on the same hosts after a failed rank, on the remaining ones after a lost host."""
+"""Elastic jobs: restart on the same hosts after a rank has failed, and on the remaining hosts after a host is lost."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ MOST_ERRORS_IN_A_ROW = 3
 
 
 class ElasticControl(Control):
-    """Runs a job in attempts, each on the hosts that are available."""
+    """Controller of an elastic job: runs attempts, each on the hosts that are available."""
 
     def run_attempts(self) -> tuple[int, str]:
-        """Run attempts until one succeeds, the user stops it, or it fails with an error of the script."""
+        """Run attempts until one succeeds, the user stops the job, or a limit of failed attempts is reached.
+
+        Returns:
+            Exit code and report of the last attempt.
+
+        Raises:
+            LaunchError: too few hosts for `WAIT_SECONDS`.
+        """
         self._slots = {peer.name: list(peer.slots) for peer in self.peers}
         self._began = 0.0
         self._growing = False
@@ -61,7 +68,7 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """Return the hosts of the next attempt with the slots that it uses; other hosts are spares."""
+        """Wait for enough hosts and return those of the next attempt, with their slots set to the ones it uses."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:
@@ -87,7 +94,7 @@ class ElasticControl(Control):
         return members
 
     def _look_for_hosts(self) -> None:
-        """Retry lost hosts, and stop an attempt if a larger one is possible now."""
+        """Restart agents of lost hosts, and request a save (SIGUSR1) if an attempt with more ranks is possible now."""
         self.loop.later(RETRY_SECONDS, self._look_for_hosts)
         for peer in self.peers:
             if peer.lost:
@@ -105,13 +112,20 @@ class ElasticControl(Control):
 
     @staticmethod
     def _largest(valid: Sequence[int], there: int) -> int:
-        """Return the largest valid number of ranks up to `there`; without a list, every number is valid."""
+        """Return the largest number in `valid` up to `there`, or 0; if `valid` is empty, return `there`."""
         return max((size for size in valid if size <= there), default=0) if valid else there
 
 
 def valid_sizes(arguments: Sequence[str], environment: dict[str, str]) -> tuple[int, ...]:
-    """Return the numbers of ranks that the `elasticity` block allows: of the JSON in the script's arguments, or of the
-    scheduler's variable in the environment."""
+    """Return the numbers of ranks that the `elasticity` section allows; empty: any number.
+
+    Args:
+        arguments: arguments of the script; the first JSON file with an enabled `elasticity` section is used.
+        environment: variables; used if there is no such file: the section in the scheduler's variable.
+
+    Raises:
+        ValueError: a file or the variable is not valid JSON, or the section is wrong.
+    """
     for word in [part.partition("=")[2] or part for part in arguments]:
         config = json.loads(Path(word).read_text()) if word.endswith(".json") and Path(word).is_file() else None
         if isinstance(config, dict) and elasticity_enabled(config):

@@ -1,4 +1,4 @@
-"""Environment variables of a job: those that the user exports, and those of each rank."""
+"""Environment variables of a job: exported ones, and those that describe each rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ STARTER_NAMES = {
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Placement of a host: its index, the global rank of local rank 0, and a device slot per local rank."""
+    """Placement of a host in the job.
+
+    Args:
+        index: index of the host.
+        nodes: number of hosts.
+        first_rank: global rank of local rank 0.
+        world_size: number of ranks on all hosts.
+        slots: device slot of each local rank.
+    """
 
     index: int
     nodes: int
@@ -41,7 +49,7 @@ class NodePlacement:
         return asdict(self)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """Return a rank's placement as variables of this launcher, of torchrun and of its clients."""
+        """Return the variables of a rank, with the names of DeepSpeed and torchrun, such as RANK and LOCAL_RANK."""
         size = str(len(self.slots))
         return {
             "RANK": str(self.first_rank + local_rank),
@@ -65,7 +73,11 @@ def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, NodePlacement]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Return the cores of a list such as `0-3,8`; for an empty text, those that this process may use."""
+    """Return the CPU cores of a list such as `0-3,8`; for "", all cores that this process may use.
+
+    Raises:
+        LaunchError: the text has another form.
+    """
     if not text:
         return sorted(os.sched_getaffinity(0))
     cores: list[int] = []
@@ -86,12 +98,15 @@ _DECLARED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:@([^=\s]+))?")
 
 
 def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str] | None = None) -> list[Export]:
-    """Return the variables that are declared for the ranks; later ones override earlier ones.
+    """Return the variables to export to the ranks: by prefix, by environment files, by options.
 
     Args:
         options: values of --export: `NAME` (this environment's value), `NAME=VALUE`, `NAME@HOST=VALUE`.
-        several_hosts: include variables with a known prefix; on one host, ranks inherit all variables anyway.
-        hosts: hosts of the job (None: any); lines of the files for other hosts are ignored.
+        several_hosts: include variables with prefixes in `EXPORT_ENVS`; on one host, ranks inherit all variables.
+        hosts: hosts of the job; lines for other hosts in environment files are ignored. None: all lines are used.
+
+    Returns:
+        (name, value, host or None for all hosts); later entries override earlier ones.
 
     Raises:
         LaunchError: a name or line is malformed, or a variable is not set.
@@ -119,7 +134,10 @@ def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str]
 def _for_hosts(
     variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
 ) -> dict[tuple[str, str | None], str]:
-    """Return a file's variables for all hosts or for hosts of this job; `localhost` matches this machine's name."""
+    """Return an environment file's variables without those for hosts outside of the job.
+
+    In a job on `localhost`, lines for this machine's name also count.
+    """
     if hosts is None:
         return variables
     own = socket.gethostname()
@@ -132,12 +150,16 @@ def _for_hosts(
 
 
 def exported_variables() -> dict[str, str]:
-    """Return the variables for every node: by prefix from this environment, by name from the environment files."""
+    """Return the variables to export to every node: by prefix from this environment, and from environment files.
+
+    Raises:
+        LaunchError: a line of an environment file is malformed.
+    """
     return {name: value for name, value, host in declared((), True) if host is None}
 
 
 def environment_files() -> list[Path]:
-    """Return the existing environment files: the home directory's, then the current directory's, which overrides."""
+    """Return the readable environment files: that of the home directory, then that of the current one (priority)."""
     folders: list[Path] = []
     home = os.environ.get("HOME") or os.path.expanduser("~")
     if os.path.isabs(home):

@@ -1,4 +1,4 @@
-"""Event loop for descriptors, timers, signals and ended children."""
+"""Single-threaded event loop for descriptors and timers, and a socket for signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN_DESCRIPTORS = 64
 
 
 def make_room(descriptors: int) -> None:
-    """Raise this process's limit on open files by `descriptors`: a shell's usual limit is 1,024.
+    """Ensure that this process may open `descriptors` files for hosts: raise its soft limit, often 1,024, if necessary.
 
     Raises:
         LaunchError: the system does not allow that many.
@@ -37,18 +37,18 @@ def make_room(descriptors: int) -> None:
 
 
 class Loop:
-    """Calls registered actions from one thread."""
+    """Event loop: `turn` calls the actions of readable descriptors and expired timers."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._due: list[tuple[float, Callable[[], object]]] = []
 
     def watch(self, descriptor: int, action: Callable[[], object]) -> None:
-        """Call `action` whenever `descriptor` is readable."""
+        """Register `action` to be called whenever `descriptor` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def unwatch(self, descriptor: int) -> None:
-        """Stop watching a descriptor; unknown descriptors are ignored."""
+        """Remove the action of a descriptor; unknown descriptors are ignored."""
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
@@ -75,14 +75,17 @@ class Loop:
 
 @contextlib.contextmanager
 def signal_socket(numbers: Sequence[int]) -> Iterator[socket.socket]:
-    """Create a socket that receives the numbers of these signals and of SIGCHLD; ignored signals stay ignored."""
+    """Context with a socket that receives the numbers of signals as bytes, for these signals and SIGCHLD.
+
+    Signals that this process ignores stay ignored. Handlers are restored on exit.
+    """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
     watched = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda *_: None) for number in (*watched, signal.SIGCHLD)}
     old_writer = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    writer.send(bytes([signal.SIGCHLD]))  # a child may have ended before this stood
+    writer.send(bytes([signal.SIGCHLD]))  # a child may have ended before
     try:
         yield reader
     finally:

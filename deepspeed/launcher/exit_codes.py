@@ -1,4 +1,4 @@
-"""Explanation of a rank's end: exit code, memory limit, disk, device, lost peer."""
+"""Explanations of exit codes: signals, memory limits, full disks, device memory, lost ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ _RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the eng
 
 
 def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_before: int) -> str:
-    """Explain an exit code (negative for a signal) in one line.
+    """Return an explanation of an exit code in one line.
 
-    `peak` is the process's peak memory in bytes, `kills_before` is `memory.kills()` before its start.
+    Args:
+        code: exit code; negative: number of a signal.
+        peak: peak memory of the process, in bytes.
+        last_words: last output of the process on standard error.
+        memory: memory limits of the container.
+        kills_before: `memory.kills()` before the start of the process.
     """
     if code < 0:
         name = next((known.name for known in signal.Signals if known == -code), "a real-time signal")
@@ -68,7 +73,7 @@ def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_b
 
 
 def _of_memory(peak: int, memory: CgroupMemory) -> str:
-    """Compare the process's peak memory with the container's limit or the machine's memory."""
+    """Return a text that compares the process's peak memory with the container's limit or the machine's memory."""
     limit = memory.limit()
     text = f"its peak memory was {peak / _GIB:.2f} of the {'container' if limit else 'machine'}'s "
     text += f"{(limit or machine_memory()) / _GIB:.2f} GiB"

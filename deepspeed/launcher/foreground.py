@@ -1,6 +1,6 @@
-"""Foreground process: shows the output and forwards signals while another process runs the job.
+"""Foreground process: shows the output and forwards signals, while a second process runs the job.
 
-Ctrl-S, Ctrl-Z, a pipe without a reader or a full disk block only this process.
+So Ctrl-S, Ctrl-Z, a pipe without a reader or a full disk cannot block the job itself.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ _last_errors = bytearray()
 
 
 def last_errors() -> str:
-    """Return the end of the text shown on standard error."""
+    """Return the last `LAST_BYTES` bytes that were shown on standard error, as text."""
     return _last_errors.decode(errors="replace")
 
 
 class Screen:
-    """A file whose text is sent to the front process, which writes it to its own descriptor 1 or 2."""
+    """File object for output that the foreground process writes to its standard output or error.
+
+    Args:
+        channel: channel to the foreground process.
+        descriptor: 1 (standard output) or 2 (standard error).
+    """
 
     def __init__(self, channel: Channel, descriptor: int) -> None:
         self._channel = channel
@@ -44,18 +49,22 @@ class Screen:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: `write` sends immediately."""
+        """Return without effect; `write` does not buffer text."""
 
     def isatty(self) -> bool:
-        """Return whether the front's descriptor is a terminal."""
+        """Whether the output is a terminal."""
         return os.isatty(self._descriptor)
 
 
 def run_behind(work: Callable[[Channel], int]) -> int:
-    """Run `work` in a separate process, detached from the terminal, and show its output.
+    """Run a function in a forked process, detached from the terminal, and show its output.
 
-    `work` gets a channel that delivers signal numbers (`signal`) and accepts output (`out`). Returns its exit code, or
-    1 if the process was killed.
+    Args:
+        work: function that returns an exit code. Its argument is a channel that delivers messages `signal` with signal
+            numbers, and to which messages `out` with output are sent.
+
+    Returns:
+        Exit code of `work`, or 1 if its process was killed.
     """
     parent_end, child_end = socket.socketpair()
     sys.stdout.flush()
@@ -107,7 +116,10 @@ def _show(channel: Channel, pid: int) -> int:
 
 
 def _write_all(descriptor: int, data: bytes, dead: set[int]) -> None:
-    """Write to a stream unless its reader has ended. With a full disk, the text is lost but the job continues."""
+    """Write `data` to a descriptor, unless it is in `dead`; add it to `dead` if its reader is closed.
+
+    If a disk is full, the data is lost, and the job continues.
+    """
     if descriptor == 2:
         _last_errors.extend(data)
         del _last_errors[:-LAST_BYTES]

@@ -1,4 +1,4 @@
-"""State of each host, and its failure."""
+"""State of each host, of the processes that start agents, and failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ TAIL_BYTES = 8192
 
 @dataclass(eq=False)
 class StarterProcess:
-    """A process that starts agents: ssh for one host (`peer`), mpirun for all; `popen` is None for a forked agent."""
+    """Process that starts agents.
+
+    Args:
+        popen: the process, such as ssh or mpirun; None for a forked agent.
+        pid: its process id.
+        peer: its host (ssh, fork); None if it starts the agents of all hosts.
+        tail: end of its output.
+    """
 
     popen: subprocess.Popen[bytes] | None
     pid: int
@@ -26,7 +33,7 @@ class StarterProcess:
     tail: bytes = b""
 
     def read(self, descriptor: int) -> bool:
-        """Read from one of the process's outputs; returns False at its end."""
+        """Read from `descriptor`, one of the process's outputs, without blocking; return False at its end."""
         try:
             data = os.read(descriptor, TAIL_BYTES)
         except BlockingIOError:
@@ -37,16 +44,16 @@ class StarterProcess:
         return bool(data)
 
     def last_lines(self) -> str:
-        """Return the last lines of the output, joined."""
+        """Return the last lines of the output, joined by semicolons."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines()]
         return "; ".join(line for line in lines[-6:] if line)
 
     def code(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
+        """Return the exit code, or None while the process runs; 0 for a forked agent."""
         return 0 if self.popen is None else self.popen.poll()
 
     def kill(self) -> None:
-        """Kill the process and its local child processes, such as the ssh of pdsh."""
+        """Kill the process and its local child processes, such as the ssh processes of pdsh, but no agents."""
         if self.popen is None:
             return
         helpers = self._helpers(self.pid if self.peer is not None else os.getpid())  # of one for all, orphans too
@@ -61,7 +68,7 @@ class StarterProcess:
 
     @classmethod
     def _helpers(cls, pid: int) -> list[int]:
-        """Return all descendants of a process except agents and their descendants; agents end with their connection."""
+        """Return the ids of all descendants of a process, except agents and their descendants."""
         children: dict[int, list[int]] = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
@@ -79,7 +86,7 @@ class StarterProcess:
 
     @staticmethod
     def _program(pid: int) -> str:
-        """Return the executable of a process; empty if the process has ended."""
+        """Return the path of a process's executable; "" if the process has ended."""
         try:
             return os.readlink(f"/proc/{pid}/exe")
         except OSError:
@@ -108,7 +115,7 @@ class HostState:
         return bool(self.problem)
 
     def reset(self) -> None:
-        """Reset the state before the host is tried again."""
+        """Reset the state of a lost host, before its agent is started again."""
         self.channel = self.process = None
         self.ready = False
         self.problem = ""
@@ -117,12 +124,12 @@ class HostState:
         self.since = time.monotonic()
 
     def send(self, kind: str, /, **fields: object) -> None:
-        """Send a message if the host is connected."""
+        """Send a message to the host's agent, if it is connected; arguments as in `Channel.send`."""
         if self.channel is not None and self.channel.open:
             self.channel.send(kind, **fields)
 
     def ranks(self) -> str:
-        """Describe the host's ranks."""
+        """Return a text with the host's ranks, for messages."""
         if self.node is None or not self.slots:
             return "no rank"
         first, count = self.node.first_rank, len(self.node.slots)
@@ -131,14 +138,14 @@ class HostState:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed or a host that was lost.
+    """Failure of a rank, or loss of a host.
 
     Args:
-        time: time of the failure, in seconds of this machine's clock.
-        code: exit code; negative for a signal.
-        text: text of the report.
-        secondary: the failure only reports the loss of another rank.
-        rank: the rank; None for a host.
+        time: time of the failure, in seconds of `time.monotonic()`.
+        code: exit code; negative: number of a signal.
+        text: report.
+        secondary: whether the rank failed only because another rank was lost.
+        rank: global rank; None for the loss of a host.
     """
 
     time: float
@@ -149,5 +156,5 @@ class Failure:
 
     @property
     def shell_code(self) -> int:
-        """Return the exit code in a shell's form."""
+        """Exit code in a shell's form: 128 + number for a signal."""
         return 128 - self.code if self.code < 0 else self.code

@@ -1,7 +1,4 @@
-"""Hosts and slots of a run, from the hostfile, SLURM, PBS, SageMaker or MPI; or this machine's devices.
-
-Torch is not imported.
-"""
+"""Hosts and device slots of a job: from the hostfile, SLURM, PBS, SageMaker, Kubeflow or MPI, or of this machine."""
 
 from __future__ import annotations
 
@@ -30,9 +27,13 @@ _RANGES = re.compile(r"\[([^\[\]]*)\]")
 
 
 def check_name(name: str, where: str) -> str:
-    """Return `name` if it is a valid host name or address.
+    """Return `name` if it is a valid host name or address, with an optional `user@`.
 
-    Starters have their own syntax in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh would read options there.
+    Other characters would be syntax for pdsh, mpirun or srun (`exec:b`, `^file`, `h[0-1]`) or options for ssh (`-b`).
+
+    Args:
+        name: name to check.
+        where: origin of the name, for the error message.
 
     Raises:
         LaunchError: the name is invalid.
@@ -53,7 +54,11 @@ def check_name(name: str, where: str) -> str:
 
 
 def expand(name: str, where: str) -> list[str]:
-    """Expand a name with ranges: `h[01-03,7]` is h01, h02, h03 and h7.
+    """Expand a host name with ranges: `h[01-03,7]` is h01, h02, h03 and h7.
+
+    Args:
+        name: name, with or without ranges.
+        where: origin of the name, for the error message.
 
     Raises:
         LaunchError: a range is malformed, or there are too many hosts.
@@ -76,10 +81,14 @@ def expand(name: str, where: str) -> list[str]:
 
 
 def read_hostfile(path: str | Path) -> Hosts:
-    """Read lines of the form `name slots=N`; `#` starts a comment, and a name may hold ranges: `gpu[01-16]`.
+    """Read a hostfile: lines `name slots=N`, with optional ranges (`gpu[01-16]`) and comments after `#`.
+
+    Returns:
+        Slots 0 to N - 1 of each host, in the order of the file.
 
     Raises:
         LaunchError: a line has another form, a host is named twice, or there is none.
+        OSError: the file cannot be read.
     """
     hosts: Hosts = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
@@ -99,7 +108,7 @@ def read_hostfile(path: str | Path) -> Hosts:
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
-    """Return the number of slots of each host in a hostfile, in order; None, with a log line, if there is no file.
+    """Return the number of slots of each host in a hostfile, in its order; None if there is no file.
 
     Raises:
         LaunchError: as in `read_hostfile`.
@@ -111,12 +120,12 @@ def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
 
 
 def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
-    """Restrict `pool` to the hosts in `include`, or remove those in `exclude`.
+    """Return the hosts of `pool` that are in `include`, or that are not in `exclude`.
 
     Args:
         pool: all hosts and slots.
-        include: `host1@host2:0,2-3`: host1 with all its slots and three slots of host2.
-        exclude: the same form.
+        include: such as `host1@host2:0,2-3`: host1 with all its slots, and three slots of host2; "": all.
+        exclude: the same form; "": none.
 
     Raises:
         LaunchError: both are given, a host or slot is not in the pool, or nothing is left.
@@ -136,7 +145,7 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Hosts:
-    """Call `select` with numbers of slots, for scripts that start ranks themselves.
+    """Return selected hosts and slots as `select` does, but from numbers of slots.
 
     Args:
         resource_pool: number of slots by host, as in `fetch_hostfile`.
@@ -165,7 +174,7 @@ def _parse_selection(flag: str, text: str, pool: Hosts) -> Hosts:
 
 
 def _parts(text: str, pool: Hosts) -> list[str]:
-    """Split at `@`, except within a known `user@host`."""
+    """Split a selection at `@`, except within a `user@host` of the pool."""
     words = [word for word in text.split("@") if word]
     with_users = {name for name in pool if "@" in name}
     parts: list[str] = []
@@ -196,7 +205,7 @@ def _shown(pool: Hosts) -> str:
 
 
 def is_this_machine(name: str) -> bool:
-    """Return whether `name`, without its user, is this machine: by name, or by a local address."""
+    """Whether a host name, with an optional `user@`, is this machine: by name, or by a local address."""
     host = name.rpartition("@")[2]
     own = socket.gethostname()
     if host in ("localhost", own, own.split(".")[0]):
@@ -222,14 +231,14 @@ RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder
 
 @dataclass(frozen=True)
 class Pool:
-    """Hosts and their source.
+    """Available hosts, and where they were found.
 
     Args:
         hosts: hosts with their slots.
-        source: description of the source.
-        launcher: default starter of agents on these hosts.
-        own: index of this host if every host runs this command; None if one command starts all.
-        address: address of rank 0; empty: this launcher chooses.
+        source: description of the source, for messages.
+        launcher: default of --launcher for these hosts.
+        own: index of this host if the command runs on every host; None if it runs on one host for all.
+        address: address of rank 0; "": the launcher chooses it.
     """
 
     hosts: Hosts
@@ -240,7 +249,16 @@ class Pool:
 
     @classmethod
     def from_sagemaker(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """Return SageMaker's hosts. All containers run the command; the first leads. Variables and file must match."""
+        """Return SageMaker's hosts; None outside of SageMaker. The command runs in every container.
+
+        Args:
+            env: environment variables.
+            slots: slots per host, if SM_NUM_GPUS is not set.
+            root: folder with opt/ml.
+
+        Raises:
+            LaunchError: variables and resource file contradict each other.
+        """
         named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
         current = env.get("SM_CURRENT_HOST", "")
         try:
@@ -269,7 +287,10 @@ class Pool:
 
     @classmethod
     def from_pods(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """Return the pods of Kubeflow's PyTorchJob or Trainer; each pod runs the command."""
+        """Return the pods of Kubeflow's PyTorchJob or Trainer; None outside of Kubeflow. Each pod runs the command.
+
+        `slots` are the slots per pod; `root` has no effect.
+        """
         count, own, address = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", ""), env.get("PET_MASTER_ADDR", "")
         if not (count.isdigit() and own.isdigit() and (address or env.get("MASTER_ADDR"))):
             return None
@@ -278,7 +299,18 @@ class Pool:
 
     @classmethod
     def from_slurm(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """Return the nodes of a SLURM allocation; inside a step of several tasks, every node runs the command."""
+        """Return the nodes of a SLURM allocation; None outside of one.
+
+        Inside a step with several tasks, the command runs on every node; there must be one task per node.
+
+        Args:
+            env: environment variables.
+            slots: slots per node, if SLURM_GPUS_ON_NODE is not set.
+            root: no effect.
+
+        Raises:
+            LaunchError: the step has several tasks per node.
+        """
         nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
         if not nodes:
             return None
@@ -298,7 +330,10 @@ class Pool:
 
     @classmethod
     def from_pbs(cls, env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
-        """Return the hosts of PBS, whose file lists each host once per slot."""
+        """Return the hosts in the node file of PBS; None outside of PBS.
+
+        A host has as many slots as this machine has devices or, without devices, `slots`; `root` has no effect.
+        """
         path = env.get("PBS_NODEFILE", "")
         if not os.path.isfile(path):
             return None
@@ -309,9 +344,16 @@ class Pool:
 
 
 def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:
-    """Return the hosts of the hostfile, else of the current scheduler, else this machine.
+    """Return the hosts of the hostfile or, if it does not exist, of the current scheduler, or this machine.
 
-    `num_gpus` sets the ranks per host if no other source does (not positive: unset); `root` contains /opt and /etc.
+    Args:
+        hostfile: path of the hostfile.
+        num_gpus: slots per host if the scheduler has no number; not positive: the number of devices, at least one.
+        environment: environment variables.
+        root: folder with opt and etc.
+
+    Raises:
+        LaunchError: the hostfile or the scheduler's data are wrong.
     """
     if os.path.isfile(hostfile):
         return Pool(read_hostfile(hostfile), f"hostfile {hostfile}")
@@ -330,7 +372,11 @@ def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.envir
 
 
 def nodes_of_slurm(text: str) -> list[str]:
-    """Expand a compressed list such as `gpu[003-007,12],login1` to node names."""
+    """Return the node names of SLURM's compressed list, such as `gpu[003-007,12],login1`.
+
+    Raises:
+        LaunchError: the list is malformed.
+    """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     return [name for part in parts for name in expand(part, f"SLURM's list of nodes {text!r}")]
 
@@ -339,10 +385,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the devices visible to a CUDA program, in its order; empty on a machine without accelerator.
+    """Return the names of the devices that a CUDA program would see, in this order; empty without accelerator.
 
-    `CUDA_VISIBLE_DEVICES` may have indices, UUIDs and MIG names; as in CUDA, an invalid index hides itself and all
-    that follow. `DS_ACCELERATOR=cpu` hides every device.
+    `CUDA_VISIBLE_DEVICES` may contain indices, UUIDs and MIG names; as in CUDA, an invalid index hides itself and all
+    later entries. `DS_ACCELERATOR=cpu` hides every device.
     """
     count = 0 if environment.get("DS_ACCELERATOR") == "cpu" else _installed()
     if count == 0 or VISIBLE not in environment:
@@ -365,7 +411,15 @@ def _installed() -> int:
 
 
 def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that shows the chosen devices to each local rank; slots index the visible devices."""
+    """Return CUDA_VISIBLE_DEVICES with the chosen devices, as a dict; empty without accelerator.
+
+    Args:
+        slots: indices into `visible_devices`.
+        environment: environment variables.
+
+    Raises:
+        LaunchError: a slot is out of range.
+    """
     names = visible_devices(environment)
     if not names:
         return {}

@@ -1,4 +1,4 @@
-"""Description of a job: program, hosts, variables, and digests of its secrets."""
+"""Description of a job (program, hosts, variables), and digests of its secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ Export = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Elastic:
-    """Range of the number of hosts: from `fewest` to `most`, with the rank counts in `valid`."""
+    """Limits of an elastic job.
+
+    Args:
+        fewest: minimum number of hosts.
+        most: maximum number of hosts.
+        valid: allowed numbers of ranks; empty: any number.
+    """
 
     fewest: int
     most: int
@@ -29,16 +35,27 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """A job.
+    """Job: what to run, and where.
 
     Args:
         slots: hosts with their device slots, in the order of the ranks.
-        program: command line of a rank, up to its arguments.
-        address: rendezvous address of rank 0; empty: the first host's.
-        port: port of that address; 0: any free port.
+        program: command line of a rank, without the script's arguments.
+        arguments: arguments of the script.
+        folder: working directory.
+        exports: variables for the ranks.
+        address: rendezvous address of rank 0; "": that of the first host.
+        port: rendezvous port; 0: any free port.
         heartbeat: seconds of silence after which a host is lost.
-        grace: seconds that ranks have after a user's signal.
-        elastic: range of the world size; None: the first failure ends the run.
+        grace: seconds between a stop signal and SIGKILL.
+        elastic: limits of an elastic job; None: the first failure ends the job.
+        local_rank: pass `--local_rank=N` to the script.
+        venv_script: shell script that is sourced before each rank; "": none.
+        logs: folder for rank logs; "": the temporary folder.
+        prefix: show the rank before each line of output.
+        bind_cores: divide the cores in `bind_core_list` ("": all) among the ranks of a host.
+        terminals: terminal sizes of standard output and error; None: no terminal.
+        pid_of: process id of the launcher, in the name of the file of --save_pid; 0: no file.
+        id: identifier of the job.
     """
 
     slots: dict[str, list[int]]
@@ -58,11 +75,11 @@ class Job:
     bind_cores: bool = False
     bind_core_list: str = ""
     terminals: tuple[Any, Any] = (None, None)
-    pid_of: int = 0  # of the launcher, whose number names the file of --save_pid; 0 for none
+    pid_of: int = 0
     id: str = field(default_factory=lambda: secrets.token_hex(6))
 
     def message(self, host: str) -> dict[str, Any]:
-        """Return the part of the job that the agent of `host` needs."""
+        """Return the fields that the agent of `host` needs, as JSON values."""
         names = ("id", "program", "arguments", "folder", "local_rank", "venv_script", "logs", "prefix")
         fields = {name: getattr(self, name) for name in (*names, "bind_cores", "bind_core_list", "terminals", "pid_of")}
         exports = [export for export in self.exports if export[2] in (None, host)]
@@ -71,12 +88,12 @@ class Job:
 
 WORDS = r"pass(?:word|wd|phrase)?|pwd|secret|token|credential|api[_-]?key|(?:access|private|account|auth)[_-]?key|auth"
 _NAME = re.compile(rf"(?:^|[_-])(?:{WORDS}|key)s?(?:$|[_-])", re.IGNORECASE)
-_STARTS = re.compile(r"(?<!\w)\w|\W")  # a secret begins with a word, or with no letter at all
-_PREFIX, _FEWEST = "given-", 6  # characters: shorter ones could be tried out
+_STARTS = re.compile(r"(?<!\w)\w|\W")  # a secret begins at the start of a word, or with another character
+_PREFIX, _FEWEST = "given-", 6  # minimum characters: shorter secrets could be found by trial
 
 
 class SecretDigest(NamedTuple):
-    """A secret's length in characters, and the hexadecimal digest of salt and value."""
+    """Digest by which a secret can be found in a text: its length in characters, a salt, and the salted hash (hex)."""
 
     length: int
     salt: str
@@ -84,12 +101,12 @@ class SecretDigest(NamedTuple):
 
 
 def names_a_secret(name: str) -> bool:
-    """Return whether a variable name indicates a secret."""
+    """Whether a variable name, such as API_KEY, indicates a secret."""
     return bool(_NAME.search(name))
 
 
 def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
-    """Store the digests of the secret variables in a log folder, readable only by its owner."""
+    """Write the digests of secret variables to a file in a log folder; errors such as a full disk are ignored."""
     values = {value for name, value in variables.items() if names_a_secret(name) and len(value) >= _FEWEST}
     if not values:
         return
@@ -102,7 +119,7 @@ def save_digests(folder: Path, variables: Mapping[str, str]) -> None:
 
 
 def load_digests(folder: Path) -> list[SecretDigest]:
-    """Load the digests of `save_digests` in this folder or its subfolders; longest paths first."""
+    """Return the digests that `save_digests` wrote to a folder or its subfolders, of the longest secrets first."""
     digests: list[SecretDigest] = []
     for path in sorted(folder.rglob(f"{_PREFIX}*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -111,7 +128,7 @@ def load_digests(folder: Path) -> list[SecretDigest]:
 
 
 def hide(text: str, digests: Iterable[SecretDigest], shown: str) -> str:
-    """Replace the secrets of these digests in a text."""
+    """Return a text in which the secrets of these digests are replaced by `shown`."""
     for length, salt, digest in digests:
         starts = (match.start() for match in _STARTS.finditer(text))
         values = {part for start in starts if len(part := text[start : start + length]) == length}

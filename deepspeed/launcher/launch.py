@@ -1,4 +1,4 @@
-"""Start the ranks of one node, for scripts that start each node themselves (`python -m deepspeed.launcher.launch`)."""
+"""Start the ranks of one node, for programs that start each node (`python -m deepspeed.launcher.launch`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from deepspeed.launcher.hosts import Hosts
 
 
 def encode_world(hosts: Hosts) -> str:
-    """Encode hosts and slots as one word of a command line."""
+    """Return hosts and slots as base64 of JSON, for --world_info."""
     return base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the ranks of this node; returns 0, or the exit code of the rank that failed first on any node."""
+    """Run the ranks of this node.
+
+    Args:
+        args: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, or that of the rank that failed first on any node.
+
+    Raises:
+        LaunchError: --node_rank is out of range, or the options do not allow the job.
+    """
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--node_rank", type=int, default=0)
     parser.add_argument("--master_addr", default="127.0.0.1")

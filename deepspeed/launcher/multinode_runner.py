@@ -43,14 +43,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class StarterSettings:
-    """Options of starters: further arguments, and the port of ssh."""
+    """Options of starters.
+
+    Args:
+        arguments: further arguments of the starting program (--launcher_args).
+        ssh_port: port of ssh; None: its default.
+    """
 
     arguments: Sequence[str] = ()
     ssh_port: int | None = None
 
 
 def make(name: str, settings: StarterSettings) -> Starter:
-    """Create the starter of a name.
+    """Return the starter `name`: ssh, pdsh, openmpi, mpich, impi, mvapich or slurm.
 
     Raises:
         LaunchError: the name is unknown, or the program is not installed.
@@ -62,12 +67,12 @@ def make(name: str, settings: StarterSettings) -> Starter:
 
 
 class ForkStarter:
-    """Starts the agent on this machine as a child process."""
+    """Starter of one agent on this machine, as a forked process."""
 
     name = "fork"
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Fork the agent of the only host."""
+        """Fork the agent of the only host in `peers`."""
         [peer] = peers
         own_end, agent_end = socket.socketpair()
         pid = os.fork()
@@ -82,7 +87,7 @@ class ForkStarter:
         self.begin(control, [peer])
 
     def close(self) -> None:
-        """Do nothing: no resource is open."""
+        """Return without effect; there are no resources."""
 
     @staticmethod
     def _run_agent(connection: socket.socket) -> None:
@@ -99,14 +104,22 @@ class ForkStarter:
 
 
 def agent_arguments(*arguments: str) -> list[str]:
-    """Return the constant command line of an agent; starters do not change it."""
+    """Return the command line of an agent, which no starter changes; LaunchError if Python's path has a newline."""
     if any(char in sys.executable for char in "\n\r\0"):
         raise LaunchError(f"the path of Python, {sys.executable!r}, cannot be part of a command on other hosts")
     return [sys.executable, "-c", agent.SCRIPT, *arguments]
 
 
 class Ssh:
-    """Starts agents over one ssh connection per host; the agent uses its standard input and output."""
+    """Starter of agents by one ssh process per host; the agent's standard input and output are its channel.
+
+    Args:
+        name: name for messages.
+        settings: options of ssh.
+
+    Raises:
+        LaunchError: ssh is not installed.
+    """
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         _need("ssh")
@@ -115,7 +128,7 @@ class Ssh:
         self._waiting: list[HostState] = []
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Connect to every host, a limited number at a time."""
+        """Connect to every host, at most `CONNECTING_AT_ONCE` at a time."""
         make_room(2 * len(peers))  # the connection, and what ssh says itself
         self._waiting = list(peers)
         self._go_on(control)
@@ -137,7 +150,7 @@ class Ssh:
         flags = [word for option in options for word in ("-o", option)]
         command = ["ssh", "-T", *flags, *port, *self._settings.arguments, "--", peer.name]
         command.append(f"exec {shlex.join(agent_arguments())}")
-        # one descriptor for both directions; of its own session, so that the terminal's signals pass it by
+        # One descriptor for both directions. ssh runs in a session of its own, so it gets no signals of the terminal.
         own_end, ssh_end = socket.socketpair()
         with ssh_end:
             popen = _start(command, stdin=ssh_end, stdout=ssh_end)
@@ -154,7 +167,14 @@ class Ssh:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """A command line, its additional variables, its standard input, and whether to close that after the text."""
+    """Start of a program that starts agents.
+
+    Args:
+        command: command line.
+        variables: additional environment variables.
+        stdin: text for its standard input.
+        closes_stdin: whether standard input is closed after the text.
+    """
 
     command: list[str]
     variables: dict[str, str]
@@ -163,7 +183,12 @@ class StartPlan:
 
 
 class FanoutStarter:
-    """Starts the agents of all hosts with one program (pdsh, MPI or srun); agents connect back with a token."""
+    """Starter of all agents by one program (pdsh, mpirun or srun); the agents connect to a `CallbackServer`.
+
+    Args:
+        name: key of `PLANS`.
+        settings: options of the program.
+    """
 
     def __init__(self, name: str, settings: StarterSettings) -> None:
         self.name = name
@@ -172,7 +197,11 @@ class FanoutStarter:
         self._hosts_file = ""
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Listen for the agents and start the program."""
+        """Listen for the agents and start the program.
+
+        Raises:
+            LaunchError: the program is not installed, or does not support the host names.
+        """
         make_room(len(peers))
         if _prctl is not None:  # become the parent of what the program leaves behind
             _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -195,11 +224,11 @@ class FanoutStarter:
         control.adopt(StarterProcess(popen, popen.pid, None))
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """Do nothing: the program cannot start a single agent."""
+        """Mark the host as lost again: the program cannot start a single agent."""
         control.lose(peer, f"{self.name} cannot start a single host again")
 
     def _write_hosts(self, lines: Sequence[str]) -> str:
-        """Write a hosts file that only this user can read."""
+        """Write a temporary hosts file that only this user can read, and return its path."""
         descriptor, self._hosts_file = tempfile.mkstemp(prefix="deepspeed-hosts-")
         with os.fdopen(descriptor, "w") as file:
             file.write("".join(f"{line}\n" for line in lines))
@@ -271,7 +300,11 @@ class FanoutStarter:
 
     @staticmethod
     def _mpi(programs: Sequence[str], *says: str) -> str:
-        """Return the first of these programs with the requested MPI in its version; Debian's mpirun may be any MPI."""
+        """Return the first program with one of the texts `says` in its version; `mpirun` may belong to any MPI.
+
+        Raises:
+            LaunchError: there is none.
+        """
         seen: list[str] = []
         for program in programs:
             if shutil.which(program) is None:
@@ -315,7 +348,7 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program that ends with this process and gets no signals of the terminal."""
+    """Start a program in a session of its own, without signals of the terminal; it ends when this process ends."""
 
     def prepare() -> None:
         if _prctl is not None:

@@ -1,4 +1,4 @@
-"""Rendezvous of nodes on which the user or a platform starts the command."""
+"""Rendezvous of nodes if the user or a platform runs the command on every node (--no_ssh, SageMaker, Kubeflow)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ LOG_SECONDS = 15.0
 
 
 def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Run this host's part of a job that is equal on all hosts; returns the exit code of the whole job.
+    """Run this host's part of a job: host 0 runs the controller, the others an agent that connects to it.
 
     Args:
         job: the job, equal on every host.
         own: index of this host.
-        fingerprint: hash of the job; callers with another one belong to another job.
-        front: shows the output of this host's ranks.
+        fingerprint: hash of the job; host 0 rejects connections with another one.
+        front: channel to the foreground process of this host, which shows the output of its ranks.
+
+    Returns:
+        Exit code of the whole job; 2 if it could not be started.
     """
     if not 0 <= own < len(job.slots):
         names = ", ".join(job.slots)
@@ -52,12 +55,17 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
 
 
 def control_port(job: Job) -> int:
-    """Return the port on which the first host listens for the others: next to the ranks' rendezvous port."""
+    """Return the port on which host 0 listens for the others: the rendezvous port + 1 (or - 1 at the maximum)."""
     return job.port + 1 if job.port < 65535 else job.port - 1
 
 
 class NodeRendezvous:
-    """Starter on the first host: forks its own agent; the other hosts connect."""
+    """Starter on host 0: forks the agent of this host, and accepts connections of the other hosts' agents.
+
+    Args:
+        job: the job.
+        fingerprint: hash of the job.
+    """
 
     name = "the command on every host"
 
@@ -67,7 +75,11 @@ class NodeRendezvous:
         self._socket: socket.socket | None = None
 
     def begin(self, control: Control, peers: list[HostState]) -> None:
-        """Listen, and start the agent of this host."""
+        """Listen for other hosts, and fork the agent of this host.
+
+        Raises:
+            LaunchError: a port is in use.
+        """
         port = control_port(self._job)
         for wanted in dict.fromkeys((port, self._job.port)):
             try:
@@ -90,7 +102,7 @@ class NodeRendezvous:
         control.loop.later(LOG_SECONDS, lambda: self._log_missing(peers))
 
     def restart(self, control: Control, peer: HostState) -> None:
-        """Fork the agent of this host; another host reconnects when its command is started again."""
+        """Fork the agent of this host again; other hosts connect when their command is started again."""
         if peer is control.peers[0]:
             ForkStarter().begin(control, [peer])
         else:
@@ -135,7 +147,10 @@ class NodeRendezvous:
 
 
 def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
-    """Connect to the first host and run as its agent; shows the output of this host's ranks."""
+    """Connect to host 0 and run as its agent; the output of this host's ranks is shown here.
+
+    Returns the exit code. LaunchError if host 0 does not answer in `ARRIVE_SECONDS`.
+    """
     place = (job.address, control_port(job))
     end = time.monotonic() + ARRIVE_SECONDS
     log_at = time.monotonic() + LOG_SECONDS

@@ -1,4 +1,4 @@
-"""Write a training script and its JSON, ready to run (`ds_new FOLDER`)."""
+"""Write a training script and its JSON configuration, ready to run (`ds_new FOLDER`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 SCRIPT, CONFIG = "train.py", "ds_config.json"
 _INDENT = "    "
 
-# By kind of model: its class, and what makes (inputs, targets) of a batch; the data are made up, and can be learned.
+# By kind of model: source of the model class and of a synthetic, learnable data set, and the expression of the loss.
 _MODELS = {
     "vectors": (
         '''class Net(nn.Module):
@@ -144,14 +144,19 @@ _END = """        engine.save_checkpoint(str(checkpoints), client_state={"epoch"
 
 
 def script(model: str, checkpoints: bool) -> str:
-    """Return the training script; with `checkpoints` it saves after each epoch and resumes."""
+    """Return the source of the training script.
+
+    Args:
+        model: `vectors`, `images` or `text`.
+        checkpoints: whether the script saves after each epoch and resumes.
+    """
     parts, loss = _MODELS[model]
     begin, end = (_BEGIN, _END) if checkpoints else ("", "")
     return _HEAD + parts + _MAIN.format(loss=loss, begin=begin, end=end, first="first" if checkpoints else "0")
 
 
 def config(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the JSON for the options."""
+    """Return the configuration for parsed options of `ds_new`: stage, offload, batch, accumulate, precision."""
     zero: dict[str, Any] = {"stage": options.stage}
     if options.offload != "none":
         place = {"device": options.offload} | ({"nvme_path": "offload"} if options.offload == "nvme" else {})
@@ -173,7 +178,14 @@ def config(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Write the project; returns 0, or 1 if nothing was written."""
+    """Run `ds_new`.
+
+    Args:
+        args: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, or 1 if nothing was written.
+    """
     parser = argparse.ArgumentParser(prog="ds_new", description=__doc__)
     add = parser.add_argument
     add("folder", type=Path, nargs="?", default=Path(), help="where to (default: here)")
@@ -199,7 +211,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _problem(options: argparse.Namespace) -> str:
-    """Return the reason why the project cannot be written; empty if it can."""
+    """Return the reason why the project cannot be written; "" if it can."""
     there = [name for name in (SCRIPT, CONFIG) if (options.folder / name).exists()]
     if there and not options.force:
         return f"{' and '.join(there)} exist in {options.folder}; --force writes over them"

@@ -1,4 +1,4 @@
-"""Logs of each rank: forwarded, stored in a folder per attempt, with the last lines kept for reports."""
+"""Output of each rank: shown, stored in a log folder per attempt, and its end reported after a failure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ KEPT_JOBS = 10
 
 
 def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
-    """Return the log folder of an attempt: in `named`, or in the temporary folder, which keeps this user's last jobs.
+    """Create and return the log folder of an attempt.
 
-    None if nothing can be written; the job then runs without logs.
+    Args:
+        named: parent folder; "": the temporary folder, where only this user's last `KEPT_JOBS` jobs are kept.
+        job: identifier of the job.
+        attempt: number of the attempt.
+
+    Returns:
+        The folder; None if the temporary folder is not writable, so that the job runs without logs.
+
+    Raises:
+        OSError: `named` is not writable.
     """
     if named:
         folder = Path(named) / f"attempt{attempt}"
@@ -46,7 +55,7 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
 
 
 def jobs() -> list[Path]:
-    """Return the log folders of this user's jobs in the temporary folder, the last job first."""
+    """Return the log folders of this user's jobs in the temporary folder, the latest first."""
     parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
     with contextlib.suppress(OSError):
         if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
@@ -75,7 +84,7 @@ Size = tuple[int, int]
 
 
 def terminal_size(descriptor: int) -> Size | None:
-    """Return the size of the terminal at `descriptor`; None if it is no terminal."""
+    """Return (rows, columns) of the terminal at `descriptor`; None if it is no terminal."""
     if not os.isatty(descriptor):
         return None
     columns, rows = os.get_terminal_size(descriptor)
@@ -83,9 +92,9 @@ def terminal_size(descriptor: int) -> Size | None:
 
 
 def open_channel(terminal: Size | None) -> tuple[int, int]:
-    """Return a (reader, writer) pair whose writer is a terminal of that size, or for None a pipe.
+    """Return connected descriptors (reader, writer) for a rank's output.
 
-    Progress bars check whether they write to a terminal, and its width.
+    The writer is a pseudo-terminal of the size `terminal`, because progress bars adapt to terminals; None: a pipe.
     """
     if terminal is None:
         reader, writer = os.pipe()
@@ -98,7 +107,11 @@ def open_channel(terminal: Size | None) -> tuple[int, int]:
 
 
 class Log:
-    """File of a rank's output. A full disk ends the file, not the rank."""
+    """Log file of a rank's output, rotated at `LOG_BYTES`. After an error, such as a full disk, writes are dropped.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,9 +141,13 @@ class Log:
 
 
 class Stream:
-    """One output of a rank, read from a non-blocking descriptor.
+    """One output of a rank (standard output or error).
 
-    `emit` shows the output, with `prefix` before each line (empty: unchanged bytes); `log` stores it.
+    Args:
+        reader: non-blocking descriptor to read from.
+        emit: function that shows bytes.
+        prefix: bytes before each shown line; empty: bytes are shown unchanged.
+        log: file that stores the output; None: none.
     """
 
     def __init__(
@@ -145,7 +162,7 @@ class Stream:
         self._unfinished = b""
 
     def pump(self) -> bool:
-        """Read the available bytes; returns False if the rank's side is closed."""
+        """Read and process the available bytes; return False at the end of the output."""
         for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)
@@ -165,7 +182,7 @@ class Stream:
         os.close(self.reader)
 
     def last_traceback(self) -> str:
-        """Return the last traceback with its chained exceptions; else the last lines."""
+        """Return the last traceback with its chained exceptions or, without a traceback, the last lines."""
         text = self._tail
         start = text.rfind(_TRACEBACK)
         if start < 0:

@@ -1,4 +1,4 @@
-"""Processes of ranks, which end with the launcher."""
+"""Processes of ranks, and a guard that kills them if their agent dies."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ class RankSpec:
     """Start parameters of a rank.
 
     Args:
-        number: the global rank.
+        number: global rank.
+        command: command line.
+        environment: all environment variables.
         folder: working directory; None: that of this process.
         cores: allowed CPU cores; None: those of this process.
-        log_path: file for the output.
-        prefix: text before each line that is shown.
-        terminals: terminal sizes of standard output and standard error; None for a pipe.
+        log_path: file for the output; None: no log.
+        prefix: bytes before each shown line.
+        terminals: terminal sizes of standard output and error; None: a pipe.
     """
 
     number: int
@@ -47,7 +49,15 @@ class RankSpec:
 
 
 class Rank:
-    """One rank: its process, output and end. `emit` takes the descriptor (1 or 2) and the bytes to show."""
+    """One rank: its process, its output, and its exit code.
+
+    Args:
+        start: start parameters.
+        emit: function (descriptor 1 or 2, bytes) that shows output.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
 
     def __init__(self, start: RankSpec, emit: Callable[[int, bytes], object]) -> None:
         self.number = start.number
@@ -81,7 +91,11 @@ class Rank:
         self.errors = self.streams[1]
 
     def reap(self) -> bool:
-        """Return True once, after the process has ended; sets its exit code, end time and peak memory."""
+        """Check without blocking whether the process has ended; if so, set exit code, end time and peak memory.
+
+        Returns:
+            True at the first call after the end of the process, else False.
+        """
         if self.exit_code is not None:
             return False
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -101,27 +115,27 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """Return the time of the failure: that of the traceback, since freeing memory can delay the process's end."""
+        """Time of the failure: that of the last traceback, because the end of the process may be much later."""
         return self._fatal_traceback_at or self.ended_at
 
     def last_words(self) -> str:
-        """Return the final traceback, or the last printed lines."""
+        """Return the traceback that ended the process, or else the last lines on standard error."""
         return self.errors.last_traceback() if self._fatal_traceback_at else self.errors.last_lines()
 
     @property
     def _fatal_traceback_at(self) -> float | None:
-        """Return the time of the last traceback; None if the program survived that exception."""
+        """Time of the last traceback; None without one, or if the process ran on for `FATAL_SECONDS` after it."""
         printed_at = self.errors.traceback_at
         return printed_at if printed_at is not None and self.ended_at - printed_at < FATAL_SECONDS else None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process if it still runs."""
+        """Send signal `number` to the process, if it still runs."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process and the processes of its group."""
+        """Kill the process and its process group, such as data loader workers."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -139,7 +153,7 @@ class Rank:
 
 
 def close_all_but(*descriptors: int) -> None:
-    """Close every inherited descriptor except the given ones and the three standard ones."""
+    """Close all descriptors of this process except `descriptors` and 0, 1 and 2."""
     listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
     for descriptor in map(int, listed):
         if descriptor > 2 and descriptor not in descriptors:
@@ -148,7 +162,7 @@ def close_all_but(*descriptors: int) -> None:
 
 
 class Guard:
-    """A small process that survives a killed agent until it has killed the process groups of the ranks.
+    """Process that kills the process groups of the ranks when the agent dies, even by SIGKILL.
 
     The kernel's parent-death signal reaches only the ranks, not their child processes (data loader workers).
     """
@@ -158,16 +172,16 @@ class Guard:
         self._pid = os.fork()
         if self._pid == 0:
             os.setsid()
-            close_all_but(reader)  # an end that stayed open here would hide from others that it was closed
+            close_all_but(reader)  # a copy of another descriptor here would hide that its owner has closed it
             self._kill_groups_at_end(reader)
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
-        """Kill the process group of this rank if this process ends unexpectedly."""
+        """Add the process group of a rank to those that are killed when this process dies."""
         os.write(self._writer, b"%d\n" % rank.process.pid)
 
     def dismiss(self) -> None:
-        """End the guard without killing a process."""
+        """End the guard; no process group is killed."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self._writer)

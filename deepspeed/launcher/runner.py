@@ -1,4 +1,4 @@
-"""The `deepspeed` command: selects hosts and devices, and starts the ranks through an agent on each host."""
+"""Main program of the `deepspeed` command: selects hosts and devices, and runs the job by an agent on each host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,14 @@ NO_SSH_PORT = 29500
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the `deepspeed` command; returns the exit code of the rank that failed first, or 2 if none was started."""
+    """Run the `deepspeed` command. With --autotuning, another program replaces this process.
+
+    Args:
+        args: command line without the program's name; None: `sys.argv`.
+
+    Returns:
+        Exit code: 0, that of the rank that failed first, or 2 if no rank was started.
+    """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         options = parse(arguments)
@@ -63,7 +70,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
-    """Start the job of the options on `known` hosts, or on those that are found; returns the job's exit code.
+    """Run the job of parsed options.
+
+    Args:
+        options: result of `arguments.parse`.
+        known: hosts with their slots; None: hostfile or scheduler determine them.
+
+    Returns:
+        Exit code of the job.
 
     Raises:
         LaunchError: the options, the hostfile or the machine do not allow the job.
@@ -110,7 +124,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def own_options(words: Sequence[str]) -> list[str]:
-    """Return the launcher's options without --autotuning."""
+    """Return command-line words without --autotuning and its value."""
     flag = "--autotuning"
     remaining, skip = list[str](), False
     for word in words:
@@ -122,7 +136,11 @@ def own_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_hosts(options: argparse.Namespace) -> Hosts:
-    """Return the hosts and slots that the options and the hostfile select; without a hostfile, this machine's."""
+    """Return the hosts and slots that the options select from hostfile, scheduler or this machine.
+
+    Raises:
+        LaunchError: the options or the hostfile do not fit the hosts.
+    """
     return _narrow(options, _pool(options))
 
 

@@ -1,4 +1,4 @@
-"""Entry point of a SageMaker container: hosts, hyper-parameters and failures through the platform's files."""
+"""Entry point of a SageMaker container: reads hyperparameters and hosts from, and writes failures to, its files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _HEAD_BYTES = 384
 
 
 def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Run `script [train]` with the hyper-parameters as arguments, on all hosts of the job.
+    """Run the `deepspeed` command with the job's hyperparameters as further arguments of the script.
 
     Args:
-        args: options of the `deepspeed` command, the script, and its arguments; None: the process's arguments.
+        args: options of `deepspeed`, the script, and its arguments; a last word `train` is dropped. None: `sys.argv`.
         root: the platform's folder.
 
     Returns:
-        The exit code; a failure is also written to `output/failure`.
+        Exit code as of `runner.main`; a failure is also written to the file output/failure in `root`.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     arguments = arguments[:-1] if arguments[-1:] == ["train"] else arguments
@@ -45,9 +45,9 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def hyper_parameters(root: Path) -> list[str]:
-    """Return the hyper-parameters, which are strings, as arguments: `--name value`.
+    """Return the hyperparameters in SageMaker's file as arguments `--name=value`; empty without the file.
 
-    Those of the SDK (`sagemaker_…`) are omitted. Values in JSON quotes lose the quotes; "true" remains a word.
+    Those of the SDK (`sagemaker_…`) are left out. Values in JSON quotes are unquoted.
     """
     try:
         parameters = json.loads((root / "input/config/hyperparameters.json").read_text())
@@ -65,7 +65,7 @@ def hyper_parameters(root: Path) -> list[str]:
 
 
 def variables(root: Path) -> dict[str, str]:
-    """Return the variables that the training toolkit would set: folders, channels, hosts."""
+    """Return the variables that SageMaker's training toolkit would set, such as SM_MODEL_DIR and SM_HOSTS."""
     environment = {
         "SM_MODEL_DIR": str(root / "model"),
         "SM_OUTPUT_DATA_DIR": str(root / "output/data"),
@@ -91,7 +91,7 @@ def variables(root: Path) -> dict[str, str]:
 
 
 def report_failure(root: Path, text: str) -> None:
-    """Write the failure file, whose text the platform shows; a long text is reduced to its beginning and end."""
+    """Write `text` to the failure file, which the platform shows; of a long text, only beginning and end are kept."""
     data = text.encode()
     if len(data) > FAILURE_BYTES:
         data = data[:_HEAD_BYTES] + b"\n...\n" + data[_HEAD_BYTES + 5 - FAILURE_BYTES :]
