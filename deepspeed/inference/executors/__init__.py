@@ -1,1 +1,1 @@
-"""Executors compute logits for a batch. Scheduler and block pool do not handle tensors."""
+"""Executors, which compute the logits of a ragged batch: native, paged, gathered, or the model's own `generate`."""

@@ -1,6 +1,6 @@
-"""Gathered executor, for models with their own attention code: each sequence's KV cache is gathered into one tensor.
+"""Gathered executor, for models with their own attention code: the pages of each sequence are gathered into one tensor.
 
-One call runs sequences with the same number of new rows and contexts of similar length, padded on the left as in
+A model call runs sequences with equal numbers of new rows and contexts of similar length, padded on the left as in
 `generate`. If a model does not support such padding, a call runs only contexts of equal length.
 """
 
@@ -25,12 +25,12 @@ Table = dict[str, Any]
 
 
 class ModuleState:
-    """Attributes and buffers that one request has changed on a model's modules.
+    """Attributes and buffers of a model's modules that one request has changed.
 
-    Some models store recurrent state or the longest rotary length in their modules, so interleaved requests would mix
-    them up. `turn` swaps the values per request. Objects are swapped, not copied, so in-place changes stay with a
-    request only for tensors that it created. Plain numbers, such as a hook's counter, are not swapped. The set of
-    modules may change from turn to turn.
+    Some models store recurrent state or the longest rotary length in their modules; interleaved requests would
+    overwrite each other's values. Therefore, `turn` sets and resets the values of one request. Values are not copied:
+    in-place changes of tensors that other requests also use are not separated. Changes of numbers only, such as a
+    hook's counter, are kept for all requests.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +39,7 @@ class ModuleState:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Context in which the modules have the state of this request; on exit the previous state is restored."""
+        """Context in which the modules have this request's values; on exit, the previous values are restored."""
         before = [(module, vars(module).copy(), module._buffers.copy()) for module in self._model.modules()]
         for table, name, value in self._own:
             self._put(table, name, value)
@@ -57,7 +57,7 @@ class ModuleState:
 
     @staticmethod
     def _changed(table: Table, before: Table) -> Iterator[tuple[Table, str, tuple[Any, Any]]]:
-        """Yield (table, name, (value now, value before)) for each entry that is a different object than before."""
+        """Yield (table, name, (new value, old value)) for each entry of `table` that is another object in `before`."""
         if table.keys() == before.keys() and all(map(operator.is_, table.values(), before.values())):
             return
         for name in {**before, **table}:
@@ -74,7 +74,12 @@ class ModuleState:
 
 
 class GatheringCache(Cache):
-    """Transformers cache passed to the model for one padded batch of sequences."""
+    """Cache of Transformers for one call of the model with a padded batch of sequences.
+
+    Args:
+        store: pages of keys and values.
+        group: sequences with equal numbers of new rows.
+    """
 
     def __init__(self, store: KVCache, group: AttentionGroup) -> None:
         super().__init__(layers=NoLayers())
@@ -87,7 +92,14 @@ class GatheringCache(Cache):
         self.layer_used: set[int] = set()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
-        """Store rows [sequences, heads, rows, head size] and return the whole contexts."""
+        """Store new keys and values [sequences, heads, rows, head size] of a layer.
+
+        Returns:
+            Keys and values of the whole contexts, [sequences, heads, longest, head size].
+
+        Raises:
+            PackingError: another shape, or a second call for this layer.
+        """
         for states in (key_states, value_states):
             fits = states.dim() == 4 and states.shape[0] == self.sequences and states.shape[2] == self.rows
             if not fits:
@@ -102,17 +114,22 @@ class GatheringCache(Cache):
         return keys.contiguous(), values.contiguous()  # contiguous as from other caches: some models call view
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions before the new rows, padding included."""
+        """Return the number of positions before the new rows, including padding."""
         return self.slots.shape[1] - self.rows
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the length of the keys and the position of the first key."""
+        """Return (number of keys, position of the first key), for the model's mask code."""
         return self.slots.shape[1], 0
 
 
 class GatheringExecutor:
-    """Executor that makes one model call per group of similar sequences. The model is a causal LM in eval mode that
-    stores keys and values only in the cache argument. With `even`, all contexts of one call have the same length."""
+    """Executor that calls the model once for each group of similar sequences.
+
+    Args:
+        model: causal LM in evaluation mode that stores keys and values only in its cache argument.
+        store: pages of keys and values.
+        even: whether all contexts of one call must have the same length.
+    """
 
     kind = "gathered"
 
@@ -123,7 +140,7 @@ class GatheringExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Compute the requested logits, [wanted, vocabulary].
+        """Run a batch and return the requested logits, [rows with logits, vocabulary].
 
         Raises:
             PackingError: the model uses its cache in a way that `GatheringCache` does not support.

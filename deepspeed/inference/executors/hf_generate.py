@@ -1,7 +1,7 @@
-"""Fallback for models that no executor supports: each request runs the model's own `generate`.
+"""Fallback for models that no executor supports: each request runs the model's own `generate` in a thread.
 
-`model.generate` runs in one thread per request. The thread waits until `step` lets it produce one token. Options,
-outputs and cancelling therefore work as for other requests, and only one thread runs at a time.
+A thread waits before each token until `step` is called, so only one runs at a time, and options, outputs and
+cancellation work as for other requests.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ _TURNED_OFF = (
 
 
 class _Cancelled(BaseException):
-    """Exception that ends `generate` in a thread."""
+    """Exception that ends `generate` in the thread of a finished or cancelled request."""
 
 
 class Thread:
-    """One request inside `model.generate`, for at most `new` tokens after the prompt. `choose` maps logits [vocabulary]
-    to the next token, or to None at the end of the request."""
+    """One request that runs `model.generate` in a thread, token by token.
+
+    Args:
+        model: model with `generate`.
+        tokens: prompt.
+        new: maximum number of new tokens.
+        choose: function of logits [vocabulary] that returns the next token, or None at the end of the request.
+    """
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
@@ -47,7 +53,11 @@ class Thread:
         self.done = False
 
     def step(self) -> None:
-        """Produce one token; exceptions of `generate` are re-raised here."""
+        """Let `generate` compute one token, which `choose` selects. Exceptions of `generate` are re-raised here.
+
+        Raises:
+            UsageError: `generate` has ended before the request.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
             self._thread.start()
@@ -66,7 +76,7 @@ class Thread:
         self.done = True
 
     def let_go(self) -> None:
-        """End the thread without waiting; safe in a finalizer, which may run in any thread."""
+        """End the thread without waiting for it; safe in a finalizer, which may run in any thread."""
         self._stop = True
         self._turn.release()
 
@@ -107,7 +117,7 @@ class Thread:
         )
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits processor inside `generate`: choose a token, wait for the next step, then force this token."""
+        """Choose a token, wait for the next step, and return scores that force this token; a logits processor."""
         token = self._choose(scores[0])
         if token is None:
             raise _Cancelled

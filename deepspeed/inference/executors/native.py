@@ -1,4 +1,4 @@
-"""Native executor: reads the structure of common decoders and runs them in a few native calls."""
+"""Native executor: runs common decoder structures (such as Llama's) by a few calls of the native CPU library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,16 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 @dataclass
 class Structure:
-    """Parts of a model. Entries of `layers` are complete except for the cache, window and scale of their heads."""
+    """Parts of a model for native passes.
+
+    Args:
+        embedding: token embedding.
+        rotary: module that computes rotary cosines and sines.
+        blocks: decoder layers.
+        layers: array of `Layer` for the native library; cache pointers, window and scale are set by `FusedExecutor`.
+        norm: final norm.
+        head: LM head.
+    """
 
     embedding: nn.Module
     rotary: nn.Module
@@ -75,9 +84,10 @@ class Structure:
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
     def changed(self) -> bool:
-        """Whether modules were replaced or weights moved in memory since `read`. Weight values may change freely.
+        """Whether modules were replaced or weights were moved in memory since `Reader.read`.
 
-        Called before every pass, so it is short: Python code is slow after a pass that has filled the CPU caches.
+        It does not detect changed weight values, which native passes use anyway. It runs before every pass, so it must
+        be fast.
         """
         for owner, before in self.seen:
             if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):
@@ -87,7 +97,7 @@ class Structure:
 
 
 class Reader:
-    """Reads the structure of one model; a `PackingError` names the first unsupported part."""
+    """Reader of a model's structure for native passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -95,7 +105,11 @@ class Reader:
         self.uneven: list[nn.Module] = []
 
     def read(self) -> Structure:
-        """Return the parts of the model."""
+        """Return the parts of the model.
+
+        Raises:
+            PackingError: a part is not supported; the message names it.
+        """
         base = getattr(self.model, getattr(self.model, "base_model_prefix", "") or "model", None)
         if not isinstance(base, nn.Module) or base is self.model:
             raise PackingError("it has no base model under a head")
@@ -134,11 +148,11 @@ class Reader:
         )
 
     def _see(self, owner: dict[str, Any]) -> None:
-        """Record a dict of modules or tensors; a later change of its values invalidates the structure."""
+        """Record a dict of modules or tensors, for `Structure.changed`."""
         self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
-        """Record the tensors of a leaf module."""
+        """Record the tensors of a leaf module; PackingError if they are sharded or no plain tensors."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
             for held in (owner._parameters, owner._buffers):
@@ -155,7 +169,10 @@ class Reader:
                     self._see(held)
 
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """Return a module's children by name; raise if it has other children, lacks one, or has weights of its own."""
+        """Return a module's children by name; PackingError unless they are `names` and some of `optional`.
+
+        Dropouts are ignored. The module must not have parameters itself.
+        """
         children = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
         strange = sorted(set(children) - names - optional)
         strange += sorted(n for n, p in module._parameters.items() if p is not None)
@@ -187,7 +204,14 @@ class Reader:
         layer.activation = self._activation(acts)
 
     def _matrices(self, owner: nn.Module, names: tuple[str, ...], count: int, first: int) -> list[Matrix]:
-        """Return `count` matrices, stored separately or joined: `first` rows, then equal shares of the others."""
+        """Return `count` matrices, which are stored separately or fused in one.
+
+        Args:
+            owner: module with the matrices.
+            names: `count` names, or one name of a fused matrix.
+            count: number of matrices.
+            first: number of rows of the first matrix in a fused one; the others have equal shares of the rest.
+        """
         matrices = [self._matrix(owner, name) for name in names]
         if len(matrices) == count:
             return matrices
@@ -226,7 +250,7 @@ class Reader:
 
     @staticmethod
     def table_of(module: Any) -> tuple[Matrix | None, int]:
-        """Return an embedding table as a matrix, and the dtype code of its rows; (None, 0) if unsupported."""
+        """Return an embedding table as a native matrix, and the dtype code of its rows; (None, 0) if unsupported."""
         if isinstance(module, PackedEmbedding):
             weight: Any = module.packed if module.embed_scale is None else None
         else:
@@ -239,7 +263,7 @@ class Reader:
 
     @staticmethod
     def _activation(module: nn.Module) -> int:
-        """Identify the activation function by its values."""
+        """Return the index in `ACTIVATIONS` of a function with equal values; PackingError if there is none."""
         grid = torch.linspace(-6, 6, 241)
         values = module(grid)
         for which, function in enumerate(ACTIVATIONS):
@@ -249,8 +273,14 @@ class Reader:
 
 
 class FusedExecutor:
-    """Native form of a `PagedExecutor`, with the same pages. That executor has run a pass before, so the masks and
-    scales of its attention layers are known. Raises `PackingError` for models of unsupported structure."""
+    """Native form of a `PagedExecutor`, with the same pages.
+
+    Args:
+        paged: executor that has already run a pass, in which it recorded the masks and scales of the attention layers.
+
+    Raises:
+        PackingError: the native library is missing, or the model's structure is unsupported.
+    """
 
     kind = "packed"
 
@@ -295,7 +325,7 @@ class FusedExecutor:
         self._bound = pools
 
     def _turn(self, rotary: Any, end: int) -> None:
-        """Extend the table of rotary cosines and sines to `end` positions, computed by the model's own module."""
+        """Extend the table of cosines and sines to `end` positions, computed by the model's rotary module `rotary`."""
         have = len(self._cosines)
         if end <= have:
             return
@@ -312,7 +342,13 @@ class FusedExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Compute the requested logits in fp32, [wanted, vocabulary]; a row's bits depend only on its own sequence."""
+        """Run a batch and return the requested logits, fp32 [rows with logits, vocabulary].
+
+        They do not depend on the other sequences of the batch, bit by bit.
+
+        Raises:
+            RequestError: a token is outside of the vocabulary.
+        """
         if self.structure.changed():
             self._read_again()
         self.plain.store = self.store
@@ -329,7 +365,7 @@ class FusedExecutor:
         return out
 
     def _embedded(self, batch: RaggedBatch) -> torch.Tensor:
-        """Look up the embeddings of the tokens, fp32 [rows, width]."""
+        """Return the embeddings of the batch's tokens, fp32 [rows, width]."""
         table = self.structure.table
         if table is None:
             return self.structure.embedding(batch.tokens).float()
@@ -345,7 +381,15 @@ class FusedExecutor:
         return x
 
     def layers(self, batch: RaggedBatch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
-        """Run rows `x`, fp32 [rows, width], through `count` layers from `first` on, in place."""
+        """Run layers on hidden states, in place.
+
+        Args:
+            batch: batch with the rows.
+            x: hidden states, fp32 [rows, width].
+            first: index of the first layer.
+            count: number of layers.
+            parts: `ATTENTION`, `FEED_FORWARD` or `BOTH`.
+        """
         self._bind()
         self._turn(self.structure.rotary, max(span.end for span in batch.spans))
         spans, pages, row = array("q"), array("q"), 0
@@ -362,7 +406,7 @@ class FusedExecutor:
         functions().ds_layers(start, count, ctypes.byref(description), parts)  # type: ignore[union-attr]
 
     def settle(self) -> None:
-        """Move the model's packed integers to huge pages, from which reads are up to a third faster."""
+        """Move the model's packed integers to huge pages, if the system has them; reads are up to a third faster."""
         room, moved = Room(), 0
         for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
@@ -373,7 +417,7 @@ class FusedExecutor:
             get_accelerator().empty_cache()
 
     def pack(self) -> None:
-        """Pack the model's bf16 matrices in 12 bits per element: 25 % fewer bytes to read, and the same logits.
+        """Pack the model's bf16 matrices in 12 bits per element: 25 % fewer bytes to read, with unchanged logits.
 
         Raises:
             ArgumentError: the model's weights are being trained.
@@ -386,7 +430,7 @@ class FusedExecutor:
         get_accelerator().empty_cache()
 
     def _read_again(self) -> None:
-        """Read the model's structure again, after its modules or weights have changed."""
+        """Read the changed structure of the model; if it is unsupported, later passes use the `PagedExecutor`."""
         try:
             self.structure = self._read()
         except PackingError as error:
@@ -395,7 +439,7 @@ class FusedExecutor:
 
 
 def _window(rule: Mask, model: nn.Module) -> int:
-    """Return the window of a sliding-window mask, or 0 for a causal mask; raise `PackingError` for other masks."""
+    """Return the window of a sliding-window mask, or 0 for a causal mask; raise PackingError for other masks."""
     zero = torch.zeros((), dtype=torch.long)
 
     def seen(query: int) -> torch.Tensor:
@@ -417,7 +461,12 @@ def _window(rule: Mask, model: nn.Module) -> int:
 
 @contextmanager
 def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Iterator[None]:
-    """Record the residual stream of each layer: at its start, between attention and MLP, and at its end."""
+    """Context that records the residual stream of each layer: at its start, between attention and MLP, and at its end.
+
+    Args:
+        blocks: decoder layers.
+        streams: three tensors [rows, width] for each layer, replaced by the recorded ones.
+    """
 
     def before(layer: int, place: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -444,8 +493,15 @@ def _record_streams(blocks: list[Any], streams: list[list[torch.Tensor]]) -> Ite
 
 
 def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
-    """Compare each native layer part with the model's own modules; return None if equal, else the first difference. The
-    batch runs through the modules once, then part by part natively on the inputs recorded there."""
+    """Compare attention and MLP of each layer in the native library with those of the model's modules.
+
+    Args:
+        executor: native executor.
+        batch: batch that runs through the modules; each native part then runs on the recorded input of its module.
+
+    Returns:
+        None if all outputs are equal within tolerances, else a description of the first difference.
+    """
     blocks = executor.structure.blocks
     streams = [[torch.empty(0)] * 3 for _ in blocks]
     store = executor.store

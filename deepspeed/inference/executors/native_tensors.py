@@ -1,4 +1,4 @@
-"""ctypes structures of the native products; matrices are used in place."""
+"""ctypes structures for the native library; they point to the tensors' own memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS = {torch.float32: 0, torch.bfloat16: 1, "signed 8": 2, "unsigned 8": 3, "u
 
 
 class Matrix(ctypes.Structure):
-    """ctypes mirror of `Matrix` in products.h; `held` keeps references to the tensors behind its pointers."""
+    """ctypes mirror of `Matrix` in products.h; `held` has references to the tensors, so their memory is not freed."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "offset", "bias")),
@@ -29,7 +29,7 @@ class Matrix(ctypes.Structure):
     held: tuple[Any, ...] = ()
 
     def fill_integers(self, packed: PackedWeight) -> str | None:
-        """Set the pointers to a packed matrix; return None, or a short reason why it cannot be read."""
+        """Set the fields for a matrix of packed integers; return None, or the reason why it is unsupported."""
         rows, groups = packed.scale.shape[:2]
         self.group = packed.shape[1] // groups
         if packed.form.axis != 2 or self.group % 32:
@@ -49,7 +49,7 @@ class Matrix(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """ctypes mirror of `Norm` in decoder.cpp."""
+    """ctypes mirror of `Norm` in decoder.cpp: a layer norm (`centred`) or RMS norm."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -59,7 +59,7 @@ class Norm(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """ctypes mirror of `Heads` in decoder.h."""
+    """ctypes mirror of `Heads` in decoder.h: attention heads of a layer, with their KV cache."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -70,7 +70,7 @@ class Heads(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """ctypes mirror of `Layer` in decoder.cpp."""
+    """ctypes mirror of `Layer` in decoder.cpp: a decoder layer."""
 
     _fields_ = [
         *((name, Norm) for name in ("before", "after", "query", "key")),
@@ -81,7 +81,7 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """ctypes mirror of `Pass` in decoder.h."""
+    """ctypes mirror of `Pass` in decoder.h: rows, sequences and block tables of one pass."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "spans", "pages", "cosines", "sines")),
@@ -113,8 +113,12 @@ Weight = torch.Tensor | PackedWeight | LosslessWeight
 
 
 def matrix_of(weight: Weight, bias: torch.Tensor | None = None) -> Matrix | str:
-    """Describe a matrix [outputs, inputs] for native products; return a short reason if it is unsupported. Supported
-    are fp32, bf16, bf16 packed in 12 bits, and integers with scales along the inputs, with a bias in fp32 or bf16."""
+    """Return the native structure of a matrix [outputs, inputs], or the reason why it is unsupported.
+
+    Args:
+        weight: fp32, bf16, bf16 in 12 bits, or integers with scales along the inputs; contiguous, in host memory.
+        bias: fp32 or bf16 [outputs]; None: no bias.
+    """
     packed = isinstance(weight, PackedWeight)
     tensor = weight.integers if packed else weight.codes if isinstance(weight, LosslessWeight) else weight
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
@@ -142,7 +146,11 @@ def matrix_of(weight: Weight, bias: torch.Tensor | None = None) -> Matrix | str:
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
-    """Return `count` rows of a matrix, starting at `first`, as a view on the same memory."""
+    """Return `count` rows of a matrix, from row `first` on, as a view of the same memory.
+
+    Raises:
+        PackingError: `first` is no multiple of 4 in a matrix in 12 bits.
+    """
     rows = Matrix.from_buffer_copy(matrix)
     rows.held, rows.outputs = matrix.held, count
     whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5, FORMS["lossless"]: 1.5}
@@ -160,8 +168,10 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """Return the index of the (first) largest value of each row of [rows, columns]; -1 if that value is not finite, in
-    which case no token can be chosen."""
+    """Return the index of the largest value of each row of [rows, columns] (the first of equal ones).
+
+    -1 if that value is not finite, so that no token can be chosen.
+    """
     native = functions() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
     if native is None or not logits.is_contiguous():
         return largest_in_torch(logits)
@@ -171,6 +181,6 @@ def largest(logits: torch.Tensor) -> list[int]:
 
 
 def largest_in_torch(logits: torch.Tensor) -> list[int]:
-    """Compute `largest` with torch operations."""
+    """Return the result of `largest`, computed by torch operations."""
     indices = logits.argmax(-1, keepdim=True)
     return indices.masked_fill(~logits.gather(-1, indices).isfinite(), -1)[:, 0].tolist()

@@ -1,8 +1,8 @@
 """Paged executor: one pass through the model's modules for all sequences, with paged attention.
 
-Transformers models call attention through an interface and store keys and values in a cache object passed to them. This
-module provides both: `PagedCache` stores new rows in pages and returns them; `attention` recognizes the returned
-tensors and reads the pages of their layer. If a module changes the tensors in between, `attention` raises.
+Transformers models call a registered attention function and pass keys and values to a cache object. This module
+provides both. `PagedCache` writes new keys and values to pages and returns the same tensors; by these, `attention`
+identifies the layer and reads its pages. If a module changes the tensors in between, `attention` raises.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ NAME = "deepspeed_pages"
 
 
 class KVCache:
-    """Keys and values of all layers, in pages of `size` tokens; a layer's tensors are allocated on first use."""
+    """Keys and values of all layers, in pages. A layer's tensors are allocated when it is first written.
+
+    Args:
+        pages: number of pages.
+        size: tokens per page.
+    """
 
     def __init__(self, pages: int, size: int) -> None:
         self.pages, self.size = pages, size
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows [tokens, heads, head size] to `slots`."""
+        """Write keys and values [tokens, heads, head size] of a layer to the slots `slots` [tokens].
+
+        Slots number all positions of all pages; those of page p start at (p + 1) · size.
+        """
         if layer not in self.layers:
             self._make(layer, keys, values)
         for pool, rows in zip(self.layers[layer], (keys, values), strict=True):
@@ -47,39 +55,44 @@ class KVCache:
         self.layers[layer] = (keys, values)
 
     def resized(self, pages: int, size: int) -> KVCache:
-        """Create an empty cache with the same layers."""
+        """Return an empty cache with the same layers and another number or size of pages."""
         store = KVCache(pages, size)
         for layer, (keys, values) in sorted(self.layers.items()):
             store._make(layer, keys, values)
         return store
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the content of page `source` to page `target`."""
+        """Copy the keys and values of page `source` to page `target`, in all layers."""
         size, source, target = self.size, source + 1, target + 1
         for pool in (pool for pair in self.layers.values() for pool in pair):
             pool[target * size : (target + 1) * size] = pool[source * size : (source + 1) * size]
 
     def bytes_per_page(self) -> int:
-        """Number of bytes of one page, over all layers."""
+        """Return the number of bytes of one page, over all layers."""
         return sum(pool[: self.size].nbytes for pair in self.layers.values() for pool in pair)
 
 
 class NoLayers(list[Any]):
-    """Empty list of cache layers; any access raises `PackingError`."""
+    """Empty list of cache layers; access to an element raises PackingError."""
 
     def __getitem__(self, index: Any) -> Any:
         raise PackingError("it keeps states of another kind in its cache than keys and values")
 
 
 class Mask:
-    """Mask as a function of positions, instead of a tensor for one sequence."""
+    """Attention mask as a function of (batch, head, query position, key position); by default causal."""
 
     def __init__(self, mask_function: Callable[..., torch.Tensor] = lambda b, h, q, k: k <= q, **_: Any) -> None:
         self.function = mask_function
 
 
 class PagedCache(Cache):
-    """Transformers cache passed to the model for one pass."""
+    """Cache of Transformers for one pass over a ragged batch.
+
+    Args:
+        store: pages of keys and values.
+        batch: the batch.
+    """
 
     def __init__(self, store: KVCache, batch: RaggedBatch) -> None:
         super().__init__(layers=NoLayers())
@@ -92,7 +105,11 @@ class PagedCache(Cache):
         self.windows: dict[int, Mask] = {}
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
-        """Store rows [1, heads, rows, head size] and return them unchanged."""
+        """Write keys and values [1, heads, rows, head size] of a layer to its pages, and return the same tensors.
+
+        Raises:
+            PackingError: another shape, or a second call for this layer.
+        """
         rows = len(self.batch.tokens)
         for states in (key_states, value_states):
             if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != rows:
@@ -115,7 +132,15 @@ class PagedCache(Cache):
         return query_length, 0
 
     def rule(self, mask: Any, window: int | None) -> Mask:
-        """Return the mask of a layer: the model's own, else causal, within `window` if given."""
+        """Return the mask of a layer.
+
+        Args:
+            mask: mask that the model passes to `attention`; None: causal, with a sliding window of `window` if given.
+            window: size of the sliding window.
+
+        Raises:
+            PackingError: the model passes a tensor.
+        """
         if isinstance(mask, Mask):
             return mask
         if mask is not None:
@@ -137,7 +162,23 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention for all rows of a pass: `query` [1, heads, rows, head size] to [1, rows, heads, head size]."""
+    """Compute attention for all rows of a pass; an attention function of Transformers.
+
+    Args:
+        module: attention module.
+        query: [1, heads, rows, head size].
+        key: result of `PagedCache.update`; identifies the layer.
+        value: the same.
+        attention_mask: a `Mask`, or None for a causal mask.
+        scaling: factor of the scores; None: 1 / sqrt(head size).
+        options: further arguments of the model, such as `sliding_window`, `softcap` and `s_aux` (attention sinks).
+
+    Returns:
+        [1, rows, heads, head size], and None for the attention weights.
+
+    Raises:
+        PackingError: an argument is unsupported, or keys or values were changed after `update`.
+    """
     cache = _current.get()
     if cache is None:
         raise PackingError(f"{NAME!r} has paged attention, which works only in a pass of deepspeed.inference")
@@ -171,7 +212,16 @@ def _attend(
     scale: float,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention for one group of sequences: [sequences, rows, heads, head size]."""
+    """Return attention for one group of sequences: [sequences, rows, heads, head size].
+
+    Args:
+        group: the sequences.
+        query: [heads, all rows, head size].
+        pools: keys and values of the layer.
+        rule: mask of the layer.
+        scale: factor of the scores.
+        options: as in `attention`.
+    """
     sequences, rows = group.rows.shape
     k, v = (pool[group.slots].transpose(1, 2) for pool in pools)  # sequences, cached heads, longest, head size
     heads, cached = query.shape[0], k.shape[1]
@@ -206,7 +256,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, Mask)
 
 
 class PagedExecutor:
-    """Executor that runs a batch in one pass; the model is a causal LM of Transformers in eval mode."""
+    """Executor that runs a batch in one pass through the model's modules.
+
+    Args:
+        model: causal LM of Transformers, in evaluation mode.
+        store: pages of keys and values.
+    """
 
     kind = "packed"
     unfused = ""  # reason why there is no native form
@@ -219,7 +274,7 @@ class PagedExecutor:
         self.scales: dict[int, float | None] = {}
 
     def _find_configs(self) -> list[Any]:
-        """Collect the config objects from which the model's modules read their attention implementation."""
+        """Return the config objects from which the model's modules read their attention implementation."""
         configs: dict[int, Any] = {}
         stack = [m.config for m in self.model.modules() if hasattr(getattr(m, "config", None), "to_dict")]
         while stack:
@@ -232,7 +287,7 @@ class PagedExecutor:
 
     @contextmanager
     def _attending(self, cache: PagedCache) -> Iterator[None]:
-        """Context in which the model's modules use paged attention; the previous implementation is restored on exit."""
+        """Context in which the model's modules use paged attention with `cache`."""
         before = [config._attn_implementation_internal for config in self.configs]
         token = _current.set(cache)
         try:
@@ -245,8 +300,14 @@ class PagedExecutor:
             _current.reset(token)
 
     def forgets(self, windows: dict[int, int]) -> str | None:
-        """Check for layers that attend to more tokens than the sliding-window cache of `generate` holds; `windows` has
-        its sizes by layer. Return the first such layer in words, or None."""
+        """Check for a layer that attends to more tokens than the sliding-window cache of `generate` stores.
+
+        Args:
+            windows: number of tokens that the cache of `generate` stores, by layer.
+
+        Returns:
+            A description of the first such layer, or None.
+        """
         row, first = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
         for layer, window in windows.items():
             rule = self.rules.get(layer)
@@ -256,11 +317,10 @@ class PagedExecutor:
 
     @torch.no_grad()
     def run(self, batch: RaggedBatch) -> torch.Tensor:
-        """Compute the requested logits, [wanted, vocabulary].
+        """Run a batch and return the requested logits, [rows with logits, vocabulary].
 
         Raises:
-            PackingError: the model uses its cache or attention in a way that does not work for rows of several
-                sequences.
+            PackingError: the model uses its cache or attention in a way that is unsupported for several sequences.
         """
         keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
         cache = PagedCache(self.store, batch)

@@ -1,7 +1,7 @@
-"""Tensors of one pass: tokens of several sequences, their cache slots, and the requested logits.
+"""Ragged batch of one pass: tokens of several sequences, their cache slots, and rows with requested logits.
 
-Each layer's cache has a page of zeros before page 0. Padding reads this page, not data of other sequences, because an
-infinity there would spread even with weight 0.
+Each layer's cache has a page of zeros before page 0, which padded slots refer to: an infinity in a page of another
+sequence would give NaN, even with attention weight 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ LEAST = 64
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Rows of one sequence: `tokens` at positions from `start` on; `pages` hold the whole sequence.
+    """Rows of one sequence in a pass; each token is a row.
 
-    Logits of the last `wanted` rows are returned. The scheduler requests none in prefill, as long as tokens of
-    `sequence` remain; afterwards it requests those of the last token and of each draft token after it.
+    Args:
+        tokens: new tokens, then draft tokens.
+        start: position of the first token in the sequence.
+        pages: pages of the whole sequence.
+        wanted: number of last rows with requested logits: 1 for the last token, and 1 for each draft token after it; 0
+            in prefill, if tokens of the prompt remain.
+        sequence: the sequence, for the scheduler.
     """
 
     tokens: Sequence[int]
@@ -43,26 +48,34 @@ class BatchSlice:
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Draft tokens (speculative decoding)."""
+        """Draft tokens (speculative decoding): all but the first `count` tokens."""
         return self.tokens[self.count :]
 
 
 @dataclass
 class AttentionGroup:
-    """Slices with equal numbers of rows, for one attention call."""
+    """Slices with equal numbers of rows, for one attention call.
 
-    rows: torch.Tensor  # row indices in the pass, [sequences, rows]
-    positions: torch.Tensor  # positions of these rows, [sequences, rows]
-    ends: torch.Tensor  # lengths of the contexts, [sequences]
-    slots: torch.Tensor  # cache slots of the contexts, padded with slot 0 (zeros): [sequences, longest]
+    Args:
+        rows: indices of the rows in the pass, int64 [sequences, rows].
+        positions: positions of these rows in their sequences, [sequences, rows].
+        ends: lengths of the contexts, [sequences].
+        slots: cache slots of the contexts, padded with slot 0 (zeros), [sequences, longest].
+        masks: attention masks that were computed already.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+    slots: torch.Tensor
     masks: dict[int, tuple[object, torch.Tensor | None]] = field(default_factory=dict)
 
     def mask(self, function: Callable[..., torch.Tensor], keep: object) -> torch.Tensor | None:
         """Return the attention mask, bool [sequences, 1, rows, longest]; None if all keys are visible.
 
         Args:
-            function: mask function of Transformers, of (batch, head, query position, key position).
-            keep: cache key: layers of this pass with the same object share the mask.
+            function: mask function of Transformers, with arguments (batch, head, query position, key position).
+            keep: key of the cached mask; layers of this pass with the same object share a mask.
         """
         if id(keep) not in self.masks:
             self.masks[id(keep)] = (keep, self._mask(function))
@@ -77,8 +90,14 @@ class AttentionGroup:
 
 
 class RaggedBatch:
-    """Slices of different sequences; each tensor is built on first use. With `even`, a group has only contexts of equal
-    length."""
+    """Batch of slices of different sequences; each tensor is created on first use.
+
+    Args:
+        spans: the slices.
+        page_size: tokens per page.
+        device: device of the tensors.
+        even: whether a group has only contexts of equal length.
+    """
 
     def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
@@ -94,18 +113,18 @@ class RaggedBatch:
 
     @cached_property
     def firsts(self) -> torch.Tensor:
-        """Index of the first row of each slice."""
+        """Index of the first row of each slice, int64 [slices]."""
         counts = torch.tensor([len(span.tokens) for span in self.spans])
         return counts.cumsum(0) - counts
 
     @cached_property
     def tables(self) -> list[torch.Tensor]:
-        """Block table of each slice."""
+        """Block table (page numbers) of each slice, int64."""
         return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
 
     @cached_property
     def wanted(self) -> torch.Tensor:
-        """Indices of the rows with requested logits."""
+        """Indices of the rows with requested logits, int64."""
         rows, end = [], 0
         for span in self.spans:
             end += len(span.tokens)
@@ -119,7 +138,7 @@ class RaggedBatch:
 
     @cached_property
     def chosen(self) -> list[list[int]]:
-        """Slice indices of each group: equal numbers of rows, contexts of similar length."""
+        """Indices of the slices in each group; a group has equal numbers of rows and contexts of similar length."""
         groups: list[list[int]] = []
         for i in sorted(range(len(self.spans)), key=lambda i: (len(self.spans[i].tokens), self.spans[i].end)):
             first, span = self.spans[groups[-1][0] if groups else i], self.spans[i]
@@ -131,11 +150,11 @@ class RaggedBatch:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Groups, one for each attention call."""
+        """Groups of slices, one for each attention call, in the order of `chosen`."""
         return [self._group(chosen) for chosen in self.chosen]
 
     def _slots(self, index: int) -> torch.Tensor:
-        """Return the cache slots of a whole context."""
+        """Return the cache slots of the whole context of slice `index`, int64 [length]."""
         size, end = self.page_size, self.spans[index].end
         slots = (self.tables[index][: -(-end // size), None] + 1) * size + torch.arange(size)
         return slots.reshape(-1)[:end]

@@ -1,4 +1,4 @@
-"""Selection of the executor for a model: the first one that reproduces the model's own logits."""
+"""Selection of the executor for a model: the fastest one that reproduces the model's own logits."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _making = threading.Lock()
 
 @contextmanager
 def exclusive_pass(model: nn.Module) -> Iterator[None]:
-    """Lock a model for one pass, across threads and generators; it runs without dropout, its mode is restored on exit.
+    """Context that locks a model for one pass and sets its evaluation mode; the mode is restored on exit.
 
-    A pass changes the attention implementation in the model's config and the mode of its modules. Two passes at once
-    would restore each other's settings.
+    A pass changes the attention implementation in the model's config and the mode of its modules, so concurrent passes
+    of several threads or generators would restore each other's settings.
     """
     with _making:
         lock = _passes.setdefault(_shared(model), threading.RLock())
@@ -57,7 +57,7 @@ def exclusive_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """Return the input embedding: wrappers of the same model share it, so it identifies the model."""
+    """Return the input embedding, which identifies a model because its wrappers share it; without one, the model."""
     try:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -66,14 +66,14 @@ def _shared(model: nn.Module) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter or buffer."""
+    """Return the device of the model's first parameter or buffer; the CPU if it has none."""
     tensor = next(model.parameters(), None)
     tensor = next(model.buffers(), None) if tensor is None else tensor
     return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _structure(model: nn.Module) -> str | None:
-    """Return the reason why a model cannot be batched, as far as visible without running it; None if there is none."""
+    """Return the reason why a model cannot be batched, from its config and signature alone; None if there is none."""
     config = config_of(model)
     if config is None:
         return "it is no model of Transformers"
@@ -96,7 +96,7 @@ def _sequences(model: nn.Module) -> list[list[int]]:
 
 
 def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Compute logits [tokens, vocabulary] with the model itself, with the inputs that its `generate` would pass."""
+    """Return the logits [tokens, vocabulary] of the model itself, with the inputs that its `generate` would pass."""
     ids = torch.tensor([tokens], device=device_of(model))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if accepts(model, "position_ids"):
@@ -107,8 +107,16 @@ def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
 def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
     """Estimate the rounding noise of a 16-bit model's logits: their change when embeddings change by a step of bf16.
 
-    Rounding errors grow from layer to layer. In some models they exceed `tolerance`: the native form rounds less often
-    than the modules, so the two differ as much as the modules differ from exact values. Returns 0 for fp32 and fp64.
+    In some models, rounding errors grow from layer to layer and exceed `tolerance`. The native form rounds less often
+    than the modules, so the difference between the two is as large as the modules' own error.
+
+    Args:
+        model: the model.
+        sequences: tokens of each test sequence.
+        wanted: the model's own logits for them.
+
+    Returns:
+        Allowed absolute difference of logits; 0 for fp32 and fp64.
     """
     table = _shared(model)
     if wanted[0].dtype in (torch.float32, torch.float64) or table is model:
@@ -132,8 +140,18 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
 def _probe(
     executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
 ) -> str | None:
-    """Compare an executor's logits with those of the model itself; return None if equal within the tolerance or
-    `noise`, else the difference in words. `noise` costs further passes, so it is called only beyond the tolerance."""
+    """Compare an executor's logits with those of the model itself.
+
+    Args:
+        executor: executor to test.
+        sequences: tokens of each test sequence.
+        wanted: the model's own logits for them.
+        noise: function that returns the allowed difference; called only if the logits differ by more than `tolerance`,
+            because it runs further passes.
+
+    Returns:
+        None if the logits agree, else a description of the difference.
+    """
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
@@ -156,7 +174,10 @@ def _say(error: Exception) -> str:
 
 
 def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float]) -> Any:
-    """Return the native form of an executor if it supports the model and the logits agree, else the executor."""
+    """Return the native form of an executor if it supports the model and its logits agree, else the executor.
+
+    The reason is stored in `executor.unfused` and logged.
+    """
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
     try:
@@ -179,11 +200,19 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
 
 @torch.no_grad()
 def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
-    """Return (executor, reason): the best executor that works, or None, and the reason why no better one does.
+    """Select the executor of a model.
 
-    Each candidate runs ten tokens of three sequences, with chunked prompts, rows of different sequences and unordered
-    pages. The first one with the model's own logits is selected. `fused=False` excludes the native form; `packed` packs
-    the bf16 matrices of a model with native form, without loss.
+    Each candidate runs three sequences of ten tokens, with chunked prompts, rows of different sequences and unordered
+    pages. The first one with the same logits as the model itself is selected.
+
+    Args:
+        model: the model.
+        fused: whether the native form is a candidate.
+        packed: pack the model's bf16 matrices in 12 bits, if it has a native form.
+
+    Returns:
+        The executor, or None if the model cannot be batched; and the reason why no faster one works, "" if the fastest
+        one does.
     """
     executor, why = _chosen(model, fused)
     if isinstance(executor, FusedExecutor):
@@ -229,7 +258,8 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 def _windows(model: nn.Module) -> dict[int, int]:
-    """Return the sliding-window size of each layer in the cache that `generate` creates; other layers are omitted."""
+    """Return the sliding-window size of each layer in the cache that `generate` creates; layers without one are left
+    out."""
     try:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # config without layers: the cache keeps everything
@@ -240,7 +270,7 @@ def _windows(model: nn.Module) -> dict[int, int]:
 
 
 def warn_of(model: nn.Module, executor: Any, why: str) -> None:
-    """Log once that a model uses a slower executor, with the reason."""
+    """Log once that a model uses a slower executor, with the reason `why`; "": log nothing."""
     if not why:
         return
     way = "not batched but goes through its own generate"
@@ -250,7 +280,7 @@ def warn_of(model: nn.Module, executor: Any, why: str) -> None:
 
 
 def why_not_batchable(model: nn.Module) -> str | None:
-    """Return None if `model` can be batched, else the reason why it uses its own `generate`."""
+    """Return the reason why `model` cannot be batched and uses its own `generate`; None if it can be batched."""
     executor, why = select_executor(model)
     return None if executor is not None else why
 
