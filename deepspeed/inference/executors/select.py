@@ -200,19 +200,11 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
 
 @torch.no_grad()
 def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
-    """Select the executor of a model.
+    """Return (executor or None, reason): the fastest executor that works, and why no faster one does ("": fastest).
 
-    Each candidate runs three sequences of ten tokens, with chunked prompts, rows of different sequences and unordered
-    pages. The first one with the same logits as the model itself is selected.
-
-    Args:
-        model: the model.
-        fused: whether the native form is a candidate.
-        packed: pack the model's bf16 matrices in 12 bits, if it has a native form.
-
-    Returns:
-        The executor, or None if the model cannot be batched; and the reason why no faster one works, "" if the fastest
-        one does.
+    Each candidate runs ten tokens of three sequences, with chunked prompts, rows of different sequences and unordered
+    pages. The first one with the model's own logits is selected. `fused=False` excludes the native form; `packed` packs
+    the bf16 matrices of a model with native form, without loss.
     """
     executor, why = _chosen(model, fused)
     if isinstance(executor, FusedExecutor):

@@ -55,7 +55,7 @@ class PackedEmbedding(nn.Module):
 
 
 class _Whole(nn.Module):
-    """Mixin of layers with a lossless 12-bit matrix: `state_dict` and `load_state_dict` use the unpacked matrix."""
+    """Mixin for layers in 12 bits; their `state_dict` has the unpacked matrix."""
 
     packed: Any
 
@@ -84,11 +84,11 @@ class _Whole(nn.Module):
 
 
 class LosslessLinear(_Whole, PackedLinear):
-    """Linear layer with a bf16 matrix [outputs, inputs] in 12 bits per element; results equal the original's."""
+    """Linear layer with a bf16 matrix [outputs, inputs] packed in 12 bits; its results do not change."""
 
 
 class LosslessEmbedding(_Whole, PackedEmbedding):
-    """Embedding with a bf16 table [entries, width] in 12 bits per element; results equal the original's."""
+    """Embedding with a bf16 table [entries, width] packed in 12 bits; its results do not change."""
 
 
 def is_transposed(module: nn.Module) -> bool:

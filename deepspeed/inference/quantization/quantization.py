@@ -29,16 +29,11 @@ _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 def quantize(
     model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
 ) -> int:
-    """Quantize layers of a model in place; layers with a shared matrix share its packed form.
+    """Pack layers of a model in place; layers with a shared matrix share its packed form. Returns the number of layers.
 
     Args:
-        model: the model; not sharded.
-        form_of: function of the name and layer (Linear, Embedding or `Conv1D`) that returns its format; None leaves the
-            layer unchanged.
+        form_of: maps name and layer (Linear, Embedding or `Conv1D`) to a format; None leaves the layer unchanged.
         dtype: dtype of the products; None: that of the weights.
-
-    Returns:
-        Number of packed layers.
 
     Raises:
         ArgumentError: a format does not fit a matrix, or only some of the layers with a shared matrix have a format.
@@ -100,15 +95,12 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     a shared matrix share its packed form. A matrix that cannot be packed stays as it is; the reason is logged.
 
     Args:
-        model: a model in host memory. If other code has references to its weights, later writes to those have no effect
-            on the model.
+        model: a model in host memory. If a parameter is sharded or has a gradient, ArgumentError is raised. If other
+            code has references to the weights, later writes to those have no effect on the model.
         whole: layers to leave unpacked. Layers with hooks are never packed.
 
     Returns:
         Number of packed matrices.
-
-    Raises:
-        ArgumentError: a parameter is sharded or has a gradient.
     """
     for name, param in model.named_parameters():
         if is_managed(param) or param.grad is not None:
@@ -165,7 +157,7 @@ def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Quantize the linear layers, in place; the LM head and embeddings tied to it always get 8 bits.
+    """Pack the linear layers, in place; the head and a tied embedding always get 8 bits.
 
     Args:
         num_bits: 8 (symmetric), or 4 (asymmetric, with one scale per 32 inputs, or per 16, 8, 4 or 2 if 32 does not
