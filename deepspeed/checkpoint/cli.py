@@ -64,7 +64,7 @@ def verify(path: Path) -> Iterator[str]:
 
 
 def differences(first: Source, other: Source) -> Iterator[str]:
-    """Yield a line of text for each difference between two checkpoints, independent of their sharding.
+    """Yield a line of text for each difference between two checkpoints, which may be sharded differently.
 
     Names, shapes, values and optimizer state of parameters are compared.
     """

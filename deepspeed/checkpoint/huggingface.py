@@ -125,7 +125,7 @@ def once(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bytes_of(size: str | int | None) -> float:
-    """Return a size such as "5GB" or "200MiB" in bytes; None: infinity. ArgumentError if it is no size."""
+    """Return a size such as "5GB" or "200MiB" in bytes; None: infinity. ArgumentError for other text."""
     if size is None:
         return math.inf
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
@@ -147,7 +147,7 @@ def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | 
         Paths of the files, without the index.
 
     Raises:
-        ArgumentError: `max_shard_size` is no size.
+        ArgumentError: `max_shard_size` is not a size.
     """
     folder.mkdir(parents=True, exist_ok=True)
     limit = bytes_of(max_shard_size)

@@ -98,7 +98,7 @@ def load_model(path: str) -> tuple[nn.Module, Any]:
 
 
 def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: float) -> list[dict[str, Any]]:
-    """Return what removal of each kind of unit would save.
+    """Return the savings by removal of each kind of unit.
 
     Args:
         model: on the meta device.

@@ -147,8 +147,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     Masks are recomputed from the magnitudes of the weights, since masked weights are zero after training.
 
     Args:
-        model: model with trained weights, not sharded; changed in place. Its engine (ZeRO stages 0 to 2) cannot train
-            it any further.
+        model: model with trained weights, not sharded; changed in place. Its engine (ZeRO stages 0 to 2) cannot be used
+            for training afterwards.
         deepspeed_config: as in `init_compression`.
         mpu: no effect.
 
@@ -187,7 +187,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
 
 def _take_out(inner: nn.Module) -> None:
-    """Replace parameters that an engine manages by copies that it does not know; ties are preserved."""
+    """Replace an engine's parameters in its module by plain copies; ties are preserved. ArgumentError if sharded."""
     if any(isinstance(param, ShardedParameter) for param in inner.parameters()):
         raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
     managed = [param for param in inner.parameters() if is_managed(param)]

@@ -37,7 +37,7 @@ class Compression:
         section: `compression_training`.
         training: `quantize_training`.
         axes: process groups of the engine.
-        optimizer: the engine's optimizer, whose gradients and states follow the masks; None without one.
+        optimizer: the engine's optimizer; masks are applied to its gradients and states. None without one.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Distiller:
         self.teacher, self.close = teacher, close or self.close
 
     def _request_outputs(self, module: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook that makes the student return hidden states and attention maps, if they are compared."""
+        """Forward pre-hook that requests hidden states and attention maps from the student, if they are compared."""
         if not module.training:
             return None
         kwargs = dict(kwargs)

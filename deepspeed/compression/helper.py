@@ -36,6 +36,9 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
         model: root object.
         module_name: as in `recursive_getattr`.
         module: new value.
+
+    Raises:
+        AttributeError, IndexError: the owner of the attribute does not exist.
     """
     home, _, last = module_name.rpartition(".")
     owner = recursive_getattr(model, home) if home else model

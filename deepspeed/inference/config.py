@@ -129,7 +129,8 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
     Args:
         checkpoint_dir: same as the key `checkpoint`, which has priority.
         save_mp_checkpoint_path: folder to which the weights are written; None: not written.
-        base_dir: base of relative paths in `checkpoint`; None: the working directory.
+        base_dir: base of relative paths; the key `base_dir` outside of this section has priority. None: the working
+            directory.
     """
 
     checkpoint_dir: str | None = None

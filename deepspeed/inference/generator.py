@@ -101,7 +101,7 @@ class NgramProposer:
         return []
 
     def judge(self, guessed: int, held: int) -> None:
-        """Record that `held` of the last `guessed` draft tokens were accepted."""
+        """Record that `held` of the last `guessed` draft tokens were accepted, to decide on a pause."""
         self._judged, self._held = self._judged + guessed, self._held + held
         if self._judged >= TRIAL:
             if self._held < PAYS * self._judged:
@@ -467,7 +467,7 @@ class Generator:
         return sequence.proposer.guess(sequence.tokens, most) if sequence.proposer is not None and most > 0 else []
 
     def _accept(self, rows: BatchSlice, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
-        """Accept the next token of a sequence, and further tokens as long as the drafts before them were right.
+        """Accept the next token of a sequence, and each token after it that follows a correct draft token.
 
         Args:
             rows: slice of the sequence in the last pass.

@@ -42,9 +42,9 @@ def packed_limit(model: nn.Module) -> int | None:
 
 
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:
-    """Return the number of prompt positions of a `generate` call with these arguments.
+    """Return the number of prompt positions of a `generate` call with the arguments `args` and `kwargs`.
 
-    Encoder-decoders: the length of `decoder_input_ids`, 1 without them.
+    For an `encoder_decoder` model: the length of `decoder_input_ids`; 1 without them.
     """
     names = ("decoder_input_ids",) if encoder_decoder else ("input_ids", "inputs", "inputs_embeds")
     prompts = [kwargs.get(name) for name in names]
@@ -77,7 +77,7 @@ def new_tokens(prompt: int, kwargs: dict[str, Any], own: Any) -> int:
 
 
 def check_length(prompt: int, new: int, limit: int | None, model_limit: int | None) -> None:
-    """Raise LengthError if `prompt` + `new` tokens exceed `limit` (`max_out_tokens`) or the model's own limit."""
+    """Raise LengthError if `prompt` + `new` tokens exceed `limit` (`max_out_tokens`) or `model_limit` (None: none)."""
     for most, whose, advice in (
         (limit, "max_out_tokens", "Please increase max_tokens in the DeepSpeed Inference Config."),
         (model_limit, "the model's own limit", "Shorten the prompt, or ask for fewer tokens."),

@@ -42,7 +42,7 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the next token is the argmax of the unmodified logits, without log-probabilities."""
+        """Whether the argmax of the logits is the next token, and no log-probabilities are requested."""
         options = self.sampling
         return (
             not options.temperature

@@ -1,4 +1,4 @@
-"""Server to which agents connect that were started by pdsh, MPI or srun, without a connection of their own."""
+"""Server for connections from agents that pdsh, mpirun or srun has started."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Channel:
         Args:
             kind: kind of the message, its JSON field `kind`.
             data: raw bytes after the JSON object.
-            fields: further JSON fields.
+            fields: other JSON fields.
         """
         text = json.dumps({"kind": kind, **fields}).encode()
         self._outgoing += _HEAD.pack(len(text), len(data)) + text + data

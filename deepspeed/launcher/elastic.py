@@ -68,7 +68,7 @@ class ElasticControl(Control):
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
     def _form(self) -> list[HostState]:
-        """Wait for enough hosts and return those of the next attempt, with their slots set to the ones it uses."""
+        """Wait for enough hosts; return the hosts of the next attempt, and set their `slots` to those in use."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, logged = time.monotonic() + WAIT_SECONDS, False
         while True:

@@ -145,12 +145,15 @@ def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Hosts:
-    """Return selected hosts and slots as `select` does, but from numbers of slots.
+    """Select hosts and slots as `select` does, given the number of slots of each host.
 
     Args:
-        resource_pool: number of slots by host, as in `fetch_hostfile`.
-        inclusion: see `select`.
-        exclusion: see `select`.
+        resource_pool: number of slots by host, as from `fetch_hostfile`.
+        inclusion: argument `include` of `select`.
+        exclusion: argument `exclude` of `select`.
+
+    Returns:
+        Indices of the selected slots, by host.
 
     Raises:
         LaunchError: as in `select`.

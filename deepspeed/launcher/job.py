@@ -35,7 +35,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """Job: what to run, and where.
+    """Job: program, hosts and options.
 
     Args:
         slots: hosts with their device slots, in the order of the ranks.

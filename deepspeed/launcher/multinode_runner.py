@@ -300,7 +300,9 @@ class FanoutStarter:
 
     @staticmethod
     def _mpi(programs: Sequence[str], *says: str) -> str:
-        """Return the first program with one of the texts `says` in its version; `mpirun` may belong to any MPI.
+        """Return the first of `programs` with one of the texts `says` in the output of `--version`.
+
+        Programs named mpirun may belong to any MPI.
 
         Raises:
             LaunchError: there is none.
@@ -348,7 +350,7 @@ def _start(
     stdout: Any,
     variables: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own, without signals of the terminal; it ends when this process ends."""
+    """Start a program in a new session, so it gets no signals of the terminal; it ends when this process ends."""
 
     def prepare() -> None:
         if _prctl is not None:

@@ -55,7 +55,7 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
 
 
 def control_port(job: Job) -> int:
-    """Return the port on which host 0 listens for the others: the rendezvous port + 1 (or - 1 at the maximum)."""
+    """Return the port on which host 0 listens for the others: rendezvous port + 1, or 65534 for port 65535."""
     return job.port + 1 if job.port < 65535 else job.port - 1
 
 

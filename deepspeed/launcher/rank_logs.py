@@ -84,7 +84,7 @@ Size = tuple[int, int]
 
 
 def terminal_size(descriptor: int) -> Size | None:
-    """Return (rows, columns) of the terminal at `descriptor`; None if it is no terminal."""
+    """Return (rows, columns) of the terminal at `descriptor`; None if it is not a terminal."""
     if not os.isatty(descriptor):
         return None
     columns, rows = os.get_terminal_size(descriptor)

@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
         root: the platform's folder.
 
     Returns:
-        Exit code as of `runner.main`; a failure is also written to the file output/failure in `root`.
+        Exit code of `runner.main`; a failure is also written to the file output/failure in `root`.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     arguments = arguments[:-1] if arguments[-1:] == ["train"] else arguments
@@ -45,7 +45,7 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def hyper_parameters(root: Path) -> list[str]:
-    """Return the hyperparameters in SageMaker's file as arguments `--name=value`; empty without the file.
+    """Return the job's hyperparameters as arguments `--name=value`, from SageMaker's file in `root`; empty without it.
 
     Those of the SDK (`sagemaker_…`) are left out. Values in JSON quotes are unquoted.
     """

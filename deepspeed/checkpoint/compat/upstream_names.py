@@ -41,17 +41,17 @@ VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Return the path of the model states of one model-parallel rank, given its number as text, such as "00"."""
+    """Return the path of the model states of model-parallel rank `mp_rank_str`, such as "00", in the tag's folder."""
     return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Return the path of the optimizer states of a pair of data-parallel and model-parallel rank."""
+    """Return the path of the optimizer states of ranks `dp_rank` (data) and `mp_rank` (model) in the tag's folder."""
     return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int, tp_rank: int) -> str:
-    """Return the path of the model states of one layer on one tensor-parallel rank."""
+    """Return the path of the model states of layer `layer_id` on tensor-parallel rank `tp_rank` in the tag's folder."""
     return str(Path(base_folder, f"layer_{layer_id:02d}-model_{tp_rank:02d}-model_states.pt"))
 
 
@@ -65,7 +65,7 @@ class TorchCheckpointEngine:
         """Create the object; `config_params` has no effect."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a folder and its parents."""
+        """Create a folder and its parents; FileExistsError if it exists, unless `exist_ok`."""
         Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
     def create(self, info: Any) -> None:
@@ -83,7 +83,7 @@ class TorchCheckpointEngine:
             map_location: device for the tensors, as in `torch.load`; None: the devices of the saved tensors.
 
         Raises:
-            CheckpointError: the file contains other objects, or is no file of `torch.save`.
+            CheckpointError: the file contains other objects, or was not written by `torch.save`.
             OSError: the file cannot be opened.
         """
         try:

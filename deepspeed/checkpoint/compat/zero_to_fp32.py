@@ -138,7 +138,7 @@ def convert_zero_checkpoint_to_state_dict(
     Raises:
         CheckpointMissingError: there is no checkpoint.
         CheckpointCorruptError: a file is missing or differs from its checksum.
-        ArgumentError: `max_shard_size` is no size.
+        ArgumentError: `max_shard_size` is not a size.
     """
     state = _state_dict(open_source(checkpoint_dir, tag), dtype, exclude_frozen_parameters, lazy=True)
     write_sharded(state, Path(output_dir), max_shard_size, safe_serialization)

@@ -90,7 +90,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files, given their contents by path, and sync them together, in one journal commit."""
+    """Write small files, given their contents by path; sync them together, which costs one commit of the journal."""
     with ExitStack() as stack:
         for path, data in contents.items():
             fd = stack.enter_context(created(path))

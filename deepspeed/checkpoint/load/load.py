@@ -68,7 +68,7 @@ def _read_all(
         source: the checkpoint.
         slots_of: function that returns the slots of a group; it is called while the group is in memory.
         more: slots of tensors without a group.
-        rounded: round loaded values to the dtype of the parameters.
+        rounded: round master weights to the dtype of the parameters.
     """
 
     def read(groups: Iterable[ShardGroup], others: Slots) -> None:

@@ -48,7 +48,7 @@ def join_slices(
         ranks: ranks with the slices.
 
     Returns:
-        On the first rank: full tensors by name, and names of tied tensors by alias. On others: not defined.
+        On the first rank: full tensors by name, and names of tied tensors by alias. Other ranks ignore the result.
 
     Raises:
         CheckpointError: the slices do not cover a tensor.

@@ -110,7 +110,7 @@ class Family:
         return replace(self, slots=[slot.laid(layout) for slot in self.slots])
 
     def scored_by(self, names: Collection[str]) -> Family:
-        """Return a copy whose magnitude scores count only these parameters."""
+        """Return a copy in which only the parameters `names` count for magnitude scores."""
         return replace(self, slots=[replace(slot, scored=slot.name in names) for slot in self.slots])
 
     def names(self) -> list[str]:

@@ -156,7 +156,7 @@ def _update_attributes(model: nn.Module, base: nn.Module, after: nn.Module, move
 
 
 def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
-    """Return the list of blocks named `prefix`; CompressionError if it is no ModuleList or Sequential."""
+    """Return the list of blocks named `prefix`; CompressionError if it is not a ModuleList or Sequential."""
     try:
         named: Any = model.get_submodule(prefix) if prefix else None
     except AttributeError:

@@ -37,7 +37,7 @@ _CHUNK = 1 << 14  # mask bytes unpacked at a time
 
 
 def pack_flags(keep: torch.Tensor) -> torch.Tensor:
-    """Pack 1-D bool flags into bits: uint8 of ceil(n / 8) elements; bits past the end are set."""
+    """Pack 1-D bool flags [n] into bits: uint8 [ceil(n / 8)]; bits past the end are set."""
     count = -(-keep.numel() // 8)
     packed = torch.empty(count, dtype=torch.uint8, device=keep.device)
     weights = _BITS.to(torch.uint8).to(keep.device)
@@ -263,7 +263,7 @@ class Masks:
         ]
 
     def act(self, names: Sequence[str]) -> None:
-        """Apply the masks of these parameters to masters, moments and copies of masters. Collective."""
+        """Apply the masks of the parameters `names` to master weights, moments and parameters. Collective."""
         groups: dict[int, ShardGroup] = {}
         names = list(dict.fromkeys(names))
         for name in names:

@@ -80,7 +80,7 @@ class CompressionRule:
         return step == first or (step - self.offset) % self.stride == 0
 
     def final(self, step: int) -> bool:
-        """Whether the mask of `step` is the last one."""
+        """Whether the mask after `step` applied steps is the last one."""
         return step >= self.end if self.end is not None else not self.revives
 
     def ratio_at(self, step: int) -> float:

@@ -99,7 +99,13 @@ def outputs(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.Tensor]:
-    """Return random bool flags of kept units for each dependency group, with equal numbers in every block."""
+    """Return random bool flags of kept units for each dependency group of `shrink`, equal numbers in every block.
+
+    Args:
+        shrink: the dependency groups.
+        ratio: fraction of units to keep.
+        seed: seed of the random numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
     per_block = shrink.kept_per_block(ratio)
     return [
@@ -109,7 +115,7 @@ def flags_at_random(shrink: Shrink, ratio: float, seed: int = 3) -> list[torch.T
 
 
 def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """Return a copy of a model in which units with a False flag in `keeps` are zero."""
+    """Return a copy of a model in which units of `shrink` with a False flag in `keeps` are zero."""
     twin = copy.deepcopy(model)
     params = dict(twin.named_parameters())
     with torch.no_grad():
@@ -121,7 +127,11 @@ def masked(model: nn.Module, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Mo
 
 
 def removed(model: nn.Module, config: Any, shrink: Shrink, keeps: list[torch.Tensor]) -> nn.Module:
-    """Return a model of the smaller config with the kept parameters; CompressionError if they do not fit."""
+    """Return a model of the smaller config with the elements of kept units (True flags in `keeps`).
+
+    Raises:
+        CompressionError: the smaller model has other parameters.
+    """
     params = model.state_dict(keep_vars=True)
     state = {name: value.detach() for name, value in params.items()}
     tied: dict[int, list[str]] = {}

@@ -86,8 +86,8 @@ class Structure:
     def changed(self) -> bool:
         """Whether modules were replaced or weights were moved in memory since `Reader.read`.
 
-        It does not detect changed weight values, which native passes use anyway. It runs before every pass, so it must
-        be fast.
+        Changed values need no detection, because native passes read the weights in place. The check runs before every
+        pass, so it must be fast.
         """
         for owner, before in self.seen:
             if len(owner) != len(before) or any(map(operator.is_not, owner.values(), before)):

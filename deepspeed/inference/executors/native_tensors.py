@@ -149,7 +149,7 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
     """Return `count` rows of a matrix, from row `first` on, as a view of the same memory.
 
     Raises:
-        PackingError: `first` is no multiple of 4 in a matrix in 12 bits.
+        PackingError: the matrix has 12 bits per element, and `first` is not a multiple of 4.
     """
     rows = Matrix.from_buffer_copy(matrix)
     rows.held, rows.outputs = matrix.held, count
@@ -168,10 +168,7 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """Return the index of the largest value of each row of [rows, columns] (the first of equal ones).
-
-    -1 if that value is not finite, so that no token can be chosen.
-    """
+    """Return the argmax of each row of `logits` [rows, vocabulary]; -1 if the largest value is not finite."""
     native = functions() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
     if native is None or not logits.is_contiguous():
         return largest_in_torch(logits)

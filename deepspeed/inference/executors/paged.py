@@ -1,8 +1,8 @@
 """Paged executor: one pass through the model's modules for all sequences, with paged attention.
 
 Transformers models call a registered attention function and pass keys and values to a cache object. This module
-provides both. `PagedCache` writes new keys and values to pages and returns the same tensors; by these, `attention`
-identifies the layer and reads its pages. If a module changes the tensors in between, `attention` raises.
+provides both. `PagedCache` writes new keys and values to pages and returns the same tensors. From these tensors,
+`attention` identifies the layer and reads its pages; it raises if a module has changed them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PagedCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return sizes for the model's mask code; paged attention does not use such masks."""
+        """Return (number of keys, position of the first key) for the model's mask code, without meaning here."""
         return query_length, 0
 
     def rule(self, mask: Any, window: int | None) -> Mask:

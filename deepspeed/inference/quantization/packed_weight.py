@@ -31,7 +31,7 @@ class PackingFormat:
 
     Raises:
         NotAvailableError: num_bits is neither 8 nor 4.
-        ArgumentError: group_dim is no dim of a matrix.
+        ArgumentError: group_dim is not 0, 1, -1 or -2.
     """
 
     num_bits: int = 8

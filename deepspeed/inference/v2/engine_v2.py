@@ -134,9 +134,15 @@ class InferenceEngineV2:
         return logits
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
-        """Return how many more tokens a sequence could run within both maxima, and how many new blocks they need.
+        """Return the number of new tokens that a sequence could run, and the number of new blocks for them.
 
-        (0, 0) if the sequence is unknown and the engine already tracks its maximum number of sequences.
+        Args:
+            uid: id of the sequence, which may be new.
+            max_request_tokens: maximum number of new tokens.
+            max_request_blocks: maximum number of new blocks.
+
+        Returns:
+            (tokens, blocks); (0, 0) if the sequence is new and the engine already tracks its maximum of sequences.
         """
         manager = self._config.state_manager
         if uid not in self._sequences and len(self._sequences) >= manager.max_tracked_sequences:
@@ -169,7 +175,7 @@ class InferenceEngineV2:
         return SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Return how many more tokens fit into the blocks of a sequence; 0 for an unknown sequence."""
+        """Return the number of tokens that still fit into the blocks of a sequence; 0 for an unknown sequence."""
         known = self._sequences.get(uid)
         return 0 if known is None else len(known.blocks) * BLOCK - known.seen_tokens
 
