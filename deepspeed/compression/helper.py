@@ -1,4 +1,4 @@
-"""Functions of `deepspeed.compression.helper` that scripts for upstream DeepSpeed import: modules by dotted name."""
+"""Functions that get, set or change modules by dotted name, with the names of upstream DeepSpeed."""
 
 from __future__ import annotations
 

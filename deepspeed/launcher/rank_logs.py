@@ -147,7 +147,7 @@ class Stream:
         reader: non-blocking descriptor to read from.
         emit: function that shows bytes.
         prefix: bytes before each shown line; empty: bytes are shown unchanged.
-        log: file that stores the output; None: none.
+        log: file that stores the output; None: it is not stored.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reader of checkpoints in upstream's layout, with a restricted unpickler."""
+"""Reader of checkpoints in upstream DeepSpeed's layout, with a restricted unpickler."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _EXPERTS = ".deepspeed_experts."  # in the names of their parameters
 
 
 def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
-    """Open a checkpoint in upstream's layout as a source of memory-mapped tensors.
+    """Open a checkpoint in upstream DeepSpeed's layout as a source of memory-mapped tensors.
 
     Args:
         path: folder of one tag, from ZeRO stages 0 to 3 or in the universal format.
@@ -361,7 +361,11 @@ class _Reading:
 
     @staticmethod
     def _numbered(path: Path, pattern: str) -> list[Path]:
-        """Return the files that match a pattern, by data-parallel rank; raise if a rank's file is missing."""
+        """Return the files that match a pattern, in the order of data-parallel ranks.
+
+        Raises:
+            CheckpointCorruptError: the file of a rank is missing.
+        """
         files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
         if sorted(files) != list(range(len(files))):
             raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")

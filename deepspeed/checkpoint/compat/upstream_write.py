@@ -1,4 +1,4 @@
-"""Writer of a checkpoint in upstream's layout next to the native files, and of small files for upstream's tools.
+"""Writer of a checkpoint in upstream DeepSpeed's layout beside the native files, and of small files for its tools.
 
 The two layouts are sharded differently, so each rank reads its part of upstream's layout from the native files, after
 these were written.

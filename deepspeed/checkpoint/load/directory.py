@@ -66,7 +66,7 @@ def look(folder: Path, tag: str) -> CheckpointStatus:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether the folder of a tag has a checkpoint in upstream's layout, universal format included."""
+    """Whether the folder of a tag has a checkpoint in upstream DeepSpeed's layout, universal format included."""
     if any(path.glob("rank-*.safetensors")):
         return False  # a native one that has lost its manifest; the small files beside it hold no weights
     return any(path.glob("*_model_states.pt")) or (path / "zero").is_dir()

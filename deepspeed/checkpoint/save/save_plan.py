@@ -110,7 +110,7 @@ class LocalShards:
         ranks: global ranks, in the order of the slices.
         filled: whether reduced gradients of an unfinished accumulation exist.
         coordinates: mesh coordinates of the first rank.
-        alone: mesh axes along which no other rank has a copy, by name.
+        alone: mesh axes along which no other rank has a copy, by name of the parameter or buffer.
     """
 
     rows: list[ManifestEntry]
@@ -159,7 +159,7 @@ class SavePlan:
     Args:
         rows: every parameter and buffer once, sorted by rank and then by position in the rank's module.
         groups: sharding and files of the rows.
-        leaders: leaders of the offers that are stored, by name of the parameter or buffer.
+        leaders: first ranks of the stored offers (`LocalShards`), by name of the parameter or buffer.
         filled: names of parameters with reduced gradients of an unfinished accumulation.
     """
 

@@ -14,7 +14,7 @@ Score = Callable[[Owned], torch.Tensor]
 
 
 def kept_of(total: int, ratio: float) -> int:
-    """Return the number of elements that a ratio keeps: total · ratio, rounded up as in upstream's interface."""
+    """Return the number of elements that a ratio keeps: total · ratio, rounded up as in upstream DeepSpeed."""
     return min(total, -int(-round(total * ratio, 6) // 1)) if ratio < 1 else total
 
 

@@ -115,7 +115,7 @@ class PackedWeight(nn.Module):
 
         Args:
             form: format of the integers.
-            shape: [rows, columns]; must be right, because native products read all of it.
+            shape: [rows, columns]; native products read this many elements, so it must be right.
             integers: int8 for symmetric 8 bits; else uint8. 4 bits: two columns per byte, the first in the low bits.
             scale: fp32 in the shape `form.groups(shape)`, with size 1 in the dim `form.axis`.
             offset: the same; an element is integer · scale + offset.
