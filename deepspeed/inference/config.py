@@ -171,8 +171,8 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     """Configuration of `init_inference`; docs/init-inference.md describes each key. Keys in `MOOT` have no effect.
 
     Raises:
-        pydantic.ValidationError: a key, type or value is wrong; a ValueError.
-        ArgumentError: a deprecated key and its replacement are both set; an AssertionError too.
+        pydantic.ValidationError: a key, type or value is wrong; also a ValueError.
+        ArgumentError: a deprecated key and its replacement are both set; also an AssertionError.
         TypeError: `dtype` is neither a torch dtype nor the name of one.
     """
 

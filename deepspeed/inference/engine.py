@@ -297,7 +297,7 @@ class InferenceEngine(ModuleWrapper):
         """Return the milliseconds of each forward since the last call.
 
         Raises:
-            UsageError: `profile_model_time` was not called; an AssertionError too.
+            UsageError: `profile_model_time` was not called; also an AssertionError.
         """
         if not self._hooks:
             raise UsageError("model profiling is not enabled: call profile_model_time() first")

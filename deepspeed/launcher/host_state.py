@@ -1,4 +1,4 @@
-"""State of each host, of the processes that start agents, and failures."""
+"""State of a host and of the processes that start agents, and description of a failure."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class LocalShards:
 
     @property
     def leader(self) -> int:
-        """First of the ranks, which sends this offer to all others."""
+        """The first of `ranks`; it sends this offer to all other ranks."""
         return self.ranks[0]
 
     def check_same(self, row: ManifestEntry, other: LocalShards, first: ManifestEntry) -> None:

@@ -80,7 +80,10 @@ class ParameterSlice:
         return torch.stack([part.index_select(axis - 1, row) for part, row in zip(values.unbind(0), rows, strict=True)])
 
     def indices(self, keep: torch.Tensor, lead: int | None = None) -> torch.Tensor:
-        """Return the indices of the last axis that remain if the units `keep` are kept, of expert `lead` if packed."""
+        """Return the remaining indices of the last of `axes`, given bool flags `keep` [units].
+
+        `lead` is the index of the expert in a packed tensor; None: the tensor is not packed.
+        """
         table = self.table if lead is None else self.table[lead]
         return torch.nonzero((table < 0) | keep[table.clamp(min=0)]).view(-1)
 

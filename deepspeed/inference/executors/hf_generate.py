@@ -117,7 +117,7 @@ class Thread:
         )
 
     def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Choose a token, wait for the next step, and return scores that force this token; a logits processor."""
+        """Process logits inside `generate`: choose a token, wait for the next step, return scores that force it."""
         token = self._choose(scores[0])
         if token is None:
             raise _Cancelled

@@ -152,7 +152,7 @@ class Reader:
         self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
-        """Record the tensors of a leaf module; PackingError if they are sharded or no plain tensors."""
+        """Record the tensors of a leaf module; PackingError if they are sharded or of a tensor subclass."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
             for held in (owner._parameters, owner._buffers):
