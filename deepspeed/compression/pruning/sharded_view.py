@@ -156,6 +156,6 @@ class Owned:
                     yield value.view(-1)
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elements `counted` of `values`, a 1-D tensor over [low, high)."""
+        """Return the elements of `values`, a 1-D tensor over [low, high), in the range `counted`."""
         start, stop = self.counted
         return values[start - self.low : stop - self.low]

@@ -414,7 +414,7 @@ def experts_per_token(config: Any) -> int:
 
 
 def expert_shrinks(model: nn.Module, config: Any) -> list[Shrink]:
-    """Return the number of experts in the config, if it can be reduced; its groups include router buffers.
+    """Return the number of experts in the config as a `Shrink`, with router buffers; [] if it cannot be reduced.
 
     Raises:
         CompressionError: a parameter changes by another amount.

@@ -250,8 +250,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
 
 
 def _windows(model: nn.Module) -> dict[int, int]:
-    """Return the sliding-window size of each layer in the cache that `generate` creates; layers without one are left
-    out."""
+    """Return the sliding-window size of each layer (if it has one) in the cache that `generate` creates."""
     try:
         layers = DynamicCache(config=text_config(model, decoder=True)).layers
     except Exception:  # config without layers: the cache keeps everything
