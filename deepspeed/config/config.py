@@ -137,7 +137,7 @@ class DeepSpeedConfig:
         return 1 if section.enabled is False else section.size
 
     def mesh_sizes(self) -> list[tuple[str, int, str]]:
-        """Return mesh sizes from the JSON as (axis, size, key); "dp": all data-parallel ranks, "shard": dp_shard x sp."""
+        """Return mesh sizes from the JSON as (axis, size, key); "dp": data-parallel ranks, "shard": dp_shard x sp."""
         top, mesh = self.top, self.top.mesh
         stages = top.pipeline.stages
         shard = top.zero_optimization.mics_shard_size
