@@ -178,7 +178,7 @@ class ModuleInputs:
         return args, {name: value for name, value in self.arguments.items() if name not in self.positional}
 
     def apart(self) -> ModuleInputs:
-        """Return the arguments with deep copies of objects that a module may modify, such as a cache. Tensors are shared."""
+        """Return the arguments with deep copies of objects that a module may modify (a cache), but not of tensors."""
         return ModuleInputs({name: self._copy(value) for name, value in self.arguments.items()}, self.positional)
 
     @classmethod
