@@ -37,7 +37,7 @@ def attention_regions(modules: Mapping[str, nn.Module], used: Iterable[str]) -> 
 
 
 def share_heads(attention: Any, region: ShardableRegion, ranks: int) -> ChannelDependencies | str:
-    """Divide the heads of an attention over ranks, or return the reason to keep it whole."""
+    """Divide the heads of an attention, the module of `region`, over ranks, or return the reason to keep it whole."""
     if type(attention).forward is not nn.MultiheadAttention.forward:
         return f"{type(attention).__name__} has a forward of its own over the matrices of nn.MultiheadAttention"
     if attention.bias_k is not None or attention.add_zero_attn:
@@ -151,7 +151,7 @@ _classes: dict[type, type] = {nn.MultiheadAttention: HeadParallel}
 
 
 def become_heads(attention: Any, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
-    """Reduce an attention to the heads of a rank, in place."""
+    """Reduce an attention to the heads of a rank, in place; `shares` comes from `share_heads`."""
     kind = type(attention)
     if kind not in _classes:
         _classes[kind] = type(f"Parallel{kind.__name__}", (HeadParallel, kind), {"__module__": __name__})

@@ -21,7 +21,7 @@ PADDED = 3  # padding tokens at the end of the masked input
 def all_calls(
     model: nn.Module, names: Iterable[str], inputs: dict[str, Any]
 ) -> tuple[dict[str, list[ModuleInputs]], Any, str]:
-    """Record the first call of each named module, in a run without padding and in one with padding.
+    """Run a model on `inputs`, and record the first call of each named module without and with padding.
 
     Attention may take another path with padding, and some of its attributes, such as the repetition of key-value heads,
     are read only there. A call with padding is kept if its shapes or constants differ. A model without a mask argument,
@@ -52,7 +52,7 @@ def all_calls(
 
 
 def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, ModuleInputs], Any]:
-    """Return the first call of each module in a forward, in call order, and the model's output."""
+    """Run a model on `inputs`; return the first calls of the modules `names`, in call order, and the output."""
     calls: dict[str, ModuleInputs] = {}
 
     def note(name: str, call: ModuleInputs) -> None:

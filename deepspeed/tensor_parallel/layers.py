@@ -65,7 +65,7 @@ def mark_partial(tensor: torch.Tensor) -> None:
 
 
 def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
-    """Return ((start, length),) of this rank's even share of `size` elements; ArgumentError if fewer than ranks."""
+    """Return this rank's even share of `size` elements as ((start, length),); ArgumentError if fewer than ranks."""
     if size < axis.size:
         raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
     low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]
@@ -73,7 +73,7 @@ def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ..
 
 
 def even_sizes(size: int, ranks: int) -> list[int]:
-    """Return the number of channels of each rank, as even as possible."""
+    """Return the number of elements of each rank if `size` elements are divided as evenly as possible."""
     bounds = partition_uniform(size, ranks)
     return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
 

@@ -44,7 +44,14 @@ Numbers = dict[tuple[str, str], int]  # by (module, attribute); "config.…" for
 
 
 def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
-    """Slice the layers of a region for a rank, in place; `slot_of` maps a layer's name to its `SliceLocation`."""
+    """Slice the layers and tensors of a region for a rank, in place.
+
+    Args:
+        module: dense module of the region.
+        shares: sharding of the region.
+        rank: position of the rank, from 0.
+        slot_of: function from the name of a layer to its `SliceLocation`.
+    """
     modules, region = dict(module.named_modules()), shares.region
     params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     columns = {owner(name): shares.tensors.get(name) for name in region.columns}
@@ -65,7 +72,7 @@ def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_o
 
 
 def set_numbers(module: nn.Module, numbers: Numbers) -> None:
-    """Set integer attributes of modules inside `module`; a config is copied first, as other modules may share it."""
+    """Set integer attributes of modules inside `module`; configs are copied first, as other modules may share them."""
     modules = dict(module.named_modules())
     for (name, attribute), value in numbers.items():
         target: Any = modules[name]
@@ -78,7 +85,17 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """Return attribute values with which a rank's slice computes its channels, or the reason why none were found."""
+    """Search integer attributes with which a rank's slice computes its channels of the dense module.
+
+    Args:
+        module: dense module of the region; not changed.
+        shares: sharding of the region.
+        calls: recorded calls of the module.
+        rank: position of the rank, from 0.
+
+    Returns:
+        Values by (module name, attribute), only of reduced attributes; or the reason why none were found.
+    """
     dense = randomised(module, 0)
     exact = [call.floating()[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:

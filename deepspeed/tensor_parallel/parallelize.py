@@ -67,7 +67,10 @@ def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dic
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
-    """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state."""
+    """Make `generate` of a split model compare its arguments over the ranks and use the first rank's random state.
+
+    Its calls then raise DataError if arguments differ, and NotAvailableError for `max_time`.
+    """
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)

@@ -57,7 +57,7 @@ _STYLES = {
 
 
 def declared_cuts(model: Any, matrices: Iterable[str]) -> dict[str, str]:
-    """Return the split of each matrix ("row" or "column") in the model's own `tp_plan`; empty without one."""
+    """Return the split ("row" or "column") of the named matrices in the model's own `tp_plan`; empty without one."""
     rules = getattr(model, "tp_plan", None)
     styles: dict[str, str] = {}
     known = [
@@ -78,7 +78,7 @@ SKIP = "skip"
 
 @dataclass(frozen=True)
 class Spec:
-    """Rule for the parameters with names in which a regular expression is found: "row", "column" or "skip"."""
+    """Rule `how` ("row", "column" or "skip") for all parameters with a name that contains one of the patterns."""
 
     patterns: tuple[re.Pattern[str], ...]
     how: str
@@ -439,7 +439,11 @@ _UNPAIRED = {True: "indices choose from it", False: "it has no pair in its block
 
 
 def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
-    """Run a model in its training mode and return, by module with dropout, the matrices that produce what it drops."""
+    """Run a model once on `inputs`, in its own mode, and find the matrices that produce activations under dropout.
+
+    Returns:
+        Names of the matrices, one set for each dropout, by the name of the module that runs it.
+    """
     training = [module for module in model.modules() if module.training]
     if not training:
         return {}

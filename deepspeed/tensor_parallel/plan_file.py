@@ -279,7 +279,7 @@ class _PlanReader:
         self._units: dict[str, str] = {}  # location of each
 
     def check_arguments(self, home: str, calls: Sequence[ModuleInputs] | None) -> None:
-        """Check that the sharded arguments of a region's module exist and have the right number of channels."""
+        """Check that the sharded arguments of a region's module exist and have the right sizes; None: no calls."""
         for share, entry in self._arguments.pop(home, ()):
             if calls is None:
                 raise entry.wrong(f"the model never calls '{home}'")
@@ -426,7 +426,7 @@ class _PlanReader:
         return by_rank
 
     def _numbers(self, unit: str, entry: _FileEntry) -> Numbers:
-        """Return this rank's attribute values; those of other ranks are checked too, so that all ranks raise alike."""
+        """Return this rank's attribute values; those of other ranks are checked too, so that all ranks raise."""
         by_rank: list[Numbers] = []
         for of_rank in entry.entries(self.ranks):
             by_rank.append({})

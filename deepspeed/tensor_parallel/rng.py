@@ -70,7 +70,7 @@ class Draws(OpTrace):
 
 
 class Forks:
-    """Hooks that switch random states: common ones for dropout on whole activations, one per rank for split ones."""
+    """Hooks that switch random states: equal ones on all ranks for whole activations, different ones for split ones."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis

@@ -51,7 +51,15 @@ class _Taint:
 
 
 class OpTrace(TorchFunctionMode):
-    """Torch function mode that records uses of matrices: `nodes`, by parameter name, in order of first use."""
+    """Torch function mode that records the matrices that a forward uses, and the data flow between them.
+
+    Args:
+        model: the model that runs inside the mode.
+        inputs: arguments of its forward, any nest of tensors.
+
+    Attributes:
+        nodes: uses of matrices by parameter name, in order of first use.
+    """
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
@@ -215,7 +223,7 @@ def by_module(params: Iterable[str]) -> dict[str, list[str]]:
 
 
 def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
-    """Return the regions of a traced model, and the reasons why other matrices of its blocks stay whole, by name."""
+    """Return the regions of a model with traced `nodes`, and the reasons why other matrices of blocks stay whole."""
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
     regions: list[ShardableRegion] = []

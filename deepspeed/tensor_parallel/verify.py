@@ -76,9 +76,10 @@ def probes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Context that computes the `Sketches` of the parameters' gradients in one forward and backward.
+    """Context that computes the `Sketches` of gradients in one forward and backward.
 
-    All parameters must have `requires_grad`.
+    Args:
+        params: parameters by name; all must have `requires_grad`.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -261,7 +262,7 @@ def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
-    """Return a text with the differences between a unit's dense results and this rank's; "" if there are none.
+    """Describe the differences between a unit's dense results and those of this rank's slice `cut`; "" if none.
 
     All ranks of the axis call together, inside `run_collectively`.
     """
@@ -303,7 +304,7 @@ def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Mo
 
 
 def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
-    """Return the result of a unit's computation; an error on one rank raises TensorParallelError on all."""
+    """Return the result of a unit's computation that has `ended`, or raise TensorParallelError if any rank failed."""
     return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
@@ -389,7 +390,7 @@ def _apart(
 
 
 def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
-    """Compare the outputs of the split and the dense model. All ranks of the axis call together.
+    """Compare a split model's output with that of the dense model in its plan. All ranks of the axis call together.
 
     Raises:
         TensorParallelError: the outputs differ.

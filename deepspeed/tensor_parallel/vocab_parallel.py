@@ -214,7 +214,11 @@ class _Head:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Compute the loss as Transformers' `ForCausalLMLoss`, from logits (batch, length, columns of this rank)."""
+        """Compute the loss as Transformers' `ForCausalLMLoss`, from logits (batch, length, columns of this rank).
+
+        TensorParallelError if neither `labels` nor `shift_labels` (already shifted by one) is given. None for
+        `num_items_in_batch`: the mean over the tokens.
+        """
         if shift_labels is None:
             if labels is None:
                 raise TensorParallelError("the loss of a split vocabulary needs labels")
