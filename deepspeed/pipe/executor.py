@@ -183,13 +183,13 @@ class Driver(Protocol):
     def backward(
         self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
     ) -> None:
-        """Run backward from the outputs that a chunk has sent, or, with None for gradients, from the loss.
+        """Run backward from `roots`, the outputs that a chunk has sent, and their gradients; None: from the loss.
 
         `run` has the signature of `torch.autograd.backward`.
         """
 
     def weights(self, micro: int, run: Callable[[], None]) -> None:
-        """Compute the weight gradients that a backward pass has deferred."""
+        """Call `run`, which computes the weight gradients that the backward pass of a micro-batch has deferred."""
 
     def words(self, chunk: int) -> str:
         """Describe the model part of a chunk, for messages."""
@@ -255,7 +255,7 @@ class OtherStages:
         """Handle the start of the action at index `place` of this stage's row; does nothing by default."""
 
     def receive(self, action: Action, receiver: Receiver, rank: int, label: str) -> tuple[Header, list[torch.Tensor]]:
-        """Receive the message of an action from a rank."""
+        """Receive the message of an action from a rank; `label` describes it in error messages."""
         return receiver.receive(label)
 
     def before_send(self, action: Action, sender: Sender, header: Header, tensors: list[torch.Tensor]) -> None:

@@ -77,7 +77,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A list of layers, split into stages. Parameter names begin with the layer's index in the full list.
+    """List of layers, split into stages. Parameter names begin with the layer's index in the full list.
 
     Args:
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
@@ -89,14 +89,14 @@ class PipelineModule(nn.Module):
         seed_fn: sets the seed; None: torch.manual_seed.
         base_seed: seed of layer 0.
         partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
-            of matching classes), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
+            of matching classes), or a list of bounds (part p has the layers from bounds[p] up to bounds[p + 1]).
         activation_checkpoint_interval: number of layers that are recomputed together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
         checkpointable_layers: names of the classes that are recomputed; None: those with parameters.
         dynamic_shape: no effect; shapes may always change between micro-batches.
-        num_chunks: parts per stage, for the interleaved schedule.
+        num_chunks: parts per stage, for the interleaved schedule; part p belongs to stage p % num_stages.
         example_input: the first layer's input, for partition_method "profile", which runs all
-            layers on every rank, one at a time.
+            layers on every rank, one at a time; None: for other methods.
         stage_memory: limit of a stage's bytes, for "profile"; None: the device's memory, on the CPU no limit.
 
     Raises:
@@ -401,7 +401,7 @@ class PipelineModule(nn.Module):
 
 
 class LayerRun:
-    """Part of a `PipelineModule`, run by the executor; see `ModelPart`."""
+    """Part number `part` of a `PipelineModule`, with some of its layers, run by the executor; see `ModelPart`."""
 
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers

@@ -96,7 +96,7 @@ class _Counter(DispatchMode):
 
 
 def operations(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any]) -> list[float]:
-    """Count the floating-point operations of one forward: before the blocks, in each block, and after the blocks."""
+    """Count the floating-point operations of one forward on `inputs`: before, in each of, and after the blocks."""
     with _Counter() as counter, evaluating(model, use_cache=False):
         return _Crossings(model, blocks, inputs, lambda: counter.total).forward()
 
@@ -121,13 +121,13 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
 
 @contextmanager
 def seconds_clock() -> Iterator[Callable[[], float]]:
-    """Context that yields a function that returns the time in seconds, after synchronizing the device."""
+    """Context that yields a clock in seconds, which synchronizes the device first."""
     yield _now
 
 
 @contextmanager
 def operations_clock() -> Iterator[Callable[[], float]]:
-    """Context that yields a function that returns the number of floating-point operations so far."""
+    """Context that yields a counter of the floating-point operations inside the context."""
     with _Counter() as counter:
         yield lambda: float(counter.total)
 
@@ -180,7 +180,7 @@ def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]
 
 
 def costs_of_parts(costs: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Return the costs of the parts, relative to their mean; equal if costs are unknown."""
+    """Return the costs of the parts with these bounds, relative to their mean; 1 if all `costs` (see `deal`) are 0."""
     weights = _of_blocks(costs)
     own = [sum(weights[low:high]) for low, high in itertools.pairwise(bounds)]
     return [cost * len(own) / sum(own) for cost in own] if sum(own) else [1.0] * len(own)

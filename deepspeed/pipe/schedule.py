@@ -181,7 +181,7 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
 
 
 def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
-    """Return the number of forward passes of a stage before its steady phase of alternating forward and backward."""
+    """Return the number of forward passes of a stage before forward and backward alternate; see `make_schedule`."""
     total = micros * chunks
     if name == "gpipe":
         return total

@@ -238,7 +238,7 @@ class _Graph:
                 open_ += self._meet(node)
 
     def _meet(self, node: Node) -> list[Node]:
-        """Return further products that the immediate backward must include, because it reaches this node's sum."""
+        """Return right factors at or above a node of the immediate backward, so their products cannot be deferred."""
         reaches, taken, open_ = self._reaches, list[Node](), [node]
         while open_:
             node = open_.pop()

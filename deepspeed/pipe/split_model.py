@@ -191,7 +191,14 @@ class ModelSplit:
 
 
 class View:
-    """One part of an unedited model: the root, with placeholders for modules that the part does not run."""
+    """Part of an unedited model: its root module, with placeholders for modules that the part does not run.
+
+    Args:
+        model: the root module.
+        layout: split of the model.
+        part: index of the part.
+        stand_ins: placeholders for modules outside of the blocks, by name.
+    """
 
     def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
@@ -285,7 +292,7 @@ def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]
 
 
 def keep_stage(model: nn.Module, layout: ModelSplit, stages: int, stage: int) -> list[View]:
-    """Reduce a whole model to one of `stages` stages, in place, and return the stage's parts by chunk.
+    """Reduce a model, split by `layout`, to one of `stages` stages, in place; return the stage's parts by chunk.
 
     Remaining modules keep their names; parameters stay the same objects.
     """

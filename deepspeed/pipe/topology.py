@@ -82,7 +82,10 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Describe a rank by its coordinates along axes other than `omit_axes`, such as "model_00"."""
+        """Describe a rank by its coordinates along axes other than `omit_axes`, such as "model_00".
+
+        `inner_sep` is between name and index, `outer_sep` between axes.
+        """
         coord = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omit_axes
@@ -115,8 +118,8 @@ _DIMS = {"pipe": "pp", "data": "dp_shard", "model": "tp"}  # outermost first, li
 class PipelineParallelGrid:
     """Coordinates and process groups of this rank. All ranks must create the grid together.
 
-    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` correspond to a `Mesh`: "model" is stages and
-    slices together, "slice" is the tensor-parallel ranks.
+    `get_{pipe,data,model,slice}_parallel_{rank,world_size,group}()` are those of a `Mesh`: "slice" is tensor
+    parallelism, "model" is pipeline and tensor parallelism together.
 
     Args:
         topology: topology with the axes "pipe", "data" and "model", or some of them, in this order; None: that of the
@@ -158,7 +161,7 @@ class PipelineParallelGrid:
         return self._mesh.coordinates["pp"]
 
     def get_data_parallel_id(self) -> int:
-        """Return the index of this rank's replica of its stage."""
+        """Return this rank's data-parallel index: its position among the ranks with the same stage and slice."""
         return self._mesh.axis(*DATA).rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
