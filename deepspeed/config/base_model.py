@@ -87,7 +87,7 @@ def is_auto(value: object) -> bool:
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """Return the entry `param_name` of a dict, or the default if it is missing."""
+    """Return `param_dict[param_name]`, or `param_default_value` if it is missing."""
     return param_dict.get(param_name, param_default_value)
 
 

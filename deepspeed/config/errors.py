@@ -91,7 +91,7 @@ def raise_for(problems: Sequence[Problem]) -> None:
     """Raise one error that lists all problems.
 
     Raises:
-        BatchSizeError: every problem is about the batch triple.
+        BatchSizeError: every problem is about the three batch sizes.
         NotAvailableError: every problem is about an unavailable feature.
         DeepSpeedConfigError: any other combination.
     """

@@ -286,7 +286,7 @@ def _optimizer_and_scheduler_conflicts(top: TopLevel, reading: Reading) -> Itera
 
 
 def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each value that requests an unavailable feature, except in disabled blocks."""
+    """Yield a problem for each value of a section, at JSON path `path`, that requests an unavailable feature."""
     if section.switch:  # is the key that turns the block on away from its default?
         *blocks, switch = section.switch.split(".")
         block = section

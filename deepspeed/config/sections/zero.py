@@ -60,7 +60,7 @@ class OffloadOptimizer(Section):
 
 
 class ZenFlow(Section):
-    """Block `zero_optimization.zenflow`: updates of important columns on the device, and later ones on the host."""
+    """Block `zero_optimization.zenflow`: important columns are updated on the device at once, others on the host."""
 
     topk_ratio: float = later(0.1, "share of columns updated on the device", gt=0, lt=1)
     select_strategy: Literal["auto", "step", "epoch"] = later("auto", "when columns are selected anew")
