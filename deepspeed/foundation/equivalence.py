@@ -42,7 +42,7 @@ def largest_value(tensor: torch.Tensor) -> float:
 def relative_difference(
     actual: torch.Tensor, expected: torch.Tensor, scale: float | None = None, floor: float = 1e-30
 ) -> float:
-    """Return the largest difference relative to the largest expected value; infinite if shapes differ or not finite.
+    """Return the largest difference relative to the largest expected value; inf for other shapes or non-finite values.
 
     Args:
         actual: tensor of any floating-point dtype and device; compared in fp32.

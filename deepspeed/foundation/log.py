@@ -76,7 +76,7 @@ def describe_error(error: Exception, most: int = 120) -> str:
 
 
 def log_rank0(message: str, level: int = logging.INFO) -> None:
-    """Log `message` on rank 0 only."""
+    """Log `message` on rank 0 only; `level` is one of `logging`."""
     if current_rank() == 0:
         logger.log(level, message)
 

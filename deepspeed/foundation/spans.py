@@ -116,18 +116,18 @@ class SpanRecorder:
         return spans, max(0, written - len(ring))
 
     def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
-        """Record a span that ends now (see `Span`); do nothing while the recorder is off."""
+        """Record a span that ends now, with the fields of `Span`; do nothing while the recorder is off."""
         if self.on:  # what can wait until spans are taken does: this is run thousands of times a second
             self._keep((begin, now(), category, label, module, nbytes, _thread()))
             next(self._count)
 
     def count(self, label: str, value: int) -> None:
-        """Record the current value of a counter."""
+        """Record the current value of the counter `label`."""
         if self.on:
             self.add(now(), COUNT, label, nbytes=value)
 
     def span(self, category: str, label: str = "", module: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context that records a span from its start to its end; see `Span`."""
+        """Return a context that records a span from its start to its end, with the fields of `Span`."""
         return _Open(self, (category, label, module, nbytes)) if self.on else _NOTHING
 
     def enter(self, category: str, label: str) -> None:

@@ -10,7 +10,7 @@ from deepspeed.foundation.log import log_dist
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Return the mean without the `share` of largest and that of smallest values; 0 if there are no values."""
+    """Return the mean without the fraction `share` of values at either end; 0 if there are no values."""
     cut = int(len(values) * share)
     middle = sorted(values)[cut : len(values) - cut] if cut else values
     return sum(middle) / len(middle) if middle else 0.0
