@@ -143,7 +143,7 @@ class GateLoss:
 
     Args:
         gate: the gate (`TopKGate`).
-        tokens: sums over the ranks.
+        tokens: an `AllTokens` over the ranks.
         forward: a `TrainingForward`; forwards that do not train are unchanged.
     """
 
@@ -175,7 +175,7 @@ class ModelLoss:
 
     Args:
         model: model with `router_logits` and `aux_loss` in its output.
-        tokens: sums over the ranks.
+        tokens: an `AllTokens` over the ranks.
     """
 
     def __init__(self, model: nn.Module, tokens: AllTokens) -> None:

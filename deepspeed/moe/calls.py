@@ -7,8 +7,8 @@ the same form. There is a `CallForm` for each:
 |---------|-------------------------------------------------------------|---------------------------------------|
 | choices | tokens (…, H), T in all; experts (T, k); weights (T, k)     | the experts of Transformers 5         |
 | masks   | tokens (T, H); one-hot over experts (T, k, E); weights      | Switch Transformers: 0 where dropped  |
-| counts  | rows (S, H) sorted by expert; the number of rows of each    | JetMoE                                |
-| blocks  | rows (E T, H), as many of each expert; 0 where not chosen   | Llama 4                               |
+| counts  | rows (S, H) sorted by expert; rows per expert (E,)          | JetMoE                                |
+| blocks  | rows (E T, H): T for each expert, 0 where it is not chosen  | Llama 4                               |
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CallForm:
         raise NotImplementedError
 
     def read(self, values: list[Any], count: int) -> Call | None:
-        """Read the arguments of a call to a module with `count` experts; None if they have another form."""
+        """Convert the arguments of a call to a module with `count` experts; None if they have another form."""
         raise NotImplementedError
 
     def run(self, forward: Any, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> Any:

@@ -67,7 +67,7 @@ class ExpertStructure:
         return torch.cat(parts), local
 
     def local_count(self, ep: int) -> int:
-        """Return the number of experts by which a call of one of `ep` shares is encoded: all of them for children."""
+        """Return the number of experts in a call of one of `ep` shares: its own, or all if they are child modules."""
         return self.count if self.children else self.count // ep
 
 
@@ -190,7 +190,7 @@ def _padding(index: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def tried(module: nn.Module, structure: ExpertStructure, ep: int) -> tuple[ExpertStructure, str]:
-    """Test on random tokens, without dropout, in which form of calls the results of `ep` shares add up to the whole's.
+    """Find the form of calls in which the results of `ep` shares add up to the whole module's, on random tokens.
 
     Returns:
         The structure with this form and "", or the unchanged structure and the reason why there is none.
