@@ -94,7 +94,7 @@ class AllTokens:
     def mean_product(self, own: RoutingStatistics, again: bool = False) -> torch.Tensor:
         """Return sum(c_e s_e) / N² of the tokens of all ranks (0-d).
 
-        Its gradient is the partial one by this rank's tokens, times the number of ranks, since gradients are averaged.
+        Its gradient is that by this rank's tokens, times the number of ranks, since the ranks' gradients are averaged.
 
         Args:
             own: statistics of this rank's tokens.

@@ -240,7 +240,7 @@ def _capacity(logits: torch.Tensor, factor: float, fewest: int) -> int:
 
 
 def _fullest(counts: torch.Tensor, group: Any) -> int:
-    """Return the largest token count of any expert, over all ranks of the group."""
+    """Return the largest token count of any expert, over all ranks of the group (None: on this rank)."""
     most = counts.max()
     if group is not None and get_world_size(group) > 1:
         all_reduce(most, op=ReduceOp.MAX, group=group, log_name="slots of the fullest expert")

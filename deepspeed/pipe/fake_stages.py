@@ -82,8 +82,7 @@ class AbsentStages(OtherStages):
         sender.name((self, action))
 
     def _end(self, kind: str, peer: int, message: Any) -> int | None:
-        """Return the position in a peer's row at which it frees a message (first receive after the last use), or
-        None."""
+        """Return where a peer's row frees a message (index of the first receive after its last use), or None."""
         window, action = message
         row, used = self.schedule.rows[peer], -1
         if window is self:

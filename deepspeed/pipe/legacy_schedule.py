@@ -60,15 +60,15 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load a micro-batch."""
+    """Load the data of a micro-batch; on the first and the last stage."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the forward pass."""
+    """Run the forward pass of a micro-batch."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Run the backward pass."""
+    """Run the backward pass of a micro-batch."""
 
 
 class SendActivation(BufferOpInstruction):

@@ -202,7 +202,7 @@ Layer = tuple[Callable[[Any], Any], nn.Module | None]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one layer.
+    """Time and memory of one layer.
 
     Args:
         seconds: time of forward and backward of a micro-batch.

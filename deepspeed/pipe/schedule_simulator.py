@@ -16,7 +16,7 @@ Cost = float | tuple[float, ...]  # a multiple of these, or (forward, backward[,
 
 @dataclass(frozen=True)
 class ScheduleCost:
-    """Cost of a schedule.
+    """Time and memory of a schedule.
 
     Args:
         time: time at which the last stage finishes, in the unit of the costs.
@@ -83,7 +83,7 @@ class _Simulation:
         return stage, chunk
 
     def _act(self, index: int, action: Action) -> bool:
-        """Perform an action; returns False if its message has not been sent yet."""
+        """Perform an action; return False if its message has not been sent yet."""
         stage, kind = self.stages[index], action.op[-1]
         if action.op[0] == ">":
             if not stage.done[kind, action.micro, action.chunk]:

@@ -277,7 +277,7 @@ class _Graph:
         return groups
 
     def _together(self) -> list[tuple[list[Node], set[Node]]]:
-        """Group the deferrable products with common nodes below their edges; returns (products, nodes below)."""
+        """Group the deferrable products with common nodes below their edges; return (products, nodes below)."""
         owner, joined = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
         for node, edge in self._edges.items():
             if node not in self.now:

@@ -85,7 +85,7 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
 
 
 def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
-    """Search integer attributes with which a rank's slice computes its channels of the dense module.
+    """Search for integer attributes with which a rank's slice computes its channels of the dense module.
 
     Args:
         module: dense module of the region; not changed.

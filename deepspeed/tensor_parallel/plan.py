@@ -363,7 +363,7 @@ def channel_counts(by_rank: Sequence[Segments]) -> str:
 def make_plan(
     model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
 ) -> TensorParallelPlan:
-    """Search the plan of one rank for a dense model. Runs the model on a small input.
+    """Find the plan of one rank for a dense model. Runs the model on a small input.
 
     Args:
         model: dense, whole on this rank or sharded by `zero.Init`; not changed.

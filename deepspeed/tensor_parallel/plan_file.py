@@ -52,7 +52,7 @@ FORMAT, VERSION = "deepspeed tensor plan", 1
 def write_plan(
     path: str | Path, model: nn.Module, ranks: int, example: Any = None, specs: Specs | None = None
 ) -> list[TensorParallelPlan]:
-    """Search the plan of a dense model for every rank, and write it to a file. A single process calls it.
+    """Find the plan of a dense model for every rank, and write it to a file. A single process calls this.
 
     Args:
         path: path of the JSON file, for the key `tensor_parallel.plan_file`.
