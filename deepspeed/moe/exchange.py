@@ -74,15 +74,15 @@ class Routing:
         return sum(row[self.axis.rank] for row in self.table)
 
     def to_experts(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Send (S, …) rows in the order of `sent`; return (R, …) rows received, in order of their source ranks.
+        """Send (S, …) rows in the order of `sent`; return the (R, …) received rows, ordered by source rank.
 
         Args:
-            parts: tensors that are sent in one exchange, each with a word for its label.
+            parts: (name in error messages, rows) of the tensors that are sent in one exchange.
         """
         return self._move(parts, self.table, "experts")
 
     def to_tokens(self, *parts: tuple[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return (R, …) rows to the ranks that sent them; return (S, …) rows received, in the order of `sent`."""
+        """Send (R, …) rows back (inverse of `to_experts`); return the (S, …) received rows in the order of `sent`."""
         back = [list(column) for column in zip(*self.table, strict=True)]
         return self._move(parts, back, "tokens")
 
@@ -93,7 +93,7 @@ class Routing:
         return all_to_all_rows(self.axis, labelled, table)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy the rows of (T, …) tokens in the order of `sent`: (S, …), where other ranks can read them in place."""
+        """Return a copy (S, …) of the (T, …) tokens in the order of `sent`, in memory that other ranks can read."""
         count, width = len(self.sent), rows.shape[1:]
         copies = self.axis.empty(count * width.numel(), rows.dtype, rows.device).view(count, *width)
         return torch.index_select(rows, 0, self.sent, out=copies)
@@ -164,10 +164,11 @@ def dispatch(
     Args:
         hidden: (T, H) tokens.
         weights: (T, k) weights of their chosen experts.
-        chosen: (S, k) integer: numbers of the chosen experts on the receiving rank, in send order.
+        chosen: (S, k) integer: indices of the chosen experts on the receiving rank, in send order.
+        routing: destinations of these tokens.
 
     Returns:
-        (R, H) tokens received from all ranks, their (R, k) weights, 0 for experts on other ranks, and (R, k) `chosen`.
+        (R, H) tokens received from all ranks, their (R, k) weights (0 for experts on other ranks), and (R, k) `chosen`.
     """
     return _Dispatch.apply(hidden, weights, chosen, routing)  # type: ignore[return-value]
 
