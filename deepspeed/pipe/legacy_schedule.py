@@ -60,7 +60,7 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load the data of a micro-batch; on the first and the last stage."""
+    """Load the data of a micro-batch, on the first and the last stage."""
 
 
 class ForwardPass(BufferOpInstruction):

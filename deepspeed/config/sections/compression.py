@@ -244,7 +244,7 @@ class CompressionTraining(Section):
 
     @property
     def active(self) -> bool:
-        """Whether any technique is enabled."""
+        """Whether any technique, distillation, layer reduction or export is enabled."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
         beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
         return beside or any(technique.shared_parameters.enabled for technique in techniques)

@@ -38,7 +38,7 @@ class BlockQueue(Protocol):
     """Interface of a queue of transfers between tensors and files: several blocks at a time, in order of submission."""
 
     def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> IORequest:
-        """Start the transfer of a contiguous CPU tensor, which must not change until it ends; `offset` is in bytes."""
+        """Start the transfer of a contiguous CPU tensor, not to be used until it ends; `offset` is in bytes."""
         ...
 
     def stop(self) -> None:
